@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from composer3d.parallel.compose import compose
     from composer3d.parallel.context.api import ring_attention
     from composer3d.parallel.context.ownership import shard_sequence, unshard_sequence
-    from composer3d.parallel.stages import Stages, StepShape
+    from composer3d.parallel.executor import StepShape
+    from composer3d.parallel.stages import Stages
     from composer3d.runtime.mesh import Mesh
 
 __version__ = "0.1.0"
@@ -39,7 +40,7 @@ _MODULES = {
     "SequenceInfo": "composer3d.models.contract",
     "ShardingPlan": "composer3d.models.contract",
     "Stages": "composer3d.parallel.stages",
-    "StepShape": "composer3d.parallel.stages",
+    "StepShape": "composer3d.parallel.executor",
     "compose": "composer3d.parallel.compose",
     "ring_attention": "composer3d.parallel.context.api",
     "shard_sequence": "composer3d.parallel.context.ownership",

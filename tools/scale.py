@@ -45,6 +45,7 @@ from composer3d.checkpoint.metadata import METADATA, read_metadata
 from composer3d.checkpoint.store import gather_state
 from composer3d.data import sample_order, tokens
 from composer3d.models.registry import architecture
+from composer3d.parallel import grad_norm
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import exchanges, process_group
@@ -273,20 +274,21 @@ def run_rank_0(recipe: Recipe) -> tuple[Ledger, Row, Cuts]:
         row["keys in groups"] = sum(own)
         row["squares of groups"] = sum(size**2 for size in own)
 
-        def finite(*arguments: Any) -> StepSums:
+        def finite(*arguments: Any, **keywords: Any) -> StepSums:
             # The numbers come from memory that nobody has filled.
-            right_gradients(*arguments)
-            flags = arguments[2]()
-            return StepSums(torch.tensor([1.0, 1.0, *flags], dtype=torch.float64))
+            right_gradients(*arguments, **keywords)
+            flags, parts = arguments[2]().pack(), [0.0] * len(grad_norm.PARTS)
+            return StepSums(torch.tensor([1.0, 1.0, *flags, *parts], dtype=torch.float64))
 
-        save = run.store.save
+        store = run.saver.store
+        save = store.save
 
         def counted_save(*arguments: Any) -> None:
             ledger.phase = "save"
             save(*arguments)
             ledger.phase = "end"
 
-        run.store.save = counted_save  # type: ignore[method-assign]
+        store.save = counted_save  # type: ignore[method-assign]
         ledger.phase = "step"
         with mock.patch.object(loop, "compute_gradients", finite):
             loop.train(run)
@@ -348,7 +350,7 @@ def _shards(length: int, shards: int) -> int:
 
 def checkpoint_facts(run: Any, recipe: Recipe) -> Row:
     """Measure the bytes that describe a part and a file, and what reading them takes."""
-    folder = run.store.newest()
+    folder = run.saver.store.newest()
     manifest = manifests.read(folder)
     metadata: Metadata = pickle.loads((folder / METADATA).read_bytes())
     tensors = len(metadata.state_dict_metadata)

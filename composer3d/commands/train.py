@@ -34,7 +34,7 @@ from composer3d.spec.interrupts import ending_at_once
 from composer3d.training.owed import METRICS, owes_validation
 
 if TYPE_CHECKING:
-    from composer3d.training.metrics import Metrics
+    from composer3d.training.observers.metrics import Metrics
 
 _STEP_FOLDER = re.compile(r"step-[0-9]{8}")
 
@@ -132,7 +132,7 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
         lines = describe_failures(result, recipe, next(iter(reports), None))
         is_over = not result.is_lost or restart == most
         is_hopeless = result.lacked_memory and newest_checkpoint(recipe) == earlier_checkpoint
-        loss = None if is_over or claimed is None else describe_loss(claimed, run_folder(recipe))
+        loss = None if is_over or claimed is None else describe_loss(claimed, recipe.run.folder)
         if loss is not None:
             lines.append(loss)
         elif is_hopeless and not is_over:
@@ -156,16 +156,11 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
 
 def _keep_in_log(recipe: Recipe, lines: Sequence[str]) -> None:
     """Add lines to the log in the run's folder, if there is one: rank 0 may have died."""
-    path = run_folder(recipe) / log.FILE
+    path = recipe.run.folder / log.FILE
     if lines and path.is_file():
         log.setup("", main=True)
         log.keep_in(path, lambda: True)
         log.keep(lines)
-
-
-def run_folder(recipe: Recipe) -> Path:
-    """Return the folder of the run."""
-    return Path(recipe.run.out_dir) / recipe.run.name
 
 
 def step_of_finished_run(recipe: Recipe) -> int | None:
@@ -201,7 +196,7 @@ def step_of_finished_run(recipe: Recipe) -> int | None:
         return None
     if any(key == "run.seed" or key.startswith(("data.", "model.")) for key in changed_keys):
         return None
-    metrics = run_folder(recipe) / METRICS
+    metrics = recipe.run.folder / METRICS
     if manifest.step == recipe.run.steps and owes_validation(
         metrics, recipe.validation, manifest.step
     ):
@@ -290,7 +285,7 @@ def resume_advice(recipe: Recipe) -> str:
 def _write_report(recipe: Recipe, text: str) -> str | None:
     """Write the report of lost ranks into the run's folder, and return its path, or None."""
     now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    folder = run_folder(recipe)
+    folder = recipe.run.folder
     # The number keeps the order if the clocks of machines differ.
     number = 1 + max(map(_number_of_report, _lost_reports(recipe)), default=0)
     path = folder / f"lost-ranks-{now}_{number}.txt"
@@ -312,7 +307,7 @@ def _number_of_report(path: Path) -> int:
 
 def _lost_reports(recipe: Recipe) -> set[Path]:
     """Return the reports of lost ranks in the run's folder."""
-    return set(run_folder(recipe).glob("lost-ranks-*.txt"))
+    return set(recipe.run.folder.glob("lost-ranks-*.txt"))
 
 
 def _write_trace(recipe: Recipe, rank: int, trace: bytes, moment: str) -> str | None:
@@ -320,7 +315,7 @@ def _write_trace(recipe: Recipe, rank: int, trace: bytes, moment: str) -> str | 
 
     The names are those that torch's ``torchfrtrace --prefix nccl-trace-TIME-rank- FOLDER`` reads.
     """
-    folder = run_folder(recipe)
+    folder = recipe.run.folder
     path = folder / f"nccl-trace-{moment}-rank-{rank}"
     try:
         write_atomic(path, trace)
@@ -331,7 +326,7 @@ def _write_trace(recipe: Recipe, rank: int, trace: bytes, moment: str) -> str | 
 
 def checkpoint_folder(recipe: Recipe) -> Path:
     """Return the folder of the run's checkpoints."""
-    return run_folder(recipe) / "checkpoints"
+    return recipe.run.folder / "checkpoints"
 
 
 def newest_checkpoint(recipe: Recipe) -> Path | None:
@@ -413,6 +408,7 @@ def _train(resolved: Resolved, rank: int, *, claimed: str | None) -> int:
     with collector.importing():
         from composer3d.training.build import build
         from composer3d.training.loop import train
+        from composer3d.training.observers.metrics import Metrics
 
     recipe = resolved.recipe
     # Under torchrun, nobody has checked it.
@@ -431,6 +427,8 @@ def _train(resolved: Resolved, rank: int, *, claimed: str | None) -> int:
         told = None if claimed is None else Path(claimed)
         run = build(recipe, world.device, resolved.to_toml(), claimed=told)
         if rank == 0:
-            _describe(resolved, run.metrics, is_on_cpu=world.device.type == "cpu")
+            metrics = run.observers.find(Metrics)
+            assert metrics is not None
+            _describe(resolved, metrics, is_on_cpu=world.device.type == "cpu")
         signal_number = train(run)
     return 128 + signal_number if signal_number else 0

@@ -21,9 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composer3d.recipe.schema import AXES
 from composer3d.runtime.mesh import Mesh
-from composer3d.runtime.ranks import coordinates
 from composer3d.runtime.torch_private import (
     DispatchMode,
     body_of,
@@ -261,55 +259,17 @@ class CountCollectives(DispatchMode):
 
 
 def axis_names(mesh: Mesh) -> Callable[[Message], str]:
-    """Return a function that names the axis of a message.
-
-    Names are "pp", "dp_replicate", "fsdp" (dp_shard x cp), "cp" and "tp"; for experts "ep" and
-    "efsdp"; "sequence" (cp x tp), over which routers sum; and "world". A group of other axes has
-    their names, such as "dp_replicate x dp_shard".
+    """Return a function that names the axis of a message: see ``Mesh.axis_of``.
 
     An axis may have all ranks of the job, and then has the group of the world. An all-reduce of
     float64 in this group is a sum of scalars, such as the loss, and so of the world.
     """
-    known: dict[str, str] = {}
 
     def axis_of(message: Message) -> str:
         group, world = message.group, dist.group.WORLD
         is_world = world is not None and group.group_name == world.group_name
         if is_world and message.operation == "all_reduce" and message.dtype is torch.float64:
             return WORLD
-        name = group.group_name
-        if name not in known:
-            # Groups are formed late: names are looked up again when an unknown group appears.
-            known.update(_names_of_groups(mesh))
-        if name not in known:
-            known[name] = _varying_axes(group, mesh)
-        return known[name]
+        return mesh.axis_of(group)
 
     return axis_of
-
-
-def _names_of_groups(mesh: Mesh) -> dict[str, str]:
-    """Map the names of the groups that ``mesh`` has formed to axes."""
-    names: dict[str, str] = {}
-    meshes = [mesh.device_mesh]
-    formed = vars(mesh)  # what ``cached_property`` has computed
-    if "sparse" in formed:
-        meshes.append(mesh.sparse)
-    for device_mesh in meshes:
-        for dim, axis in enumerate(device_mesh.mesh_dim_names or ()):
-            if device_mesh.size(dim) == 1:
-                continue
-            # pp and dp_replicate are in both; the groups are equal, and the first one counts.
-            names.setdefault(device_mesh.get_group(axis).group_name, axis)
-    for attribute, axis in (("cp_group", "cp"), ("sequence_group", "sequence")):
-        group = formed.get(attribute)
-        if group is not None:
-            names.setdefault(group.group_name, axis)
-    return names
-
-
-def _varying_axes(group: dist.ProcessGroup, mesh: Mesh) -> str:
-    """Name a group by the axes along which its ranks differ."""
-    coords = [coordinates(rank, mesh.sizes) for rank in dist.get_process_group_ranks(group)]
-    varying = [axis for axis in AXES if len({place[axis] for place in coords}) > 1]
-    return " x ".join(varying) or WORLD

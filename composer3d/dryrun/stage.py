@@ -41,7 +41,7 @@ from composer3d.models.registry import architecture
 from composer3d.parallel import Stages
 from composer3d.parallel.compose import cut_into_stages
 from composer3d.parallel.data import fsdp
-from composer3d.parallel.pipeline.runtime import place_stages
+from composer3d.parallel.pipeline.runtime import Pipeline, place_stages
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.parallel.stages import Stage
 from composer3d.recipe.schema import CompileTable, Recipe
@@ -64,7 +64,6 @@ from composer3d.runtime.torch_private import (
 )
 from composer3d.spec.schedules import Action, parse_action
 from composer3d.training.build import build_stages
-from composer3d.training.loop import FLAGS
 from composer3d.training.optim import build_optimizer
 from composer3d.training.step import compute_gradients, update
 
@@ -216,8 +215,8 @@ class _Recording:
             finish()
 
         stages.finish_gradients = finish_with_mark  # type: ignore[method-assign]
-        if stages.mesh.sizes.pp > 1:
-            with stages.around_actions(self._around_action):
+        if isinstance(stages.executor, Pipeline):
+            with stages.executor.around_actions(self._around_action):
                 yield
             return
         forwards = count()
@@ -344,7 +343,7 @@ def _batch(recipe: Recipe, documents_BT: Tensor | None) -> Batch:
 def take_a_step(rank: RankWithoutData, ledger: MemoryLedger) -> None:
     """Run one optimizer step as ``training.loop`` does."""
     stages, optim = rank.stages, rank.recipe.optim
-    sums = compute_gradients(stages, rank.batch, lambda: [0.0] * FLAGS)
+    sums = compute_gradients(stages, rank.batch)
     gradients = (parameter.grad for parameter in stages.parameters())
     ledger.mark((local_shard(grad) for grad in gradients if grad is not None), Kind.GRADIENTS)
     update(stages, rank.optimizer, sums, max_norm=optim.clip, lr=optim.lr)

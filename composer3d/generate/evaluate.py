@@ -28,7 +28,7 @@ from composer3d.spec.tokenizer_file import make_byte_tokenizer
 from composer3d.spec.toml import TomlError, parse_toml
 from composer3d.training.batches import owned_ranges_of
 from composer3d.training.build import build_stages
-from composer3d.training.step import evaluate_batch
+from composer3d.training.validation import evaluate_batch
 
 Packing = Literal["none", "documents"]
 

@@ -11,12 +11,13 @@ from composer3d.models.contract import Decoder, SequenceInfo, ShardingPlan
 from composer3d.parallel import checkpointing, compile, float8, init
 from composer3d.parallel.context import api as context
 from composer3d.parallel.data import fsdp
+from composer3d.parallel.executor import Executor, OneStage, StepShape
 from composer3d.parallel.expert import api as expert
 from composer3d.parallel.expert.balance import Balance, RouterSize, routers_of
 from composer3d.parallel.pipeline import runtime as pipeline
 from composer3d.parallel.pipeline import zero_bubble
 from composer3d.parallel.pipeline.ties import Ties, check_ties, find_ties, split_ties, tie
-from composer3d.parallel.stages import Stage, Stages, StepShape
+from composer3d.parallel.stages import Stage, Stages
 from composer3d.parallel.tensor import styles as tensor
 from composer3d.parallel.tensor.vocab import set_loss_chunks
 from composer3d.recipe.schema import CompileTable, MemoryTable, ParallelTable, PrecisionTable
@@ -75,7 +76,7 @@ def compose(
     precision = precision or PrecisionTable()
     compiling = compiling or CompileTable()
 
-    # Before the cut: in a single stage, a correct glob may match nothing.
+    # a. Check the plan on the whole model: in a single stage, a correct glob may match nothing.
     if compiling.enabled and plan.experts is not None:
         raise PlanError(
             "compile.enabled = true makes one graph of a block, but the number of tokens of each "
@@ -83,23 +84,29 @@ def compose(
         )
     plan.check(model)
     float8.check(model, plan, mesh.sizes, precision, mesh.device)
+
+    # b. Note what only the whole model tells: the message between stages, ties and routers.
     activation = stage_activation(model, mesh, parallel, step)
     if precision.compute is not None:
         activation = activation.to(getattr(torch, precision.compute))
-    set_loss_chunks(model, plan, memory.loss_chunks)
     ties = find_ties(model)
-    expert.form_groups(plan, mesh)
-    shard_meshes = fsdp.meshes_of(mesh, plan, parallel, precision, memory)
-    check_ties(ties, mesh, sharded=shard_meshes is not None)
     router_sizes = {
         name: RouterSize(router.experts, router.per_token)
         for name, router in routers_of(model).items()
     }
-    step_tokens = step.micro_batch * step.micro_batches * step.seq_len * mesh.batch_ranks
+    set_loss_chunks(model, plan, memory.loss_chunks)
+
+    # c. Form the groups of experts and of FSDP. All ranks take part, whatever stages they hold.
+    expert.form_groups(plan, mesh)
+    shard_meshes = fsdp.meshes_of(mesh, plan, parallel, precision, memory)
+    check_ties(ties, mesh, sharded=shard_meshes is not None)
+
+    # d. Decide which rank holds which stages.
     placement = pipeline.place_stages(mesh.sizes.pp, parallel, step.micro_batches)
     if mesh.sizes.pp > 1:
         _check_every_stage_trains(model, sum(map(len, placement.stages)), parallel)
     defers = mesh.sizes.pp > 1 and SCHEDULES[parallel.schedule].splits_backward
+    step_tokens = step.micro_batch * step.micro_batches * step.seq_len * mesh.batch_ranks
     dw_builders = []
 
     # 1. Pipeline: cut into stages before anything wraps a module. All later steps then touch only
@@ -156,17 +163,18 @@ def compose(
         # 11. Initial weights: by global name and index, so that they do not depend on the layout.
         init.initialise(module, plan, seed, skip=module.tied_copies)
 
-    runtime = None
+    executor: Executor
     if mesh.sizes.pp > 1:
-        runtime = pipeline.Pipeline(
-            modules, dw_builders, mesh, parallel, placement, step.micro_batches, activation
+        executor = pipeline.Pipeline(
+            modules, dw_builders, mesh, parallel, placement, step, activation
         )
+    else:
+        executor = OneStage(modules[0], parallel, step.micro_batch, mesh.device)
     return Stages(
         modules,
         mesh,
+        executor,
         parallel,
-        step,
-        runtime,
         Ties(ties, modules, mesh, placement.stages),
         Balance(router_sizes, modules, mesh),
     )
@@ -229,6 +237,7 @@ def cut_into_stages(
             ranges[index],
             first=index == 0,
             last=index == n_stages - 1,
+            number=index,
             step_tokens=step_tokens,
         )
         for index in stages[rank]

@@ -1,4 +1,4 @@
-"""The gradients of one micro-batch on this rank alone, before other data-parallel ranks add theirs.
+"""The gradients of micro-batches on this rank alone, before other data-parallel ranks add theirs.
 
 Ranks with the same part of a model get the same gradients of the same micro-batch, bit by bit. Each
 gradient is handed over as soon as backward has computed it, and dropped at once: so no more than
@@ -59,32 +59,26 @@ def units_of(stage_number: int, stage: nn.Module) -> dict[Unit, list[nn.Paramete
 
 
 @contextmanager
-def taken(
-    stages: Mapping[int, nn.Module], see: SeeGradient, *, keeps_gathered: bool
-) -> Iterator[None]:
-    """Give each gradient of the one backward inside of this context to ``see``, and drop it.
-
-    All stages have FSDP, and have been called before.
+def seen_by(see: SeeGradient, stages: Mapping[int, nn.Module]) -> Iterator[None]:
+    """Give each gradient of the backwards inside of this context to ``see``, and drop it.
 
     Args:
-        stages: by number.
         see: is called in backward, with a plain tensor of the shape of this rank's shard over tp.
             A parameter can have several gradients, which add up.
-        keeps_gathered: as in ``fsdp.without_reduction``.
+        stages: those of this rank, by number. They have FSDP, and have been called before.
     """
     with ExitStack() as context:
         for number, stage in stages.items():
-            context.enter_context(fsdp.without_reduction(stage, keeps_gathered=keeps_gathered))
             for unit, parameters in units_of(number, stage).items():
                 for index, parameter in enumerate(parameters):
                     if parameter.requires_grad:
-                        take = partial(_take, see, unit, index)
-                        handle = parameter.register_post_accumulate_grad_hook(take)
+                        hook = partial(_see_and_drop, see, unit, index)
+                        handle = parameter.register_post_accumulate_grad_hook(hook)
                         context.callback(handle.remove)
         yield
 
 
-def _take(see: SeeGradient, unit: Unit, index: int, parameter: Tensor) -> None:
+def _see_and_drop(see: SeeGradient, unit: Unit, index: int, parameter: Tensor) -> None:
     # A layer that defers its weight gradient has none here at first.
     if parameter.grad is not None:
         see(unit, index, local_shard(parameter.grad))

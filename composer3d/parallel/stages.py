@@ -1,7 +1,6 @@
 """The stages of a composed model on one rank, and the forward and backward of a step."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -9,16 +8,14 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from composer3d.models.contract import Decoder, SequenceInfo, hidden
 from composer3d.parallel import local_gradients
 from composer3d.parallel.context.ownership import shard_sequence
 from composer3d.parallel.data import fsdp
+from composer3d.parallel.executor import Executor
 from composer3d.parallel.expert.balance import Balance, RouterLoad
-from composer3d.parallel.pipeline.runtime import Pipeline
 from composer3d.parallel.pipeline.ties import Ties, local_shard
-from composer3d.parallel.pipeline.trace import Recording
 from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.torch_private import cut_by_pipelines
@@ -50,6 +47,7 @@ class Stage(nn.Module):
     attention reads it on the CPU; the other arguments are this rank's part of them.
 
     Attributes:
+        number: of this stage, counted from 0 over the whole pipeline.
         tied_copies: maps the name of each parameter that is a copy of another stage's parameter to
             the name of that owner.
         partial_gradients: names of the parameters whose gradients, after backward, are parts of a
@@ -63,9 +61,11 @@ class Stage(nn.Module):
         *,
         first: bool,
         last: bool,
+        number: int = 0,
         step_tokens: int | None = None,
     ) -> None:
         super().__init__()
+        self.number = number
         self._step_tokens = step_tokens
         names = list(model.blocks)
         self.first: nn.Module | None = model.first if first else None
@@ -88,21 +88,6 @@ class Stage(nn.Module):
         return h if self.last is None else self.last(h, seq, labels_BT)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepShape:
-    """The size of a rank's step.
-
-    Attributes:
-        micro_batch: samples in a micro-batch.
-        micro_batches: micro-batches in a step.
-        seq_len: tokens in a whole sample, before it is cut over cp.
-    """
-
-    micro_batch: int
-    micro_batches: int
-    seq_len: int
-
-
 @dataclass(eq=False)
 class Stages:
     """This rank's stages of a composed model.
@@ -110,13 +95,13 @@ class Stages:
     Attributes:
         modules: the stages, first to last. Their parameters keep their global names.
         mesh: the mesh of the job.
+        executor: runs their micro-batches: ``Pipeline`` if pp is above 1, else ``OneStage``.
     """
 
     modules: Sequence[Stage]
     mesh: Mesh
+    executor: Executor
     _parallel: ParallelTable
-    _step: StepShape
-    _pipeline: Pipeline | None
     _ties: Ties
     _balance: Balance
     _has_run: bool = False
@@ -128,11 +113,6 @@ class Stages:
         Their objects stay the same: FSDP swaps gathered parameters in and its own back.
         """
         return [list(module.named_parameters()) for module in self.modules]
-
-    @cached_property
-    def _units(self) -> list[list[FSDPModule]]:
-        """What FSDP wraps in each stage, the stage itself first; empty without FSDP."""
-        return [fsdp.units(module) for module in self.modules]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over this rank's parameters by global name, without copies of tied ones.
@@ -200,39 +180,10 @@ class Stages:
             parameter.grad = None
         self._balance.reset()
         keywords = self._keywords(labels_BT, positions_BT, documents_BT)
-        if self._pipeline is not None:
-            total = self._pipeline.step(tokens_BT, keywords, valid_tokens)
-        else:
-            (module,) = self.modules
-            total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-            for index, (tokens, inputs) in enumerate(self._micro_batches(tokens_BT, keywords)):
-                is_last = index == self._step.micro_batches - 1
-                fsdp.begin_micro_batch(self._units[0], self._parallel, last=is_last)
-                summed = module(tokens, **inputs)
-                loss = summed / valid_tokens.to(summed.dtype)
-                loss.backward()
-                total += loss.detach()
+        total = self.executor.forward_backward(tokens_BT, keywords, valid_tokens)
         self.finish_gradients()
         self._balance.collect()
         return total if self.counts_loss else torch.zeros_like(total)
-
-    def record(self) -> AbstractContextManager[Recording]:
-        """Return a context that records the actions of the one ``forward_backward`` inside of it.
-
-        There must be a pipeline. Collective over this rank's pipeline: see ``Pipeline.record``.
-        """
-        assert self._pipeline is not None
-        return self._pipeline.record()
-
-    def around_actions(
-        self, context: Callable[[str], AbstractContextManager[object]]
-    ) -> AbstractContextManager[None]:
-        """Return a context in which ``context`` is entered around each action of the pipeline.
-
-        There must be a pipeline. See ``torch_private.around_pipeline_work``.
-        """
-        assert self._pipeline is not None
-        return self._pipeline.around_actions(context)
 
     @property
     def router_loads(self) -> Mapping[str, RouterLoad]:
@@ -289,19 +240,12 @@ class Stages:
         """
         self._begin(training=False)
         keywords = self._keywords(labels_BT, positions_BT, documents_BT)
-        micro_batches = list(self._micro_batches(tokens_BT, keywords))
-        if self._pipeline is not None:
-            total = self._pipeline.forward_only(micro_batches)
-        else:
-            (module,) = self.modules
-            total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-            for tokens, inputs in micro_batches:
-                total += module(tokens, **inputs)
+        total = self.executor.forward(tokens_BT, keywords)
         for module in self.modules:
             fsdp.reshard(module)
         return total if self.counts_loss else torch.zeros_like(total)
 
-    def take_local_gradients(
+    def see_local_gradients(
         self,
         tokens_BT: Tensor,
         labels_BT: Tensor,
@@ -310,42 +254,33 @@ class Stages:
         *,
         see: local_gradients.SeeGradient,
     ) -> Tensor:
-        """Give the gradients of one micro-batch on this rank to ``see``, before any is reduced.
+        """Give the gradients of some rows on this rank to ``see``, before any is reduced.
 
-        A gradient is dropped as soon as ``see`` returns. Afterwards ``.grad``, what routers have
-        seen, and all that the next step reads are as before. There must be FSDP.
+        A gradient is dropped as soon as ``see`` returns, so FSDP finds nothing to reduce.
+        Afterwards ``.grad``, what routers have seen, and all that the next step reads are as
+        before. There must be FSDP.
 
         Args:
-            tokens_BT, labels_BT, positions_BT, documents_BT: as for ``forward_backward``, of one
-                micro-batch. The loss is divided by its tokens.
-            see: see ``local_gradients.taken``. It is called on the device's stream, in backward.
+            tokens_BT, labels_BT, positions_BT, documents_BT: as for ``forward_backward``; without a
+                pipeline, of any number of micro-batches. The loss is divided by their tokens.
+            see: see ``local_gradients.seen_by``. It is called on the device's stream, in backward.
 
         Returns:
             This rank's share of the divided loss, a float64 scalar.
 
-        Collectives: those of the techniques composed for one micro-batch, without any sum of
-        gradients over data-parallel ranks.
+        Collectives: those of the techniques composed, without any sum of gradients over
+        data-parallel ranks.
         """
         if not self._has_run:
             # FSDP makes the whole parameters in its first forward.
             self.evaluate(tokens_BT, labels_BT, positions_BT, documents_BT)
         self._begin(training=True)
         keywords = self._keywords(labels_BT, positions_BT, documents_BT)
-        divisor = labels_BT.numel() * self.mesh.sizes.cp
-        if self._pipeline is not None:
-            stages = self._pipeline.modules
-        else:
-            stages = dict(enumerate(self.modules))
-        has_pipeline = self._pipeline is not None
-        taken = local_gradients.taken(stages, see, keeps_gathered=has_pipeline)
-        with self._balance.undisturbed(), taken:
-            if self._pipeline is not None:
-                total = self._pipeline.one_micro_batch(tokens_BT, keywords, divisor)
-            else:
-                (module,) = self.modules
-                loss = module(tokens_BT, **keywords) / divisor
-                loss.backward()
-                total = loss.detach().to(torch.float64)
+        tokens = labels_BT.numel() * self.mesh.sizes.cp
+        divisor = torch.full((), tokens, device=self.mesh.device)
+        modules = {module.number: module for module in self.modules}
+        with self._balance.undisturbed(), local_gradients.seen_by(see, modules):
+            total = self.executor.forward_backward(tokens_BT, keywords, divisor)
         return total if self.counts_loss else torch.zeros_like(total)
 
     def _begin(self, *, training: bool) -> None:
@@ -366,12 +301,3 @@ class Stages:
         if self.modules[-1].last is not None:
             keywords["labels_BT"] = labels_BT
         return keywords
-
-    def _micro_batches(
-        self, tokens_BT: Tensor, keywords: Mapping[str, Tensor | HostTensor]
-    ) -> Iterator[tuple[Tensor, dict[str, Tensor | HostTensor]]]:
-        """Cut the rows of a step into micro-batches."""
-        n_rows = self._step.micro_batch
-        for begin in range(0, tokens_BT.shape[0], n_rows):
-            rows = slice(begin, begin + n_rows)
-            yield tokens_BT[rows], {name: value[rows] for name, value in keywords.items()}

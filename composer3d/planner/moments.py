@@ -27,6 +27,7 @@ from composer3d.planner.states import Counts, State, states_of_ranks
 from composer3d.planner.time import rank_of
 from composer3d.planner.trained import Share
 from composer3d.spec.schedules import SCHEDULES
+from composer3d.spec.units import units_of_blocks
 
 
 class Always(NamedTuple):
@@ -189,10 +190,7 @@ class _Rank:
         buffers = setup.batch.micro_batches if keeps_buffers else 1
         return _Stage(
             blocks=blocks,
-            groups=tuple(
-                blocks[begin : begin + layout.fsdp_blocks]
-                for begin in range(0, len(blocks), layout.fsdp_blocks)
-            ),
+            groups=tuple(units_of_blocks(blocks, layout.fsdp_blocks)),
             first=embedding if is_first and not is_one_unit else None,
             last=head if is_last else None,
             output=0.0 if is_last else self.stream,

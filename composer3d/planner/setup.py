@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 from composer3d.planner.trained import EVERYTHING, Trained
 from composer3d.spec.errors import PlanError
 from composer3d.spec.hardware import Hardware
+from composer3d.spec.units import units_of_blocks
 
 AttentionKernel = Literal["unfused", "flash1", "flash2", "flash3"]
 ContextMethod = Literal["ring", "allgather", "ulysses"]
@@ -177,8 +178,12 @@ class Layout:
     @property
     def blocks_of_unit(self) -> float:
         """The blocks of a unit of FSDP, on average: the last one of a stage may have fewer."""
-        units = sum(-(-count // self.fsdp_blocks) for count in self.stage_blocks)
+        units = sum(map(self.units_of_stage, self.stage_blocks))
         return sum(self.stage_blocks) / units if units else 1.0
+
+    def units_of_stage(self, blocks: int) -> int:
+        """Return the number of FSDP's units of a stage of ``blocks`` blocks, without its ends."""
+        return len(units_of_blocks(range(blocks), self.fsdp_blocks))
 
     def ranks_of(self, axis: str) -> AxisRanks:
         """Return the number and the distance of the ranks of an axis, or of axes together.

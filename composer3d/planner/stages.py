@@ -46,14 +46,6 @@ def stage_layers(recipe: Recipe, cut: Sequence[range] | None = None) -> list[Sta
     ]
 
 
-def units_of_blocks(blocks: range, size: int) -> list[range]:
-    """Cut the blocks of a stage into units of ``size``; the last one may be smaller.
-
-    As ``parallel.data.fsdp.apply``.
-    """
-    return [blocks[begin : begin + size] for begin in range(0, len(blocks), size)]
-
-
 def stages_by_rank(recipe: Recipe) -> list[list[int]]:
     """Return the stages that each pipeline rank holds, in ascending order.
 

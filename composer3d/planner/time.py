@@ -491,7 +491,7 @@ def _gradient_tail_s(setup: Setup, constants: Constants, parts: list[_Part]) -> 
 
     dense, experts = _largest_rank(setup)
     reduce_s = gather_s = 0.0
-    units_of_stage = -(-max(layout.stage_blocks) // layout.fsdp_blocks)
+    units_of_stage = layout.units_of_stage(max(layout.stage_blocks))
     units_on_rank = max(1, units_of_stage * layout.stages_per_rank)
     for held, shard in ((dense, axis_groups["fsdp"]), (experts, axis_groups["efsdp"])):
         if not held:

@@ -23,10 +23,12 @@ from composer3d.models.parameters import (
     last_parameters,
 )
 from composer3d.planner.schedule import recipe_actions
-from composer3d.planner.stages import StageLayers, stage_layers, stages_by_rank, units_of_blocks
+from composer3d.planner.stages import StageLayers, stage_layers, stages_by_rank
 from composer3d.planner.trained import is_trained
 from composer3d.recipe.schema import Recipe
+from composer3d.spec.flags import N_FLAGS
 from composer3d.spec.schedules import Cell
+from composer3d.spec.units import units_of_blocks
 
 # The groups of ranks that communicate. "fsdp" is dp_shard x cp; "efsdp" is what ep leaves of
 # dp_shard x cp x tp. Without sharding (zero = 0), gradients are summed over "replicas", those of
@@ -50,10 +52,7 @@ Phase = Literal["forward", "backward", "step"]
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 COUNT_BYTES = 8  # int64 numbers of rows, and float64 sums
 
-# As ``training.loop.FLAGS``, which needs torch: four signals, a failed save and the clock.
-_FLAGS = 6
-
-# As ``parallel.grad_norm.PARTS``, which needs torch too.
+# As ``parallel.grad_norm.PARTS``, which needs torch.
 _PARTS = 8
 
 
@@ -551,7 +550,7 @@ class _Rank:
         and E + 5 numbers of each router (``expert.balance``).
         """
         size = self.mesh.world_size
-        of_step = 2 + _FLAGS + _PARTS
+        of_step = 2 + N_FLAGS + _PARTS
         for purpose, numbers in (("valid tokens", 1), ("loss, norms and flags", of_step)):
             self._add("world", "all_reduce", "step", purpose, 1, numbers * COUNT_BYTES, size)
         if isinstance(self.shape, MoeShape) and self.shape.moe_layers:

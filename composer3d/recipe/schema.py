@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache
 from math import prod
+from pathlib import Path
 from typing import Any, Literal
 
 from composer3d.models import registry
@@ -135,6 +136,11 @@ class RunTable:
         "it always has",
     )
     oversubscribe: bool = key(False, "allow more than 16 processes per CPU core")
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run: its checkpoints, metrics, log and recipe."""
+        return Path(self.out_dir) / self.name
 
 
 @dataclass(frozen=True, kw_only=True)

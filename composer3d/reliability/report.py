@@ -1,15 +1,19 @@
-"""What rank 0 tells about ranks of the job."""
+"""A finding about a job, for those who watch it."""
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 
-class RankReport(NamedTuple):
-    """What was found about ranks.
+class Report(NamedTuple):
+    """What was found about the ranks of a job, or about its steps.
 
     Attributes:
-        lines: for the console, and for TensorBoard as a text.
+        lines: warnings for the console, for the run's events, and for TensorBoard as a text.
         values: metrics, by name.
+        tag: the tag of the text in TensorBoard, and the kind of the events.
     """
 
-    lines: list[str]
-    values: dict[str, float]
+    lines: Sequence[str]
+    values: Mapping[str, float] = MappingProxyType({})
+    tag: Literal["ranks", "bad steps"] = "ranks"

@@ -8,11 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from composer3d.runtime import log
-from composer3d.spec.interrupts import INSIST_S
-
-# The signals that end the loop. If ranks get different ones, the first of these counts. Schedulers
-# announce the end of a job by SIGTERM or SIGUSR1. A terminal that is closed sends SIGHUP.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+from composer3d.spec.interrupts import INSIST_S, STOP_SIGNALS
 
 
 class StopSignals:
@@ -26,6 +22,11 @@ class StopSignals:
         self.received: list[int] = []
         self._first_s = 0.0
         self._previous_handlers: dict[int, Any] = {}
+
+    @property
+    def first(self) -> int:
+        """The number of the first signal; 0 for none."""
+        return self.received[0] if self.received else 0
 
     def catch(self) -> None:
         """Collect ``STOP_SIGNALS`` from now on. A second call does nothing.

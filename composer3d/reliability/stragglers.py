@@ -1,4 +1,4 @@
-"""Name the ranks that are slower than their peers.
+"""Decide which ranks are slower than their peers.
 
 All ranks of a job end a step together, because the fast ones wait for the slow one. So the time of
 a step says nothing about a rank. Its own time does: the time of the step without the time in which
@@ -10,22 +10,11 @@ of steps goes to rank 0, which names a rank if it was too slow in two windows in
 that turns slow is named after less than three windows.
 """
 
-import socket
-import struct
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
-from composer3d.recipe.schema import MeshTable, ParallelTable, ReliabilityTable
-from composer3d.reliability.report import RankReport
-from composer3d.runtime.mesh import Mesh
-from composer3d.runtime.process_group import Gathering
-from composer3d.runtime.ranks import coordinates, describe_rank
-from composer3d.runtime.torch_private import watch_waits
-
-# What a rank sends for a window: its own time, and the start of the name of its host.
-_MESSAGE = struct.Struct("<d64s")
+from composer3d.recipe.schema import MeshTable, ParallelTable
+from composer3d.runtime.ranks import coordinates
 
 # A rank that loses less in a step is not slow, whatever the factor is: the steps of a very small
 # model are as short as a time slice of the scheduler.
@@ -133,99 +122,3 @@ class StragglerJudge:
                 is_longer = found.own_s - found.peers_s >= LEAST_EXCESS_S
                 if is_longer and found.factor >= self._factor:
                     yield found
-
-
-class StragglerWatch:
-    """Measures the own time of this rank, and names slow ranks on rank 0.
-
-    Every rank makes one and calls it in the same steps. A step is what lies between ``begin_step``
-    and ``end_step``, within the context ``watching``. No call waits for another rank: the
-    times of a window travel while the next steps run.
-
-    Only CPUs are watched. On a GPU the host does not wait for collectives, so its clock does not
-    know own times. Waits inside of compiled blocks are not seen: they count as own time, which
-    makes all ranks of tp look equal.
-
-    Collective over all ranks, unless nothing is watched: one gather of 72 bytes in every window.
-
-    Args:
-        table: the recipe's ``[reliability]``.
-        mesh: the mesh of the job.
-        groups: from ``peer_groups``. Without two ranks in a group, nothing is watched.
-    """
-
-    def __init__(self, table: ReliabilityTable, mesh: Mesh, groups: list[list[int]]) -> None:
-        self.is_on = (
-            table.straggler_factor > 0
-            and mesh.device.type == "cpu"
-            and any(len(group) > 1 for group in groups)
-        )
-        self._window = table.straggler_window
-        self._own_s: list[float] = []
-        self._blocked_s = self._begun_s = 0.0
-        self._gathering: Gathering | None = None
-        self._judge = StragglerJudge(groups, table.straggler_factor)
-        self._sizes = mesh.sizes
-        self._host = socket.gethostname().encode()
-
-    def watching(self) -> AbstractContextManager[None]:
-        """Return the context within which the waits of this thread are measured."""
-        return watch_waits(self._add_wait) if self.is_on else nullcontext()
-
-    def _add_wait(self, seconds: float) -> None:
-        self._blocked_s += seconds
-
-    def begin_step(self) -> None:
-        """Start the clock of a step."""
-        self._blocked_s = 0.0
-        self._begun_s = time.perf_counter()
-
-    def end_step(self) -> RankReport | None:
-        """Stop the clock of a step. At the end of a window, send its time.
-
-        Returns:
-            On rank 0, a report if there is something to tell about the window before.
-        """
-        if not self.is_on:
-            return None
-        self._own_s.append(time.perf_counter() - self._begun_s - self._blocked_s)
-        is_end_of_window = len(self._own_s) == self._window
-        report = None
-        # A window before has arrived long ago, so this does not wait.
-        if self._gathering is not None and (is_end_of_window or self._gathering.has_arrived()):
-            report = self.finish()
-        if is_end_of_window:
-            self._gathering = Gathering(_MESSAGE.pack(time_of_window(self._own_s), self._host))
-            self._own_s.clear()
-        return report
-
-    def finish(self) -> RankReport | None:
-        """Return the report of a window that has been sent, as ``end_step`` does. Rank 0 waits."""
-        if self._gathering is None:
-            return None
-        messages = self._gathering.await_contents()
-        self._gathering = None
-        return None if messages is None else self._report(messages)
-
-    def _report(self, messages: list[bytes]) -> RankReport | None:
-        own_s, hosts = zip(*map(_MESSAGE.unpack, messages), strict=True)
-        stragglers, recovered = self._judge.judge(own_s)
-
-        def name(rank: int) -> str:
-            host = hosts[rank].rstrip(b"\0").decode(errors="replace")
-            return f"{describe_rank(rank, self._sizes)} on {host}"
-
-        lines = [
-            f"straggler: {name(found.rank)} takes {found.factor:.2f} times as long as its "
-            f"peers: {1000 * found.own_s:.1f} ms of its own in a step, they "
-            f"{1000 * found.peers_s:.1f} ms"
-            for found in stragglers
-        ]
-        lines += [f"no straggler any more: {name(rank)}" for rank in recovered]
-        if not lines:
-            return None
-        values = {}
-        if stragglers:
-            slowest = max(stragglers, key=lambda found: found.factor)
-            values = {"straggler_rank": slowest.rank, "straggler_factor": slowest.factor}
-        return RankReport(lines, values)

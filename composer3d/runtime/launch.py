@@ -32,7 +32,7 @@ from composer3d.runtime.lost_words import tells_lost_peer
 from composer3d.runtime.shortage import no_memory
 from composer3d.runtime.starter import Answer, Call
 from composer3d.spec.errors import UserError
-from composer3d.spec.interrupts import INSIST_S
+from composer3d.spec.interrupts import INSIST_S, STOP_SIGNALS
 from composer3d.spec.text import printable_lines
 
 # Seconds that ranks may take to finish their step and save, after a signal.
@@ -41,9 +41,6 @@ SHUTDOWN_S = 120.0
 # Seconds that the other ranks may take to report what they did (``peers``), after a rank has ended.
 # In most cases they need about one.
 REPORT_S = 10.0
-
-# The signals that the ranks of a job get as well.
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 # A function at the top of a module, or its name as ``module:function``. With a name, this process
 # does not import what the function's module imports.
@@ -97,7 +94,7 @@ class _Starter:
             )
             # A Ctrl-C reaches the starter too. The starter inherits the mask, and takes it off when
             # it ignores stop signals, so that none ends it with a traceback while it imports.
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, starter.STOP_SIGNALS)
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             try:
                 with theirs:
                     self._process = subprocess.Popen(
@@ -538,14 +535,14 @@ class _StopRequest:
 
 @contextmanager
 def _forward_signals() -> Iterator[_StopRequest]:
-    """Forward the signals of ``_FORWARDED`` to the ``workers`` of the yielded request.
+    """Forward the signals of ``STOP_SIGNALS`` to the ``workers`` of the yielded request.
 
     After ``nohup``, SIGHUP stays ignored.
     """
     stop = _StopRequest()
     previous_handlers = {
         number: signal.signal(number, stop.receive)
-        for number in _FORWARDED
+        for number in STOP_SIGNALS
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
     }
     try:

@@ -187,6 +187,50 @@ class Mesh:
             groups["cp"] = self.cp_group
         return groups
 
+    def axis_of(self, group: dist.ProcessGroup) -> str:
+        """Return the name of the axis whose ranks form ``group``, for people and for counts.
+
+        Names are "pp", "dp_replicate", "fsdp" (dp_shard x cp), "cp" and "tp"; for experts "ep" and
+        "efsdp"; "sequence" (cp x tp), over which routers sum; and "world". A group of other axes
+        has their names, such as "dp_replicate x dp_shard". If axes have the same group, the first
+        of these names counts.
+        """
+        name = group.group_name
+        if name not in self._axis_by_group:
+            # Groups are formed late: names are looked up again when an unknown group appears.
+            self._axis_by_group.update(self._axes_of_formed_groups())
+        if name not in self._axis_by_group:
+            self._axis_by_group[name] = self._varying_axes(group)
+        return self._axis_by_group[name]
+
+    @cached_property
+    def _axis_by_group(self) -> dict[str, str]:
+        return {}
+
+    def _axes_of_formed_groups(self) -> dict[str, str]:
+        """Map the names of the groups that this mesh has formed to axes. It forms no group."""
+        formed = vars(self)  # what ``cached_property`` has computed
+        names: dict[str, str] = {}
+        meshes = [self.device_mesh, *([self.sparse] if "sparse" in formed else [])]
+        for mesh in meshes:
+            for dim, axis in enumerate(mesh.mesh_dim_names or ()):
+                if mesh.size(dim) > 1:
+                    # pp and dp_replicate are in both meshes, with equal groups.
+                    names.setdefault(mesh.get_group(axis).group_name, axis)
+        for attribute, axis in (("cp_group", "cp"), ("sequence_group", "sequence")):
+            group = formed.get(attribute)
+            if group is not None:
+                names.setdefault(group.group_name, axis)
+        if dist.group.WORLD is not None:
+            names.setdefault(dist.group.WORLD.group_name, "world")
+        return names
+
+    def _varying_axes(self, group: dist.ProcessGroup) -> str:
+        """Name a group by the axes along which its ranks differ."""
+        coords = [coordinates(rank, self.sizes) for rank in dist.get_process_group_ranks(group)]
+        varying = [axis for axis in AXES if len({place[axis] for place in coords}) > 1]
+        return " x ".join(varying)
+
     @property
     def tp(self) -> DeviceMesh | None:
         """The mesh of the tensor parallel ranks; None if tp is 1."""

@@ -70,7 +70,7 @@ _COLLECTIVES = frozenset(
 # What local variables of a function tell, by the end of its file's path and its name.
 _DETAILS: Mapping[tuple[str, str], Callable[[Mapping[str, Any]], str]] = {
     ("composer3d/training/loop.py", "do_step"): lambda names: f"step {names['run'].step + 1}",
-    ("composer3d/parallel/stages.py", "forward_backward"): lambda names: (
+    ("composer3d/parallel/executor.py", "forward_backward"): lambda names: (
         f"micro-batch {names['index']}"
     ),
     ("torch/distributed/pipelining/schedules.py", "_step_microbatches"): lambda names: (

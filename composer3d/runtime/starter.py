@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, NoReturn
 from composer3d.runtime import collector, console
 from composer3d.runtime.environment import STORE_VARIABLE
 from composer3d.spec.errors import UserError
+from composer3d.spec.interrupts import STOP_SIGNALS
 
 # A request starts with its kind and the length of the path that follows.
 REQUEST = struct.Struct("!cI")
@@ -51,8 +52,6 @@ REMOVE_AT_END = b"R"
 # code. If there was no memory for it, the first one is minus the number of the error.
 STATUS = struct.Struct("!q")
 
-# The signals that ask a command to stop. The starter begins with all of them blocked.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1  # from sys/prctl.h
 
 # The last characters of a traceback that are sent. A pipe can hold that many bytes unread, so the

@@ -125,3 +125,11 @@ def of_os_error(what: str, error: OSError) -> UserError:
     """
     kind = MachineError if error.errno in _MACHINE_ERRORS else UserError
     return kind(f"{what}: {error}")
+
+
+def reason_in_one_line(error: Exception) -> str:
+    """Return why something has failed, in one line of at most 1,000 characters."""
+    if isinstance(error, UserError):
+        return " ".join(error.lines)[:1000]
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words}"[:1000]

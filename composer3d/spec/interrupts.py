@@ -1,4 +1,4 @@
-"""What Ctrl-C does to a command: it ends quietly, however often it comes. No torch here."""
+"""The signals that stop a command. Ctrl-C ends it quietly, however often it comes. No torch."""
 
 import os
 import signal
@@ -6,6 +6,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+# The signals that ask a command to stop. Schedulers announce the end of a job by SIGTERM or
+# SIGUSR1. A terminal that is closed sends SIGHUP.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 # The exit status after SIGINT, as shells count it.
 INTERRUPTED = 128 + signal.SIGINT

@@ -57,11 +57,16 @@ def make_loader(
 
 
 def make_common_loader(recipe: Recipe, mesh: Mesh, corpus: Corpus | Blend) -> Loader:
-    """Make a loader of micro-batches whose rows are the same on all data-parallel ranks."""
+    """Make a loader of rows that are the same on all data-parallel ranks.
+
+    A batch is one micro-batch; with a pipeline it is as many as a step has, which its schedule asks
+    for.
+    """
+    micro_batches = recipe.micro_batches if recipe.mesh.pp > 1 else 1
     return Loader(
         corpus,
         seq_len=recipe.data.seq_len,
-        global_batch=recipe.data.micro_batch,
+        global_batch=recipe.data.micro_batch * micro_batches,
         seed=recipe.data.seed,
         batch_rank=0,
         batch_ranks=1,

@@ -11,7 +11,7 @@ import composer3d
 from composer3d.checkpoint import Store
 from composer3d.convert.assets import make_assets
 from composer3d.convert.start import load_hf
-from composer3d.data import BatchesAhead, Corpus, Loader
+from composer3d.data import BatchesAhead, Blend, Corpus
 from composer3d.models.registry import architecture, resolve
 from composer3d.parallel import ShardingPlan, Stages, StepShape, compose
 from composer3d.parallel.compose import Materialise
@@ -22,20 +22,26 @@ from composer3d.recipe.advice import way_to_go_on
 from composer3d.recipe.schema import Recipe
 from composer3d.reliability.bad_steps import Ledger, StepHistory
 from composer3d.reliability.lock import Claim
-from composer3d.reliability.stragglers import StragglerWatch, peer_groups
+from composer3d.reliability.stragglers import peer_groups
 from composer3d.runtime import log, process_group
 from composer3d.runtime.agreement import check_agreement
 from composer3d.runtime.exchanges import check_exchanges, collectives_of_training, groups_of
 from composer3d.runtime.mesh import Mesh
 from composer3d.spec import hardware
 from composer3d.training.batches import make_loader, open_data
-from composer3d.training.metrics import Metrics
+from composer3d.training.observers.epochs import EpochLog, log_epochs
+from composer3d.training.observers.metrics import Metrics, further_metrics
+from composer3d.training.observers.observer import Observers
+from composer3d.training.observers.profiling import make_profiler
+from composer3d.training.observers.replicas import ReplicaCheck
+from composer3d.training.observers.stragglers import StragglerWatch
+from composer3d.training.observers.timeline import make_timeline
 from composer3d.training.optim import build_optimizer
-from composer3d.training.profiling import Profiler, make_profiler
-from composer3d.training.replicas import ReplicaCheck
+from composer3d.training.recovery import Recovery
 from composer3d.training.resume import resume
 from composer3d.training.run_folder import claim_folder, write_recipe
-from composer3d.training.timeline import TimelineWriter, make_timeline
+from composer3d.training.saving import Saver
+from composer3d.training.validation import Validation
 
 
 @dataclass
@@ -43,35 +49,20 @@ class Run:
     """Everything that one rank trains with.
 
     Attributes:
-        resolved_toml: the recipe as text, with the origin of each value.
-        claim: the lock on the run's folder, until the end of ``train`` or of the process. None on
-            all ranks but 0.
-        held_out: the validation data; None without validation.
-        timeline: traces steps; None if this rank traces none.
-        profiler: profiles steps; None if this rank profiles none.
-        stragglers: measures this rank, and names slow ones.
-        replicas: compares replicas; None if the recipe does not want it.
-        history: decides from the steps before which loss or norm is a spike.
-        ledger: lists the bad steps whose batches this run leaves out.
+        saver: saves checkpoints when they are due.
+        recovery: decides which steps are bad, and how the run goes on.
+        observers: all that watches the run and changes none of its numbers.
         step: the number of optimizer steps done.
     """
 
     recipe: Recipe
-    resolved_toml: str
-    claim: Claim | None
     stages: Stages
     optimizer: torch.optim.AdamW
     loader: BatchesAhead
-    epochs_begun: Callable[[int], list[tuple[str, int]]]  # as in Loader
-    held_out: Corpus | None
-    store: Store
-    metrics: Metrics
-    timeline: TimelineWriter | None
-    profiler: Profiler | None
-    stragglers: StragglerWatch
-    replicas: ReplicaCheck | None
-    history: StepHistory
-    ledger: Ledger
+    validation: Validation
+    saver: Saver
+    recovery: Recovery
+    observers: Observers
     step: int
 
 
@@ -97,7 +88,7 @@ def build(
         groups = groups_of(mesh, has_experts=recipe.model.experts > 0)
         check_exchanges(mesh, groups, lambda axis: collectives_of_training(axis, recipe.parallel))
     is_main = mesh.rank == 0
-    folder = Path(recipe.run.out_dir) / recipe.run.name
+    folder = recipe.run.folder
     claim = claim_folder(folder, claimed)
     if claim is not None:
         log.keep_in(folder / log.FILE, claim.is_held)
@@ -137,41 +128,20 @@ def build(
     process_group.on_all("recipe.toml", keep_recipe if is_main else lambda: None)
     ledger = _open_ledger(folder, claim, steps_done=steps_done or 0)
     _log_attention(recipe, device)
-    _log_epochs(recipe, loader.loader)
-    metrics = process_group.on_all(
-        "metrics", lambda: _make_metrics(recipe, mesh, folder, claim, start_step=steps_done or 0)
+    log_epochs(recipe, loader.loader)
+    observers = _make_observers(
+        recipe, stages, optimizer, loader, corpus, claim, steps_done=steps_done
     )
-    _tell_start(recipe, mesh, metrics, steps_done)
-    timeline = None
-    if recipe.metrics.timeline_steps is not None:
-        timeline = process_group.on_all("timeline", lambda: make_timeline(recipe, stages, folder))
-    profiler = None
-    if recipe.metrics.profile_steps is not None:
-        profiler = process_group.on_all(
-            "profile", lambda: make_profiler(recipe, stages, groups, folder)
-        )
-    has_documents = recipe.data.packing != "none"
-    peers = peer_groups(recipe.mesh, recipe.parallel, has_documents=has_documents)
     log.say_phases()
     return Run(
         recipe=recipe,
-        resolved_toml=resolved_toml,
-        claim=claim,
         stages=stages,
         optimizer=optimizer,
         loader=loader,
-        epochs_begun=loader.loader.epochs_begun,
-        held_out=held_out,
-        store=store,
-        metrics=metrics,
-        timeline=timeline,
-        profiler=profiler,
-        stragglers=StragglerWatch(recipe.reliability, mesh, peers),
-        replicas=ReplicaCheck(recipe, stages, optimizer, corpus)
-        if recipe.reliability.digest_every
-        else None,
-        history=history,
-        ledger=ledger,
+        validation=Validation(recipe, stages, held_out, loader.order, store.loaded),
+        saver=Saver(recipe, resolved_toml, store, claim),
+        recovery=Recovery(recipe.reliability, history, ledger, store, stages, optimizer, observers),
+        observers=observers,
         step=steps_done or 0,
     )
 
@@ -237,17 +207,6 @@ def _log_attention(recipe: Recipe, device: torch.device) -> None:
         log.get().info(f"attention: {description}")
 
 
-def _log_epochs(recipe: Recipe, loader: Loader) -> None:
-    """Log how often the whole run sees each part of the training data."""
-    for seen in loader.epochs_in(recipe.run.steps):
-        line = f"data: {seen.name} has {seen.n_samples:,} samples of {recipe.data.seq_len} tokens"
-        if seen.filled is not None:
-            line += f", of which documents fill {seen.filled:.1%}"
-        if seen.n_cut:
-            line += f"; documents that are longer than a sample, and cut: {seen.n_cut:,}"
-        log.get().info(f"{line}; {recipe.run.steps:,} steps see it {seen.epochs:.2f} times")
-
-
 def describe_attention(recipe: Recipe, device: torch.device) -> str | None:
     """Return how attention is computed, or None if torch computes it on whole sequences.
 
@@ -267,6 +226,45 @@ def describe_attention(recipe: Recipe, device: torch.device) -> str | None:
     dtype = getattr(torch, recipe.precision.computes_in)
     queries = torch.empty(0, recipe.model.head_width, dtype=dtype, device=device)
     return f"{place}; its kernel: {kernels.kernel_of(queries).value}"
+
+
+def _make_observers(
+    recipe: Recipe,
+    stages: Stages,
+    optimizer: torch.optim.AdamW,
+    loader: BatchesAhead,
+    corpus: Corpus | Blend,
+    claim: Claim | None,
+    *,
+    steps_done: int | None,
+) -> Observers:
+    """Make what watches the run, in the order in which it sees each step.
+
+    Collective over all ranks.
+    """
+    mesh, folder = stages.mesh, recipe.run.folder
+    observers = Observers()
+    # Metrics come first: the line of a step stands before what else is said of it.
+    metrics = process_group.on_all(
+        "metrics", lambda: _make_metrics(recipe, stages, claim, start_step=steps_done or 0)
+    )
+    observers.add(metrics)
+    _tell_start(recipe, mesh, metrics, steps_done)
+    observers.add(EpochLog(loader.loader))
+    has_documents = recipe.data.packing != "none"
+    peers = peer_groups(recipe.mesh, recipe.parallel, has_documents=has_documents)
+    observers.add(StragglerWatch(recipe.reliability, mesh, peers, tell=observers.report))
+    if recipe.metrics.profile_steps is not None:
+        profiler = process_group.on_all("profile", lambda: make_profiler(recipe, stages, folder))
+        if profiler is not None:
+            observers.add(profiler)
+    if recipe.metrics.timeline_steps is not None:
+        timeline = process_group.on_all("timeline", lambda: make_timeline(recipe, stages, folder))
+        if timeline is not None:
+            observers.add(timeline)
+    if recipe.reliability.digest_every:
+        observers.add(ReplicaCheck(recipe, stages, optimizer, corpus, observers))
+    return observers
 
 
 def _tell_start(recipe: Recipe, mesh: Mesh, metrics: Metrics, steps_done: int | None) -> None:
@@ -290,12 +288,13 @@ def _device_name(device: torch.device) -> str:
 
 
 def _make_metrics(
-    recipe: Recipe, mesh: Mesh, folder: Path, claim: Claim | None, *, start_step: int
+    recipe: Recipe, stages: Stages, claim: Claim | None, *, start_step: int
 ) -> Metrics:
+    mesh = stages.mesh
     row = hardware.find(_device_name(mesh.device))
     flops_per_token = resolve(architecture(recipe.model.architecture).flops_per_token)
     return Metrics(
-        folder,
+        recipe.run.folder,
         recipe.metrics,
         total_steps=recipe.run.steps,
         tokens_per_step=recipe.data.global_batch * recipe.data.seq_len,
@@ -306,4 +305,5 @@ def _make_metrics(
         main=mesh.rank == 0,
         may_write=claim.is_held if claim is not None else None,
         start_step=start_step,
+        further=partial(further_metrics, recipe, stages),
     )

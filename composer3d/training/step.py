@@ -1,4 +1,4 @@
-"""One optimizer step (gradients, clipping and the update), and validation."""
+"""One optimizer step: gradients, clipping and the update."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,13 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from composer3d.data import Batch, BatchesAhead, Corpus
-from composer3d.data.order import Order
+from composer3d.data import Batch
 from composer3d.parallel import Stages, grad_norm
-from composer3d.recipe.schema import Recipe
 from composer3d.reliability.bad_steps import NO_LIMITS, Limits
-from composer3d.spec.errors import DataError
-from composer3d.training.batches import make_loader, move_to_device
+from composer3d.spec.flags import N_FLAGS, StepFlags
+from composer3d.training.batches import move_to_device
 from composer3d.training.optim import apply_gradients, set_lr
 
 
@@ -24,14 +22,14 @@ class StepValues(NamedTuple):
     Attributes:
         loss: of the job, the mean over all valid tokens, in nats.
         norm: the norm of all gradients. It is NaN if a gradient is.
-        flags: for each flag, the number of ranks that have raised it.
+        flags: those that any rank has raised.
         norm_by_part: the norm of each part of the model (``grad_norm.PARTS``); empty if the step
             was not asked for it. A part that the model lacks has none.
     """
 
     loss: float
     norm: float
-    flags: list[float]
+    flags: StepFlags = StepFlags()
     norm_by_part: Mapping[str, float] = MappingProxyType({})
 
 
@@ -40,15 +38,13 @@ class StepSums:
 
     Args:
         sums: float64 (2 + flags + parts) on the mesh's device: the loss, the squared norm, the
-            flags, and the squared norm of each part.
-        n_parts: the number of parts: that of ``grad_norm.PARTS``, or 0.
+            packed ``StepFlags``, and the squared norm of each of ``grad_norm.PARTS``.
 
     Attributes:
         loss, norm: the scalars of ``StepValues``, on the device.
     """
 
-    def __init__(self, sums: Tensor, n_parts: int = 0) -> None:
-        self._n_parts = n_parts
+    def __init__(self, sums: Tensor) -> None:
         self.loss, self.norm = sums[0], sums[1].sqrt()
         self._values = torch.cat((self.loss[None], self.norm[None], sums[2:]))
         self._host_values: Tensor | None = None
@@ -74,17 +70,18 @@ class StepSums:
             self._has_arrived.synchronize()
             values = self._host_values
         loss, norm, *others = values.tolist()
-        n_flags = len(others) - self._n_parts
-        norms_sq = zip(grad_norm.PARTS, others[n_flags:], strict=False)
+        flags, parts = others[:N_FLAGS], others[N_FLAGS:]
+        norms_sq = zip(grad_norm.PARTS, parts, strict=True)
         # A part that the model lacks has no gradient on any rank, so its sum is exactly 0.
         by_part = {part: math.sqrt(value) for part, value in norms_sq if value != 0}
-        return StepValues(loss, norm, others[:n_flags], by_part)
+        return StepValues(loss, norm, StepFlags.unpack(flags), by_part)
 
 
 def compute_gradients(
     stages: Stages,
     batch: Batch,
-    flags: Callable[[], Sequence[float]] = tuple,
+    own_flags: Callable[[], StepFlags] = StepFlags,
+    *,
     by_part: bool = False,
 ) -> StepSums:
     """Compute the gradients of one step and leave them in ``.grad``. The host does not wait.
@@ -92,8 +89,8 @@ def compute_gradients(
     Args:
         stages: this rank's stages.
         batch: this rank's part of the global batch.
-        flags: returns numbers of this rank that travel with the loss, as many on every rank. It is
-            called after backward has been launched.
+        own_flags: returns the flags of this rank, which travel with the loss. It is called after
+            backward has been launched.
         by_part: whether to compute the norm of each part of the model as well, the same on every
             rank. It travels with the loss.
 
@@ -118,8 +115,8 @@ def compute_gradients(
     else:
         n_parts = len(grad_norm.PARTS)
         parts = torch.zeros(n_parts, dtype=torch.float64, device=mesh.device).unbind()
-    sums = mesh.start_sum_over_world(local_loss, norm_sq, *flags(), *parts)
-    return StepSums(sums, len(parts))
+    sums = mesh.start_sum_over_world(local_loss, norm_sq, *own_flags().pack(), *parts)
+    return StepSums(sums)
 
 
 def update(
@@ -158,64 +155,3 @@ def update(
     apply_gradients(optimizer, divisor=divisor, is_good=is_good)
     stages.move_router_biases(is_good)
     return sums.await_values()
-
-
-def validate(
-    recipe: Recipe,
-    stages: Stages,
-    held_out: Corpus,
-    *,
-    order: Order = "feistel",
-    must_stop: Callable[[], bool] = lambda: False,
-) -> float | None:
-    """Compute the mean loss over the valid tokens of ``validation.steps`` global batches.
-
-    The batches are drawn from the whole held-out text. They are the same in every validation of
-    every run with the same ``order``, that of the training's loader, whatever ``data.seed`` is.
-
-    Args:
-        recipe: the recipe.
-        stages: this rank's stages.
-        held_out: the text to validate on.
-        order: the order of samples.
-        must_stop: is called before each batch, and returns the same on all ranks: whether the
-            validation is cut off.
-
-    Returns:
-        Nats per valid token, the same on all ranks; None if the validation was cut off.
-
-    Raises:
-        DataError: no token is valid.
-
-    Collectives: those of ``Stages.evaluate`` for each batch, and one all-reduce over all ranks.
-    """
-    loader = make_loader(recipe, stages.mesh, held_out, seed=0, order=order)
-    batches = BatchesAhead(loader, stages.mesh.device)
-    losses, valid_tokens = [], []
-    for _ in range(recipe.validation.steps):
-        if must_stop():
-            batches.close()
-            return None
-        local_loss, local_valid = evaluate_batch(stages, next(batches))
-        losses.append(local_loss)
-        valid_tokens.append(local_valid)
-    batches.close()
-    loss, tokens = stages.mesh.sum_over_world(sum(losses), sum(valid_tokens))
-    if tokens == 0:
-        raise DataError(
-            f"validation.steps = {recipe.validation.steps}: no token of these batches of "
-            f"{held_out.name} is learned; use more steps, or other text"
-        )
-    return loss / tokens
-
-
-def evaluate_batch(stages: Stages, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Compute this rank's shares of a batch's summed loss and of its number of valid tokens.
-
-    Returns:
-        Two scalars on the mesh's device: the loss in float64, and the number in int64.
-
-    Collectives: those of ``Stages.evaluate``. ``Mesh.sum_over_world`` adds up the shares.
-    """
-    tokens_BT, labels_BT, positions_BT, documents_BT, local_valid = move_to_device(stages, batch)
-    return stages.evaluate(tokens_BT, labels_BT, positions_BT, documents_BT), local_valid

@@ -11,6 +11,7 @@ from composer3d.recipe.schema import AXES, MeshTable, Model, Recipe
 from composer3d.recipe.values import divisors
 from composer3d.spec.errors import UserError
 from composer3d.spec.schedules import micro_batch_requirement
+from composer3d.spec.units import units_of_blocks
 
 LIMIT = 16  # processes on one machine
 _UNIT = 2  # blocks of a unit of FSDP that has several
@@ -371,7 +372,8 @@ def _layers_of_stage(full: Recipe, layers: int) -> int:
 
     The units of FSDP then have two blocks and one.
     """
-    has_units = 1 < full.parallel.fsdp_blocks < layers
+    size = full.parallel.fsdp_blocks
+    has_units = size > 1 and len(units_of_blocks(range(layers), size)) > 1
     return 1 + _UNIT if has_units else min(2, layers)
 
 

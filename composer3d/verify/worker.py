@@ -33,6 +33,7 @@ from composer3d.runtime.process_group import form_group, pool_world
 from composer3d.runtime.torch_private import ReduceScatter
 from composer3d.training import batches
 from composer3d.training import step as train_step
+from composer3d.training import validation as train_validation
 from composer3d.training.build import build_stages
 from composer3d.training.optim import build_optimizer, learning_rate
 from composer3d.verify.data import (
@@ -462,7 +463,7 @@ def compare_steps(
     for step in range(steps):
         # Validate between two steps, so that a validation that disturbs the next step shows.
         if step == steps - 1:
-            validation_loss = train_step.validate(recipe, stages, held_out)
+            validation_loss = train_validation.validate(recipe, stages, held_out)
             assert validation_loss is not None
             errors.loss[steps] = _relative_error(validation_loss, *expected["loss"][steps])
 

@@ -22,7 +22,6 @@ from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.runtime.torch_private import DispatchMode
 from composer3d.training.build import build_stages
-from composer3d.training.loop import FLAGS
 from composer3d.training.optim import build_optimizer
 from composer3d.training.step import compute_gradients, update
 from composer3d.verify.data import random_batch
@@ -176,7 +175,7 @@ class LiveBlocks:
 
 def _step(recipe: Recipe, stages: Stages, optimizer: torch.optim.AdamW, number: int) -> None:
     batch = local_batch(random_batch(recipe, number), stages)
-    sums = compute_gradients(stages, batch, lambda: [0.0] * FLAGS)
+    sums = compute_gradients(stages, batch)
     update(stages, optimizer, sums, max_norm=recipe.optim.clip, lr=1e-3)
 
 

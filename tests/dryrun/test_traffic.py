@@ -12,7 +12,7 @@ import pytest
 
 from composer3d.planner.traffic import traffic
 from composer3d.runtime.launch import Pool
-from composer3d.training.loop import FLAGS
+from composer3d.spec.flags import N_FLAGS
 from tests.dryrun.jobs import Traffic, count_real_step, dry_run_of, recipe_of, traffic_of
 from tools.prove.paths import ROOT
 
@@ -268,7 +268,7 @@ def test_a_step_sends_what_the_formulas_say(name: str, pool: Pool) -> None:
     # routers have seen.
     loads = 8 * (E + 5) * L if recipe.mesh.ep > 1 else 0
     calls = 3 if loads else 2
-    numbers = 10 + FLAGS
+    numbers = 10 + N_FLAGS
     sent = round(2 * 7 / 8 * 8) + numbers * 14 + round(1.75 * loads)
     assert scalars == {"all_reduce": (calls, sent)}
 

@@ -1,4 +1,4 @@
-"""The gradients of one micro-batch before any reduction: they are right, and nothing remains."""
+"""The gradients of micro-batches before any reduction: they are right, and nothing remains."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -52,6 +52,8 @@ def compare_with_a_step(
         tokens = torch.randint(SHAPE.vocab, (1, TOKENS), generator=generator)
         one = [stages.own_tokens(x) for x in (tokens, tokens, torch.arange(TOKENS)[None])]
         step = [x.expand(MICRO_BATCHES, -1) for x in one]
+        # A schedule runs the micro-batches of a step and no others.
+        seen = step if mesh.sizes.pp > 1 else one
         routers = [router for module in stages.modules for router in routers_of(module).values()]
         units = [unit for module in stages.modules for unit in fsdp.units(module)]
         taken: dict[Unit, dict[int, Tensor]] = defaultdict(dict)
@@ -62,14 +64,14 @@ def compare_with_a_step(
             taken[unit][index] = taken[unit].get(index, 0) + gradient.double()
 
         # Before the first step of all, there are no whole parameters yet.
-        stages.take_local_gradients(*one, see=see)
+        stages.see_local_gradients(*seen, see=see)
         taken.clear()
         step_loss = stages.forward_backward(*step, MICRO_BATCHES * TOKENS)
         expected = gradients_of(stages)
         shards = {name: parameter.grad for name, parameter in stages.named_parameters()}
         statistics = [router.statistics.sums for router in routers]
 
-        loss = stages.take_local_gradients(*one, see=see)
+        loss = stages.see_local_gradients(*seen, see=see)
         torch.testing.assert_close(loss, step_loss, rtol=1e-12, atol=0)
         # As much as the ranks' gradients add up to in the step.
         (group,) = [

@@ -19,7 +19,6 @@ from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.training.batches import make_loader, open_data
 from composer3d.training.build import build_stages
-from composer3d.training.loop import FLAGS
 from composer3d.training.step import compute_gradients
 from tools.prove.paths import ROOT
 
@@ -119,10 +118,10 @@ def record_a_step(recipe: str, sets: list[str], rank: int) -> dict[Key, Sum]:
         corpus, _ = open_data(chosen)
         loader = make_loader(chosen, mesh, corpus, seed=0)
         stages = build_stages(chosen, mesh)
-        compute_gradients(stages, next(loader), lambda: [0.0] * FLAGS)
+        compute_gradients(stages, next(loader))
         recorder = Recorder()
         recorder.patch(monkeypatch)
-        compute_gradients(stages, next(loader), lambda: [0.0] * FLAGS)
+        compute_gradients(stages, next(loader))
     return recorder.sums()
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from composer3d.report import series
 from composer3d.report.series import FILE, Point, Series
-from composer3d.training import metrics
+from composer3d.training.observers import metrics
 
 
 def test_the_file_is_that_of_the_training() -> None:

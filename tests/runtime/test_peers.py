@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from composer3d.checkpoint import Store
 from composer3d.recipe.schema import MeshTable
-from composer3d.reliability.signals import STOP_SIGNALS
 from composer3d.runtime import launch, peers
 from composer3d.runtime import mesh as meshes
 from composer3d.runtime.launch import LOST_PEERS, Pool, WorkerError, run_ranks
@@ -24,6 +23,7 @@ from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import on_all, open_store, pool_world, world
 from composer3d.runtime.situation import Situation
 from composer3d.spec.errors import LostPeersError
+from composer3d.spec.interrupts import STOP_SIGNALS
 
 
 def lose_a_peer(event: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from composer3d.recipe.schema import MetricsTable
 from composer3d.runtime import log, trackers
-from composer3d.training.metrics import Metrics
+from composer3d.training.observers.metrics import Metrics
 
 TOKENS = 1000
 
@@ -118,9 +118,9 @@ def _metrics(tmp_path: Path, *, start_step: int = 0, service: str = "wandb") -> 
 
 def _train(metrics: Metrics, steps: range) -> None:
     for step in steps:
-        metrics.step(step, loss=10.0 / step, grad_norm=float("nan"), lr=1e-3)
+        metrics.log_step(step, loss=10.0 / step, grad_norm=float("nan"), lr=1e-3)
         if step == 2:
-            metrics.validation(step, 7.0)
+            metrics.end_validation(step, 7.0)
     metrics.close()
 
 
@@ -161,7 +161,7 @@ def test_a_service_that_fails_is_said_once_and_gets_the_rest_later(
     service.behave("breaks")
     metrics = _metrics(tmp_path)
     for step in range(1, 4):
-        metrics.step(step, loss=1.0, grad_norm=1.0, lr=1e-3)
+        metrics.log_step(step, loss=1.0, grad_norm=1.0, lr=1e-3)
     _wait_until(lambda: metrics._trackers[0].problem() is not None)
     _train(metrics, range(4, 7))
     (warning,) = warnings
@@ -189,11 +189,11 @@ def test_a_service_that_hangs_neither_slows_steps_nor_the_end(
     service.behave("hangs")
     monkeypatch.setattr(trackers, "END_S", 0.5)
     metrics = _metrics(tmp_path)
-    metrics.step(1, loss=1.0, grad_norm=1.0, lr=1e-3)
+    metrics.log_step(1, loss=1.0, grad_norm=1.0, lr=1e-3)
     _wait_until(lambda: bool(service.calls("init")))
     begin_s = time.perf_counter()
     for step in range(2, 9):
-        metrics.step(step, loss=1.0, grad_norm=1.0, lr=1e-3)
+        metrics.log_step(step, loss=1.0, grad_norm=1.0, lr=1e-3)
     assert time.perf_counter() - begin_s < 10  # the service hangs for ever
     begin_s = time.perf_counter()
     metrics.close()
@@ -204,7 +204,7 @@ def test_a_service_that_hangs_neither_slows_steps_nor_the_end(
 
 def test_the_points_of_a_killed_training_arrive(tmp_path: Path, service: FakeService) -> None:
     metrics = _metrics(tmp_path)
-    metrics.step(1, loss=1.0, grad_norm=1.0, lr=1e-3)
+    metrics.log_step(1, loss=1.0, grad_norm=1.0, lr=1e-3)
     process = metrics._trackers[0]._process
     assert process.stdin is not None
     # As the kernel does when rank 0 is killed.

@@ -6,16 +6,18 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from composer3d.recipe.resolve import load
 from composer3d.reliability import signals
+from composer3d.reliability.report import Report
 from composer3d.runtime.process_group import pool_world
-from composer3d.training import loop
+from composer3d.training import loop, saving
 from composer3d.training.build import build
+from composer3d.training.observers.observer import Observer
 from composer3d.training.step import StepSums
 
 RECIPE = """\
@@ -79,6 +81,16 @@ def write_corpus(folder: Path) -> None:
     (folder / "corpus.txt").write_bytes(text)
 
 
+class Listener(Observer):
+    """Keeps the reports of a run: the steps done, the lines and the values of each."""
+
+    def __init__(self) -> None:
+        self.reports: list[tuple[int, Sequence[str], Mapping[str, float]]] = []
+
+    def report(self, step: int, report: Report) -> None:
+        self.reports.append((step, report.lines, dict(report.values)))
+
+
 def build_and_train(
     folder: str, sets: list[str], minutes: list[float] | None, largest_file: int | None
 ) -> None:
@@ -94,20 +106,19 @@ def build_and_train(
         resolved = load("recipe.toml", sets, world_size=size)
         if largest_file is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-        run = build(resolved.recipe, device, resolved.to_toml())
         if minutes is not None:
             begun = []
             compute_gradients = loop.compute_gradients
 
-            def begin_step(*arguments: Any) -> StepSums:
-                begun.append(run.step)
-                return compute_gradients(*arguments)
+            def begin_step(*arguments: Any, **keywords: Any) -> StepSums:
+                begun.append(None)
+                return compute_gradients(*arguments, **keywords)
 
             loop.compute_gradients = begin_step
-            clock = types.SimpleNamespace(
-                monotonic=lambda: 60 * minutes[rank] * len(begun), perf_counter=time.perf_counter
+            saving.time = types.SimpleNamespace(  # type: ignore[assignment]
+                monotonic=lambda: 60 * minutes[rank] * len(begun)
             )
-            loop.time = clock  # type: ignore[assignment]
+        run = build(resolved.recipe, device, resolved.to_toml())
         loop.train(run)
 
 
@@ -148,7 +159,7 @@ def train_until_a_signal(folder: str, sets: list[str], moment: Moment) -> Stoppe
         resolved = load("recipe.toml", sets, world_size=size)
         run = build(resolved.recipe, device, resolved.to_toml())
         forward_backward, evaluate = run.stages.forward_backward, run.stages.evaluate
-        write = run.store._write
+        write = run.saver.store._write
 
         def step_with_signal(*arguments: Any) -> Any:
             send(moment == f"step {run.step + 1}")
@@ -168,5 +179,5 @@ def train_until_a_signal(folder: str, sets: list[str], moment: Moment) -> Stoppe
 
         run.stages.forward_backward = step_with_signal  # type: ignore[method-assign]
         run.stages.evaluate = evaluate_with_signal  # type: ignore[method-assign]
-        run.store._write = write_with_signal  # type: ignore[method-assign]
+        run.saver.store._write = write_with_signal  # type: ignore[method-assign]
         return Stopped(loop.train(run), run.step, evaluated)

@@ -66,7 +66,7 @@ def train_with_bad_gradients(
         resolved = load("recipe.toml", sets, world_size=size)
         run = build(resolved.recipe, device, resolved.to_toml())
         if reappears is not None and rank == 0:
-            Path(f"{reappears}-hidden").rename(run.store.folder / reappears)
+            Path(f"{reappears}-hidden").rename(run.saver.store.folder / reappears)
         finish = run.stages.finish_gradients
 
         def finish_with_factor() -> None:
@@ -86,8 +86,7 @@ def train_with_bad_gradients(
         except TrainingError as caught:
             (error,) = caught.lines
         except Death:
-            if run.claim is not None:
-                run.claim.close()
+            run.saver.release_folder()
         return {"state": state_of(run), "error": error, "step": run.step}
 
 
@@ -249,8 +248,7 @@ def update_at_the_limit(folder: str) -> list[tuple[str | None, bool]]:
             problem = limits.problem(values.loss, values.norm)
             results.append((problem, state_of(run) != before))
         run.loader.close()
-        if run.claim is not None:
-            run.claim.close()
+        run.saver.release_folder()
     return results
 
 

@@ -128,14 +128,14 @@ def train_to_step_4(folder: str, sets: list[str]) -> Trained:
         resolved = load("recipe.toml", sets, world_size=int(os.environ["WORLD_SIZE"]))
         run = build(resolved.recipe, device, resolved.to_toml())
         trained = Trained(state_of(run), {}, {})
-        save = run.store.save
+        save = run.saver.store.save
 
         def save_and_describe(manifest: Manifest, *arguments: Any) -> None:
             trained.saved[manifest.step] = state_of(run)
             trained.biases[manifest.step] = biases_of(run)
             save(manifest, *arguments)
 
-        run.store.save = save_and_describe  # type: ignore[method-assign]
+        run.saver.store.save = save_and_describe  # type: ignore[method-assign]
         loop.train(run)
         return trained
 

@@ -23,7 +23,8 @@ from composer3d.spec.errors import DataError
 from composer3d.training.batches import make_loader, open_data
 from composer3d.training.build import build_stages
 from composer3d.training.optim import build_optimizer
-from composer3d.training.step import compute_gradients, update, validate
+from composer3d.training.step import compute_gradients, update
+from composer3d.training.validation import validate
 from tests.data.sample_chats import TEXT, write_lines, write_tokenizer
 
 STEPS, SEQ_LEN, ROWS, LR, DECAY = 20, 48, 4, 3e-3, 0.1

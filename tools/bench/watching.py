@@ -18,7 +18,7 @@ from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
 from composer3d.training.build import Run, build
-from composer3d.training.loop import FLAGS, do_step
+from composer3d.training.loop import do_step
 
 # All that a run can watch in each step, with a window that fills at once; and nothing.
 WATCHED = (
@@ -87,11 +87,11 @@ def step_in_turns(
         for step in range(steps):
             # Each one is the first in every second turn.
             for side in (0, 1) if step % 2 else (1, 0):
-                with runs[side].stragglers.watching():
+                with runs[side].observers.training():
                     begin_s = time.process_time()
-                    do_step(runs[side], lambda: [0.0] * FLAGS)
+                    do_step(runs[side])
                     times[side].append(1000 * (time.process_time() - begin_s))
         for run in runs:
             run.loader.close()
-            run.metrics.close()
+            run.observers.close()
     return times[0][WARM_UP:], times[1][WARM_UP:]

@@ -24,8 +24,8 @@ from composer3d.dryrun.memory import MemoryLedger
 from composer3d.dryrun.stage import RankWithoutData, Recorder, compose_without_data
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.torch_private import around_pipeline_start, body_of
-from composer3d.training.loop import FLAGS
-from composer3d.training.step import compute_gradients, evaluate_batch, update
+from composer3d.training.step import compute_gradients, update
+from composer3d.training.validation import evaluate_batch
 from tools.fake_cuda import device
 
 # Operators after which the host has a value, or whose output has a shape that only data tells.
@@ -186,7 +186,7 @@ class Watcher(Recorder):
     def take_a_step(self, rank: RankWithoutData) -> None:
         """Run one optimizer step as ``training.loop`` does."""
         optim = rank.recipe.optim
-        sums = compute_gradients(rank.stages, rank.batch, lambda: [0.0] * FLAGS)
+        sums = compute_gradients(rank.stages, rank.batch)
         self._updates = True
         update(rank.stages, rank.optimizer, sums, max_norm=optim.clip, lr=optim.lr)
         self._updates = False

@@ -23,8 +23,8 @@ from composer3d.dryrun.memory import MemoryLedger
 from composer3d.dryrun.stage import Recorder, compose_without_data
 from composer3d.recipe.resolve import load
 from composer3d.runtime.torch_private import around_pipeline_start, body_of
-from composer3d.training.loop import FLAGS
-from composer3d.training.step import compute_gradients, evaluate_batch, update
+from composer3d.training.step import compute_gradients, update
+from composer3d.training.validation import evaluate_batch
 from tools.fake_cuda import device
 
 
@@ -398,7 +398,7 @@ def operations_of(job: Job) -> set[Operation]:
         compose_without_data(recipe, job.pp_rank, 1.0, recorder, on) as rank,
         around_pipeline_start(recorder.ignoring),
     ):
-        sums = compute_gradients(rank.stages, rank.batch, lambda: [0.0] * FLAGS)
+        sums = compute_gradients(rank.stages, rank.batch)
         update(rank.stages, rank.optimizer, sums, max_norm=recipe.optim.clip, lr=recipe.optim.lr)
         evaluate_batch(rank.stages, rank.batch)
     return recorder.operations

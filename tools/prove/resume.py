@@ -345,7 +345,12 @@ def resume_all(
             table = replace(run.recipe.checkpoint, resume=str(path))
             recipe_of_source = replace(run.recipe, checkpoint=table)
             run.step = resume(
-                recipe_of_source, run.store, run.stages, run.optimizer, run.loader, run.history
+                recipe_of_source,
+                run.saver.store,
+                run.stages,
+                run.optimizer,
+                run.loader,
+                run.recovery.history,
             )
             run.loader.steps.clear()
             whole = torch.load(source / "whole.pt", weights_only=True, mmap=True)

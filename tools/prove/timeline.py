@@ -36,8 +36,8 @@ from composer3d.runtime.process_group import pool_world
 from composer3d.spec import trace
 from composer3d.spec.schedules import SCHEDULES
 from composer3d.training.build import build_stages
+from composer3d.training.observers.timeline import make_timeline
 from composer3d.training.step import compute_gradients
-from composer3d.training.timeline import make_timeline
 from composer3d.verify.data import random_batch
 from composer3d.verify.worker import local_batch
 

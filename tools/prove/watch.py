@@ -27,11 +27,14 @@ from typing import Any, NamedTuple
 import torch
 
 from composer3d.recipe.resolve import load
+from composer3d.reliability.report import Report
 from composer3d.runtime import process_group
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
 from composer3d.training.build import build
 from composer3d.training.loop import train
+from composer3d.training.observers.observer import Observer
+from composer3d.training.observers.replicas import ReplicaCheck
 
 EVERY = 10
 LIMIT_S = 1800.0
@@ -125,11 +128,14 @@ def watch(layout: str, steps: int) -> Watched:
         resolved = load(recipe, sets, world_size=int(os.environ["WORLD_SIZE"]))
         run = build(resolved.recipe, device, resolved.to_toml())
 
-        def report(step: int, told: list[str], values: dict[str, float]) -> None:
-            lines.extend(f"step {step}: {line}" for line in told)
+        class Listener(Observer):
+            def report(self, step: int, report: Report) -> None:
+                lines.extend(f"step {step}: {line}" for line in report.lines)
 
-        assert run.replicas is not None
-        check = run.replicas.check
+        run.observers.add(Listener())
+        replicas = run.observers.find(ReplicaCheck)
+        assert replicas is not None
+        check = replicas.check
 
         def timed_check(step: int) -> Any:
             begin_s = time.perf_counter()
@@ -137,8 +143,7 @@ def watch(layout: str, steps: int) -> Watched:
             comparisons.append(time.perf_counter() - begin_s)
             return result
 
-        run.metrics.report = report  # type: ignore[assignment]
-        run.replicas.check = timed_check  # type: ignore[method-assign]
+        replicas.check = timed_check  # type: ignore[method-assign]
         begin_s = time.perf_counter()
         train(run)
         training_s = time.perf_counter() - begin_s - sum(comparisons)

@@ -5,8 +5,7 @@ loss is already divided by the number of valid tokens of the whole step; FSDP's 
 number of ranks would divide it a second time.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,6 +32,7 @@ from composer3d.runtime.torch_private import (
     modules_of_unit,
     shard_over,
 )
+from composer3d.spec.units import units_of_blocks
 
 
 class ShardMeshes(NamedTuple):
@@ -139,8 +139,7 @@ def apply(
     first, last = children.get("first"), children.get("last")
     if find_ties(stage):
         first = last = None
-    blocks, size = list(children["blocks"].children()), parallel.fsdp_blocks
-    in_order = [blocks[begin : begin + size] for begin in range(0, len(blocks), size)]
+    in_order = units_of_blocks(list(children["blocks"].children()), parallel.fsdp_blocks)
     if first is not None:
         in_order.insert(0, [first])
     if last is not None:
@@ -269,25 +268,3 @@ def reshard(stage: nn.Module) -> None:
     """
     for unit in units(stage):
         unit.reshard()
-
-
-@contextmanager
-def without_reduction(stage: nn.Module, *, keeps_gathered: bool) -> Iterator[None]:
-    """Let FSDP reduce nothing in the one backward inside of this context. No collective.
-
-    Afterwards no parameter is gathered, and FSDP is as it is between two steps.
-
-    Args:
-        stage: a stage with FSDP.
-        keeps_gathered: whether a unit keeps its gathered parameters after its own backward, for
-            weight gradients that are computed later.
-    """
-    root = cast(FSDPModule, stage)
-    root.set_requires_gradient_sync(False)
-    root.set_reshard_after_backward(not keeps_gathered)
-    root.set_is_last_backward(True)
-    yield
-    # As after the last backward of a step, with and without a pipeline.
-    root.set_requires_gradient_sync(True)
-    root.set_reshard_after_backward(True)
-    reshard(stage)

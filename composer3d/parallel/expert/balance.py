@@ -132,3 +132,37 @@ class Balance:
             if router.bias is not None:
                 bias = local_shard(router.bias)
                 bias.add_((router.bias_move(self._sums[name][:-5]) * is_good).to(bias))
+
+
+def expert_metrics(loads: Mapping[str, RouterLoad], tokens: int) -> dict[str, float]:
+    """Describe how the routers of a model spread a step of ``tokens`` tokens over experts.
+
+    Returns:
+        Empty without experts. Otherwise:
+
+        - ``expert_load``: the tokens of the busiest expert of a layer over the mean of its experts,
+          1 at best, the mean over layers; ``expert_load/blocks.3`` for each layer.
+        - ``dropped_tokens``: the choices that tokens should have, minus those that routers counted.
+          It is always 0, because there is no capacity.
+        - ``router_entropy``: nats, the mean over tokens and layers; also for each layer.
+        - ``balance_loss`` and ``z_loss``: what they add to the loss, summed over layers.
+        - ``router_bias``: the largest bias minus the smallest, for each layer that has them.
+    """
+    if not loads:
+        return {}
+    metrics: dict[str, float] = {}
+    shares = {name: load.tokens_E.max() / load.tokens_E.mean() for name, load in loads.items()}
+    metrics["expert_load"] = torch.stack(list(shares.values())).mean().item()
+    metrics["dropped_tokens"] = sum(
+        load.per_token * tokens - load.tokens_E.sum().item() for load in loads.values()
+    )
+    metrics["router_entropy"] = sum(load.entropy for load in loads.values()) / (tokens * len(loads))
+    metrics["balance_loss"] = sum(load.balance_loss for load in loads.values())
+    metrics["z_loss"] = sum(load.z_loss for load in loads.values())
+    for name, load in loads.items():
+        layer = name.removesuffix(".moe.router")
+        metrics[f"expert_load/{layer}"] = shares[name].item()
+        metrics[f"router_entropy/{layer}"] = load.entropy / tokens
+        if load.bias_high > load.bias_low:
+            metrics[f"router_bias/{layer}"] = load.bias_high - load.bias_low
+    return metrics

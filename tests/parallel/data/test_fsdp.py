@@ -241,8 +241,9 @@ def run_with_units_of(
     found["validation"] = stages.evaluate(tokens, tokens, positions)
     sums = [torch.zeros((), dtype=torch.float64)]
     if mesh.sizes.dp_shard > 1:
-        one = (tokens[:1], tokens[:1], positions[:1])
-        found["loss of one rank"] = stages.take_local_gradients(*one, see=see)
+        rows = tokens.shape[0] if mesh.sizes.pp > 1 else 1
+        own = (tokens[:rows], tokens[:rows], positions[:rows])
+        found["loss of one rank"] = stages.see_local_gradients(*own, see=see)
         found["gradients of one rank"] = sums[0]
     take_a_whole_step("step 2")
     return found

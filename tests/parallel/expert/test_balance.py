@@ -9,11 +9,11 @@ from composer3d.models.moe.model import MoeLlama
 from composer3d.models.moe.plan import sharding_plan
 from composer3d.models.moe.shape import MoeShape
 from composer3d.parallel import StepShape, compose
+from composer3d.parallel.expert.balance import expert_metrics
 from composer3d.recipe.schema import MeshTable, ParallelTable
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
-from composer3d.training.loop import expert_metrics
 
 SHAPE = MoeShape(
     16,

@@ -36,11 +36,13 @@ from composer3d.models.llama.shape import ModelShape
 from composer3d.parallel import init
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
+from composer3d.reliability.report import Report
 from composer3d.runtime import process_group
 from composer3d.runtime.process_group import pool_world
 from composer3d.spec.errors import CheckpointError
 from composer3d.training.build import Run, build
 from composer3d.training.loop import train
+from composer3d.training.observers.observer import Observer
 from composer3d.verify import data as verify_data
 from composer3d.verify.data import corpus_batch, reference_learning_rate
 from tools.prove.plain import BOUND, SHAPES, compare, random_model
@@ -252,7 +254,7 @@ def rollback(plant: Plant) -> list[str]:
         train(run)
         lines = (folder / "check" / "metrics.jsonl").read_text().splitlines()
         rows = {row["step"]: row for row in map(json.loads, lines) if "loss" in row}
-        remembered = run.history.state_dict()
+        remembered = run.recovery.history.state_dict()
     kept = [step for step in rows if not BAD_STEP - 2 < step <= BAD_STEP]
     expected = {
         "losses": [rows[step]["loss"] for step in kept],
@@ -385,10 +387,11 @@ def reports_of(plant: Plant, sets: list[str]) -> list[str]:
         )
         run = build(resolved.recipe, device, resolved.to_toml())
 
-        def report(step: int, lines: list[str], values: dict[str, float]) -> None:
-            findings.extend(f"step {step}: {line}" for line in lines)
+        class Listener(Observer):
+            def report(self, step: int, report: Report) -> None:
+                findings.extend(f"step {step}: {line}" for line in report.lines)
 
-        run.metrics.report = report  # type: ignore[assignment]
+        run.observers.add(Listener())
         train(run)
         if is_main:
             shutil.rmtree(folder)

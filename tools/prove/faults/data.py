@@ -17,7 +17,7 @@ from composer3d.data.rows import EvenRows
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.recipe.schema import OptimTable
 from composer3d.training import batches, build, loop, optim
-from composer3d.training import step as train_step
+from composer3d.training import validation as train_validation
 from composer3d.verify import worker as verify_worker
 from tools.prove.faults.clipping import change_clipping
 
@@ -176,12 +176,12 @@ def validate_by_a_mean_of_batches() -> None:
         held_out_batches = batches.make_loader(recipe, stages.mesh, held_out, seed=0)
         means = []
         for _ in range(recipe.validation.steps):
-            local_sums = train_step.evaluate_batch(stages, next(held_out_batches))
+            local_sums = train_validation.evaluate_batch(stages, next(held_out_batches))
             loss, tokens = stages.mesh.sum_over_world(*local_sums)
             means.append(loss / max(tokens, 1.0))
         return sum(means) / len(means)
 
-    train_step.validate = wrong
+    train_validation.validate = wrong
 
 
 def validate_by_a_mean_of_ranks() -> None:
@@ -190,29 +190,29 @@ def validate_by_a_mean_of_ranks() -> None:
     def wrong(recipe: Any, stages: Any, held_out: Any) -> float:
         held_out_batches = batches.make_loader(recipe, stages.mesh, held_out, seed=0)
         steps = range(recipe.validation.steps)
-        sums = [train_step.evaluate_batch(stages, next(held_out_batches)) for _ in steps]
+        sums = [train_validation.evaluate_batch(stages, next(held_out_batches)) for _ in steps]
         loss, tokens = map(sum, zip(*sums, strict=True))
         (mean,) = stages.mesh.sum_over_world(loss / max(float(tokens), 1.0))
         return mean / stages.mesh.batch_ranks
 
-    train_step.validate = wrong
+    train_validation.validate = wrong
 
 
 def _change_validation(**options: Callable[[Any], Any]) -> None:
     """Build the loader of a validation with other options; each is a function of the recipe."""
-    right, make_loader = train_step.validate, train_step.make_loader
+    right, make_loader = train_validation.validate, train_validation.make_loader
 
     def wrong(recipe: Any, stages: Any, held_out: Any) -> float:
         changed = {key: option(recipe) for key, option in options.items()}
-        train_step.make_loader = lambda recipe, mesh, corpus, **keywords: make_loader(
+        train_validation.make_loader = lambda recipe, mesh, corpus, **keywords: make_loader(
             recipe, mesh, corpus, **keywords | changed
         )
         try:
             return right(recipe, stages, held_out)
         finally:
-            train_step.make_loader = make_loader
+            train_validation.make_loader = make_loader
 
-    train_step.validate = wrong
+    train_validation.validate = wrong
 
 
 def validate_in_the_order_of_new_runs() -> None:
@@ -238,13 +238,13 @@ def validate_on_a_batch_more() -> None:
 
 def _change_number_of_batches(change: Callable[[int], int]) -> None:
     """Change the number of batches of a validation."""
-    right = train_step.validate
+    right = train_validation.validate
 
     def wrong(recipe: Any, *arguments: Any) -> float:
         table = replace(recipe.validation, steps=change(recipe.validation.steps))
         return right(replace(recipe, validation=table), *arguments)
 
-    train_step.validate = wrong
+    train_validation.validate = wrong
 
 
 def validate_on_the_training_batch() -> None:
@@ -256,7 +256,7 @@ def validate_on_the_training_batch() -> None:
         corpora.append(corpus)
         return right(recipe, mesh, corpora[0], **options)
 
-    batches.make_loader = train_step.make_loader = wrong
+    batches.make_loader = train_validation.make_loader = wrong
 
 
 def _change_learning_rate(change: Callable[[int, OptimTable, int], float]) -> None:

@@ -6,7 +6,8 @@ on the rank ``WRONG_RANK`` alone.
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 WRONG_RANK = 1
@@ -81,20 +82,20 @@ def take_half_as_long_again() -> None:
     """Processor: one rank takes 1.5 times its own time for each step."""
     if int(os.environ["RANK"]) != WRONG_RANK:
         return
-    from composer3d.reliability.stragglers import StragglerWatch
+    from composer3d.training.observers.stragglers import StragglerWatch
 
-    right = StragglerWatch.end_step
-    steps = 0
+    right = StragglerWatch.step
 
-    def wrong(self: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        if steps > STEPS_BEFORE:
-            own_s = time.perf_counter() - self._begun_s - self._blocked_s
-            time.sleep(own_s / 2)
-        return right(self)
+    @contextmanager
+    def wrong(self: Any, number: int) -> Iterator[None]:
+        with right(self, number):
+            begun_s = time.perf_counter()
+            yield
+            if number > STEPS_BEFORE:
+                own_s = time.perf_counter() - begun_s - self._blocked_s
+                time.sleep(own_s / 2)
 
-    StragglerWatch.end_step = wrong
+    StragglerWatch.step = wrong
 
 
 def _after_some_steps(wrong: Callable[[Any, Any], None]) -> None:

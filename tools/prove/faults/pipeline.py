@@ -56,16 +56,16 @@ def receive_the_activations_of_another_micro_batch() -> None:
 
 def take_the_labels_of_the_next_micro_batch() -> None:
     """The last stage compares each micro-batch with the labels of the next one."""
-    right = runtime.Pipeline.step
+    right = runtime.Pipeline.forward_backward
 
     def wrong(
-        self: runtime.Pipeline, tokens: Tensor, keywords: dict[str, Tensor], valid_tokens: float
+        self: runtime.Pipeline, tokens: Tensor, keywords: dict[str, Tensor], divisor: Tensor
     ) -> Tensor:
         if "labels_BT" in keywords:
             keywords["labels_BT"] = keywords["labels_BT"].roll(-self._stage_activation.shape[0], 0)
-        return right(self, tokens, keywords, valid_tokens)
+        return right(self, tokens, keywords, divisor)
 
-    runtime.Pipeline.step = wrong
+    runtime.Pipeline.forward_backward = wrong
 
 
 def swap_the_middle_stages() -> None:
@@ -81,8 +81,8 @@ def swap_the_middle_stages() -> None:
 
 def evaluate_one_micro_batch_less() -> None:
     """Validation with pp leaves out its last micro-batch."""
-    right = runtime.Pipeline.forward_only
-    runtime.Pipeline.forward_only = lambda self, micro_batches: right(self, micro_batches[:-1])
+    right = runtime.cut_into_micro_batches
+    runtime.cut_into_micro_batches = lambda *arguments: [*right(*arguments)][:-1]
 
 
 def _change_deferred_work(change: Callable[[int, zero_bubble.Work], zero_bubble.Work]) -> None:

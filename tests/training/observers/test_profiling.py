@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from composer3d.runtime.launch import Pool
-from composer3d.training.profiling import FOLDER
+from composer3d.training.observers.profiling import FOLDER
 from tests.training.jobs import RECIPE, build_and_train, losses
 
 SETS = ["run.steps=4", "optim.warmup=1", "optim.decay=4", "checkpoint.every=0"]

@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from composer3d.parallel import Stages
+from composer3d.parallel.pipeline.runtime import Pipeline
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import log
-from composer3d.runtime.exchanges import AxisGroup
+from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.torch_private import (
     DispatchMode,
     group_by_name,
@@ -28,6 +29,7 @@ from composer3d.runtime.torch_private import (
     write_memory_history,
 )
 from composer3d.spec.schedules import parse_action
+from composer3d.training.observers.observer import Observer
 
 FOLDER = "profile"
 
@@ -38,31 +40,20 @@ _ACTION_NAMES = {
     "W": "backward of weights",
 }
 
-# Custom operators that communicate inside: their collectives are not seen one by one.
-_AXIS_OF_OPERATOR = {
-    "composer3d::ring_attention": "cp",
-    "composer3d::ring_attention_backward": "cp",
-    "composer3d::all_to_all": "cp",
-    "composer3d::exchange_counts": "ep",
-    "composer3d::exchange_rows": "ep",
-    "composer3d::sum_counts": "sequence",
-}
-_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+# The operators of these namespaces that have a group are collectives, or have some inside.
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "composer3d")
 
 
 class NameCollectives(DispatchMode):
     """Puts each collective of this thread, and of its backward, into a region named by its axis.
 
     Args:
-        groups: this rank's groups.
+        mesh: the mesh of the job, which knows the axes of groups.
     """
 
-    def __init__(self, groups: Sequence[AxisGroup]) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         super().__init__()
-        # Axes of the same ranks may share a group; the first one gives the name.
-        self._axes: dict[str, str] = {}
-        for entry in groups:
-            self._axes.setdefault(entry.group.group_name, entry.axis)
+        self._mesh = mesh
 
     def __torch_dispatch__(
         self,
@@ -80,18 +71,16 @@ class NameCollectives(DispatchMode):
             return operator(*arguments, **(keywords or {}))
 
     def _region(self, operator: Any, arguments: Sequence[Any]) -> str | None:
-        full_name = operator.name()
-        namespace, _, name = full_name.partition("::")
-        axis = _AXIS_OF_OPERATOR.get(full_name)
-        if axis is None and namespace not in _NAMESPACES:
+        namespace, _, name = operator.name().partition("::")
+        if namespace not in _NAMESPACES:
             return None
         name = name.partition(".")[0].strip("_")
         if name == "wait_tensor":
             return "wait for a collective"
-        group = None if axis is not None else _group_of(operator, arguments)
+        group = _group_of(operator, arguments)
         if group is not None:
-            axis = self._axes.get(group.group_name, f"group {group.group_name}")
-        return f"{axis or 'collective'}: {name}"
+            return f"{self._mesh.axis_of(group)}: {name}"
+        return None if namespace == "composer3d" else f"collective: {name}"
 
 
 def _group_of(operator: Any, arguments: Sequence[Any]) -> dist.ProcessGroup | None:
@@ -112,14 +101,13 @@ def _around_action(name: str) -> AbstractContextManager[object]:
     return record_function(f"pp: stage {action.stage} {words}, micro-batch {action.micro_batch}")
 
 
-class Profiler:
+class Profiler(Observer):
     """Profiles the steps ``first`` to ``last`` of this rank, and writes one trace of them.
 
     Args:
         path: the trace, ``….json.gz``.
         first, last: the steps, counted from 1.
         stages: this rank's stages.
-        groups: this rank's groups.
         names_collectives: whether collectives get regions. A compiled block may not run inside of
             the mode that does it; torch's own events then have the group.
     """
@@ -131,12 +119,11 @@ class Profiler:
         first: int,
         last: int,
         stages: Stages,
-        groups: Sequence[AxisGroup],
         names_collectives: bool,
     ) -> None:
         self._path, self._first, self._last = path, first, last
         self._stages = stages
-        self._naming = NameCollectives(groups) if names_collectives else None
+        self._naming = NameCollectives(stages.mesh) if names_collectives else None
         self._profile: profile | None = None
         self._on_gpu = stages.mesh.device.type == "cuda"
 
@@ -153,8 +140,8 @@ class Profiler:
             self._start()
         with ExitStack() as regions:
             regions.enter_context(record_function(f"step {number}"))
-            if self._stages.mesh.sizes.pp > 1:
-                regions.enter_context(self._stages.around_actions(_around_action))
+            if isinstance(self._stages.executor, Pipeline):
+                regions.enter_context(self._stages.executor.around_actions(_around_action))
             if self._naming is not None:
                 regions.enter_context(self._naming)
             yield
@@ -196,9 +183,7 @@ def _write(path: Path, write: Any) -> None:
         staging.unlink(missing_ok=True)
 
 
-def make_profiler(
-    recipe: Recipe, stages: Stages, groups: Sequence[AxisGroup], folder: Path
-) -> Profiler | None:
+def make_profiler(recipe: Recipe, stages: Stages, folder: Path) -> Profiler | None:
     """Return what profiles the recipe's steps on this rank, or None if it profiles none.
 
     Raises OSError if the folder for the traces cannot be made.
@@ -212,6 +197,5 @@ def make_profiler(
         first=steps[0],
         last=steps[1],
         stages=stages,
-        groups=groups,
         names_collectives=not recipe.compile.enabled,
     )

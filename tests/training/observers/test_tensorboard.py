@@ -11,7 +11,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from composer3d.spec.tags import COUNTED_TOKENS
-from composer3d.training.tensorboard import TOKENS_FOLDER, TensorBoard
+from composer3d.training.observers.tensorboard import TOKENS_FOLDER, TensorBoard
 
 TOKENS = 1000
 

@@ -20,12 +20,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
 from composer3d.recipe.schema import MetricsTable
+from composer3d.reliability.report import Report
 from composer3d.runtime import log
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
 from composer3d.spec import events as run_events
 from composer3d.spec.errors import UserError
-from composer3d.training.metrics import FILE, Metrics
+from composer3d.training.observers.metrics import FILE, Metrics
 
 QUIET = MetricsTable(every=1, tensorboard=False)
 
@@ -48,7 +49,7 @@ def _metrics(run_dir: Path, table: MetricsTable = QUIET, **changes: Any) -> Metr
 
 def _run(metrics: Metrics, steps: range) -> None:
     for step in steps:
-        metrics.step(step, loss=10.0 / step, grad_norm=0.5, lr=1e-3)
+        metrics.log_step(step, loss=10.0 / step, grad_norm=0.5, lr=1e-3)
     metrics.close()
 
 
@@ -76,18 +77,18 @@ def test_throughput_leaves_out_validation_and_checkpoints(
         tmp_path, MetricsTable(every=2, tensorboard=False), peak_flops=1e12, start_step=3
     )
     clock[0] += 5.0
-    metrics.step(4, loss=1.0, grad_norm=1.0, lr=1.0)
-    with metrics.timer("checkpoint"):
+    metrics.log_step(4, loss=1.0, grad_norm=1.0, lr=1.0)
+    with metrics.phase("checkpoint"):
         clock[0] += 7.0
     for step in (5, 6):
-        with metrics.timer("data"):
+        with metrics.phase("data"):
             clock[0] += 0.5
         clock[0] += 1.5
         if step == 5:
-            with metrics.timer("validation"):
+            with metrics.phase("validation"):
                 clock[0] += 11.0
-        metrics.step(step, loss=1.0, grad_norm=1.0, lr=1.0)
-    with metrics.timer("checkpoint"):
+        metrics.log_step(step, loss=1.0, grad_norm=1.0, lr=1.0)
+    with metrics.phase("checkpoint"):
         clock[0] += 3.0
     metrics.close()
     first, second, tail = _lines(tmp_path)
@@ -106,10 +107,10 @@ def test_console_says_progress_speed_and_time_left(
     log.setup("", main=True)
     metrics = _metrics(tmp_path, total_steps=1000, tokens_per_step=82_400)
     clock[0] += 60.0  # the first step warms up and must not count in the time left
-    metrics.step(1, loss=2.34117, grad_norm=0.8149, lr=2.94e-4)
+    metrics.log_step(1, loss=2.34117, grad_norm=0.8149, lr=2.94e-4)
     clock[0] += 2.0
-    metrics.step(2, loss=2.34117, grad_norm=0.8149, lr=2.94e-4)
-    metrics.validation(2, 2.5)
+    metrics.log_step(2, loss=2.34117, grad_norm=0.8149, lr=2.94e-4)
+    metrics.end_validation(2, 2.5)
     first, second, validation = capsys.readouterr().err.splitlines()
     assert first.startswith(
         "step    1/1000   0%  loss 2.3412  norm 0.81  lr 2.9e-04  1,373 tok/s  "
@@ -128,13 +129,13 @@ def test_mfu_is_shown_where_the_peak_is_known(
     log.setup("", main=True)
     metrics = _metrics(tmp_path, peak_flops=2e9)
     clock[0] += 1.0
-    metrics.step(1, loss=1.0, grad_norm=1.0, lr=1.0)
+    metrics.log_step(1, loss=1.0, grad_norm=1.0, lr=1.0)
     assert "  mfu 25.0%  " in capsys.readouterr().err
 
 
 def test_resume_drops_later_lines(tmp_path: Path) -> None:
     first = _metrics(tmp_path)
-    first.validation(0, 5.0)
+    first.end_validation(0, 5.0)
     _run(first, range(1, 8))
     with (tmp_path / FILE).open("a") as file:
         file.write('{"step": 8, "lo')  # a killed process
@@ -146,27 +147,27 @@ def test_resume_drops_later_lines(tmp_path: Path) -> None:
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     metrics = _metrics(tmp_path / "run", MetricsTable(), main=False)
-    with metrics.timer("data"):
+    with metrics.phase("data"):
         pass
-    metrics.validation(1, 1.0)
+    metrics.end_validation(1, 1.0)
     _run(metrics, range(1, 3))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_value_that_is_not_finite_is_null_in_json(tmp_path: Path) -> None:
     metrics = _metrics(tmp_path)
-    metrics.step(1, loss=float("nan"), grad_norm=float("inf"), lr=1.0)
+    metrics.log_step(1, loss=float("nan"), grad_norm=float("inf"), lr=1.0)
     assert (_lines(tmp_path)[0]["loss"], _lines(tmp_path)[0]["grad_norm"]) == (None, None)
 
 
 def test_tensorboard_has_one_curve_after_a_resume(tmp_path: Path) -> None:
     table = MetricsTable(every=1)
     first = _metrics(tmp_path, table)
-    first.validation(3, 2.0)
+    first.end_validation(3, 2.0)
     _run(first, range(1, 8))
     second = _metrics(tmp_path, table, start_step=5)
     for step in range(6, 11):
-        second.step(step, loss=float(step), grad_norm=0.5, lr=1e-3)
+        second.log_step(step, loss=float(step), grad_norm=0.5, lr=1e-3)
     second.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
@@ -193,9 +194,9 @@ def test_a_report_goes_to_the_console_the_file_and_tensorboard(
 ) -> None:
     metrics = _metrics(tmp_path, MetricsTable(every=1))
     values = {"straggler_rank": 3, "straggler_factor": 1.5, "corrupt_rank": 2}
-    metrics.report(7, ["a slow rank", "another"], values)
-    metrics.report(8, ["it is fast again"], {})
-    _metrics(tmp_path / "other", MetricsTable(), main=False).report(7, ["mine"], values)
+    metrics.report(7, Report(["a slow rank", "another"], values))
+    metrics.report(8, Report(["it is fast again"]))
+    _metrics(tmp_path / "other", MetricsTable(), main=False).report(7, Report(["mine"], values))
     metrics.close()
     assert warnings == [
         "step 7: a slow rank",
@@ -239,7 +240,7 @@ def test_events_are_not_written_through_a_link_nor_into_a_lost_folder(
 
 def test_a_metric_without_a_tag_of_its_own_goes_to_other(tmp_path: Path) -> None:
     metrics = _metrics(tmp_path, MetricsTable(every=1), total_steps=1)
-    metrics.step(
+    metrics.log_step(
         1, loss=1.0, grad_norm=1.0, lr=1.0, extra=lambda: {"cp_balance": 1.5, "moe_balance": 2.5}
     )
     metrics.close()
@@ -283,7 +284,9 @@ def test_memory_on_gpus_is_that_of_the_rank_with_most(pool: Pool, tmp_path: Path
 
 
 def test_tensorboard_is_not_imported_until_it_is_needed() -> None:
-    code = "import sys, composer3d.training.metrics; sys.exit('tensorboard' in sys.modules)"
+    code = (
+        "import sys, composer3d.training.observers.metrics; sys.exit('tensorboard' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -319,7 +322,7 @@ def test_a_run_goes_on_after_a_full_disk(
     text_log.open(tmp_path / log.FILE, lambda: True)
 
     def step(number: int) -> None:
-        metrics.step(number, loss=1.0, grad_norm=1.0, lr=1.0)
+        metrics.log_step(number, loss=1.0, grad_norm=1.0, lr=1.0)
         metrics.event(number, "save", "a checkpoint")
         text_log.handle(logging.makeLogRecord({"msg": f"step {number}", "levelno": 20}))
 
@@ -455,7 +458,7 @@ def test_a_link_placed_during_a_run_is_not_followed(tmp_path: Path, warnings: li
     metrics = _metrics(tmp_path)
     (tmp_path / FILE).unlink()
     (tmp_path / FILE).symlink_to(tmp_path / "other")
-    metrics.step(1, loss=1.0, grad_norm=1.0, lr=1.0)
+    metrics.log_step(1, loss=1.0, grad_norm=1.0, lr=1.0)
     assert (tmp_path / "other").read_bytes() == b""
     assert "is a symbolic link, which is not followed here" in warnings[0]
 

@@ -16,10 +16,11 @@ from composer3d.reliability.digests import (
     disagreements,
     state_digests,
 )
-from composer3d.reliability.report import RankReport
+from composer3d.reliability.report import Report
 from composer3d.runtime import log, process_group
 from composer3d.runtime.ranks import coordinates
 from composer3d.training.batches import make_common_loader, move_to_device
+from composer3d.training.observers.observer import Observer
 
 LOSS = "loss"
 
@@ -27,14 +28,17 @@ LOSS = "loss"
 _MOST_LISTED = 8
 
 
-class ReplicaCheck:
+class ReplicaCheck(Observer):
     """Compares digests of state, and of one micro-batch that all data-parallel ranks compute.
+
+    It does so every ``reliability.digest_every`` steps.
 
     Args:
         recipe: the whole recipe.
         stages: this rank's stages.
         optimizer: from ``build_optimizer``.
         corpus: the training data, of which micro-batches are drawn.
+        observers: get, on rank 0, a report if ranks differ; and the time that a comparison takes.
     """
 
     def __init__(
@@ -43,7 +47,10 @@ class ReplicaCheck:
         stages: Stages,
         optimizer: torch.optim.Optimizer,
         corpus: Corpus | Blend,
+        observers: Observer,
     ) -> None:
+        self._every = recipe.reliability.digest_every
+        self._observers = observers
         self._sizes = recipe.mesh
         self._stages, self._optimizer = stages, optimizer
         self._loader = make_common_loader(recipe, stages.mesh, corpus)
@@ -55,7 +62,15 @@ class ReplicaCheck:
         self._has_disagreed = False
         self._has_said_what_is_compared = False
 
-    def check(self, step: int) -> RankReport | None:
+    def check_state(self, step: int) -> None:
+        if step % self._every:
+            return
+        with self._observers.phase("replicas"):
+            report = self.check(step)
+        if report is not None:
+            self._observers.report(step, report)
+
+    def check(self, step: int) -> Report | None:
         """Compare all ranks after ``step`` steps. Nothing that training computes changes.
 
         The digests of parameters and optimizer state show a bit that has changed in the memory of
@@ -66,7 +81,7 @@ class ReplicaCheck:
         Returns:
             On rank 0, a report if ranks differ.
 
-        Collectives: those of ``Stages.take_local_gradients``, or of ``Stages.evaluate`` if
+        Collectives: those of ``Stages.see_local_gradients``, or of ``Stages.evaluate`` if
         gradients are not the same bits on all replicas; and one ``gather_objects``. On a GPU, the
         host waits.
         """
@@ -93,7 +108,7 @@ class ReplicaCheck:
         self._has_disagreed = True
         lines = [self._line(disagreement, names) for disagreement in found]
         certain = [rank for entry in found if entry.has_majority for rank in entry.suspects]
-        return RankReport(lines, {"corrupt_rank": certain[0]} if certain else {})
+        return Report(lines, {"corrupt_rank": certain[0]} if certain else {})
 
     def _digests_of_micro_batch(self, step: int) -> list[Digest]:
         mesh = self._stages.mesh
@@ -111,7 +126,7 @@ class ReplicaCheck:
         with torch.random.fork_rng(devices, device_type=mesh.device.type):
             torch.manual_seed(step)
             if self._has_same_backward:
-                loss = self._stages.take_local_gradients(*inputs, see=gradients.add)
+                loss = self._stages.see_local_gradients(*inputs, see=gradients.add)
             else:
                 loss = self._stages.evaluate(*inputs)
         digests = gradients.finish(part)

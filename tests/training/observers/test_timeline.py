@@ -16,6 +16,7 @@ from composer3d.runtime.process_group import pool_world
 from composer3d.runtime.torch_private import DispatchMode
 from composer3d.spec import trace
 from composer3d.training.build import build, build_stages
+from composer3d.training.observers.timeline import TimelineWriter
 from composer3d.training.step import compute_gradients
 from composer3d.verify.data import random_batch
 from composer3d.verify.worker import local_batch
@@ -97,12 +98,12 @@ def steps_around_a_trace(recipe_file: str, sets: list[str]) -> list[dict[str, An
         for is_traced in (False, True, False):
             with _Operators() as operators, CountCollectives(mesh) as collectives:
                 if is_traced and mesh.coords["dp_shard"] == 0:
-                    with stages.record() as recording:
+                    with stages.executor.record() as recording:
                         sums = compute_gradients(stages, batch)
                     assert recording.events
                 else:
                     sums = compute_gradients(stages, batch)
-            pipeline: Any = stages._pipeline
+            pipeline: Any = stages.executor
             facts.append(
                 {
                     "loss": sums.await_values().loss,
@@ -140,8 +141,8 @@ def has_timeline(folder: str, steps: str | None) -> bool:
     with pool_world() as device:
         resolved = load(f"{folder}/recipe.toml", sets)
         run = build(resolved.recipe, device, resolved.to_toml())
-        run.metrics.close()
-        return run.timeline is not None
+        run.observers.close()
+        return run.observers.find(TimelineWriter) is not None
 
 
 @pytest.mark.gpu

@@ -17,8 +17,9 @@ from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
 from composer3d.training import loop
 from composer3d.training.build import Run, build
-from composer3d.training.replicas import ReplicaCheck
-from tests.training.jobs import RECIPE
+from composer3d.training.observers.observer import StepResult
+from composer3d.training.observers.replicas import ReplicaCheck
+from tests.training.jobs import RECIPE, Listener
 
 SETS = ["run.steps=7", "optim.warmup=1", "optim.decay=7", "checkpoint.every=0"]
 FLOAT8 = ["precision.compute=bfloat16", "precision.matmul=float8"]
@@ -48,30 +49,28 @@ def train_and_flip(
         end.
     """
     os.chdir(folder)
-    reports, losses = [], []
+    losses = []
     with pool_world() as device:
         resolved = load("recipe.toml", sets, world_size=int(os.environ["WORLD_SIZE"]))
         run = build(resolved.recipe, device, resolved.to_toml())
         if kind == "forward alone":
-            assert run.replicas is not None
-            run.replicas._has_same_backward = False
+            replicas = run.observers.find(ReplicaCheck)
+            assert replicas is not None
+            replicas._has_same_backward = False
         has_fault = int(os.environ["RANK"]) == rank
-        step = run.metrics.step
 
-        def end_step(number: int, **values: Any) -> None:
-            losses.append((values["loss"], values["grad_norm"]))
-            step(number, **values)
-            if has_fault and number == after:
-                plant(run, name, kind)
+        class Saboteur(Listener):
+            def end_step(self, result: StepResult) -> None:
+                losses.append((result.values.loss, result.values.norm))
+                if has_fault and result.step == after:
+                    plant(run, name, kind)
 
-        run.metrics.step = end_step  # type: ignore[method-assign]
-        run.metrics.report = (  # type: ignore[method-assign]
-            lambda step, lines, values: reports.append((step, lines, values))
-        )
+        listener = Saboteur()
+        run.observers.add(listener)
         loop.train(run)
         shards = {name: local(tensor).clone() for name, tensor in run.stages.named_parameters()}
     return {
-        "reports": reports,
+        "reports": listener.reports,
         "losses": losses,
         "shards": shards,
         "random": torch.get_rng_state(),
@@ -80,7 +79,7 @@ def train_and_flip(
 
 def plant(run: Run, name: str, kind: str) -> None:
     if kind == "forward, parameter":
-        honest = run.stages.take_local_gradients
+        honest = run.stages.see_local_gradients
         checks = []
 
         def lie_once(*arguments: Any, **keywords: Any) -> torch.Tensor:
@@ -92,10 +91,10 @@ def plant(run: Run, name: str, kind: str) -> None:
                 plant(run, name, "parameter")
             return loss
 
-        run.stages.take_local_gradients = lie_once  # type: ignore[method-assign]
+        run.stages.see_local_gradients = lie_once  # type: ignore[method-assign]
         return
     if kind.startswith("forward"):
-        method = "evaluate" if kind == "forward alone" else "take_local_gradients"
+        method = "evaluate" if kind == "forward alone" else "see_local_gradients"
         compute = getattr(run.stages, method)
 
         def lie(*arguments: Any, **keywords: Any) -> torch.Tensor:

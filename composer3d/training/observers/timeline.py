@@ -2,49 +2,57 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from composer3d.parallel import Stages
+from composer3d.parallel.pipeline.runtime import Pipeline
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import log
 from composer3d.runtime.files import append_whole
 from composer3d.spec import trace
+from composer3d.training.observers.observer import Observer, Phase
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimelineWriter:
+@dataclass(kw_only=True)
+class TimelineWriter(Observer):
     """Traces the steps of a recipe's ``metrics.timeline_steps`` on this rank.
 
     Attributes:
         path: the file of this pipeline rank.
         first, last: the steps that are traced, counted from 1.
-        stages: this rank's stages.
+        pipeline: what runs this rank's stages.
         facts: the fields of ``trace.Head`` that are the same for all steps.
     """
 
     path: Path
     first: int
     last: int
-    stages: Stages
+    pipeline: Pipeline
     facts: dict[str, Any]
+    _step: int = field(default=0, init=False)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Trace the step inside of this context if it is one of the traced steps.
+        self._step = number
+        yield
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        """Trace the gradients of the step if it is one of the traced steps.
 
         Collective over the pipeline of this rank. A file that cannot be written is reported, and
         the run goes on.
         """
-        if not self.first <= number <= self.last:
+        if name != "gradients" or not self.first <= self._step <= self.last:
             yield
             return
-        with self.stages.record() as recording:
+        with self.pipeline.record() as recording:
             yield
         clock = recording.clock
         head = trace.Head(
-            step=number,
+            step=self._step,
             started_unix_s=clock.started_unix_s,
             clock_error_s=round(clock.error_s, 9),
             **self.facts,
@@ -52,7 +60,7 @@ class TimelineWriter:
         try:
             append_whole(self.path, trace.lines(head, recording.events))
         except OSError as error:
-            log.get().warning(f"the timeline of step {number} could not be written: {error}")
+            log.get().warning(f"the timeline of step {self._step} could not be written: {error}")
 
 
 def make_timeline(recipe: Recipe, stages: Stages, folder: Path) -> TimelineWriter | None:
@@ -65,7 +73,7 @@ def make_timeline(recipe: Recipe, stages: Stages, folder: Path) -> TimelineWrite
     is_first_pipeline = not any(at for axis, at in mesh.coords.items() if axis != "pp")
     if steps is None or not is_first_pipeline:
         return None
-    if mesh.sizes.pp == 1:
+    if not isinstance(stages.executor, Pipeline):
         log.get().warning("metrics.timeline_steps: mesh.pp = 1, so there is no pipeline to trace")
         return None
     pp_rank = mesh.coords["pp"]
@@ -75,7 +83,7 @@ def make_timeline(recipe: Recipe, stages: Stages, folder: Path) -> TimelineWrite
         path=path,
         first=steps[0],
         last=steps[1],
-        stages=stages,
+        pipeline=stages.executor,
         facts={
             "pp_rank": pp_rank,
             "pp": mesh.sizes.pp,

@@ -16,26 +16,33 @@ import stat
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from composer3d.recipe.schema import MetricsTable
+from composer3d.data import Batch
+from composer3d.parallel import Stages
+from composer3d.parallel.context.ownership import attention_imbalance
+from composer3d.parallel.expert.balance import expert_metrics
+from composer3d.recipe.schema import MetricsTable, Recipe
+from composer3d.reliability.report import Report
 from composer3d.runtime import log, process_group
 from composer3d.runtime.files import LineFile, open_own, write_atomic
 from composer3d.runtime.trackers import Tracker
 from composer3d.spec import events
 from composer3d.spec.errors import UserError
 from composer3d.spec.files import open_plain, parse_json
+from composer3d.training.observers.observer import Observer, Phase, StepResult
 from composer3d.training.owed import METRICS
 
 if TYPE_CHECKING:
-    from composer3d.training.tensorboard import TensorBoard
+    from composer3d.training.observers.tensorboard import TensorBoard
 
 FILE = METRICS
 
@@ -52,14 +59,14 @@ _TRACKER_RETRY_S = 300.0
 
 
 @dataclass
-class Metrics:
+class Metrics(Observer):
     """The metrics of one run. Every rank creates and calls one, but only the main rank writes.
 
     Steps are counted from 1: ``step`` is the number of optimizer steps done. A line goes to the
     log, to ``run_dir/metrics.jsonl`` and to TensorBoard's event files in ``run_dir`` every
     ``table.every`` steps, at the first step after the start, and at the last step. Lines and
     points of an earlier process beyond ``start_step`` are dropped, so that a resumed run has one
-    curve. The docstring of the method ``step`` lists the keys of a line, with their units.
+    curve. The docstring of ``log_step`` lists the keys of a line, with their units.
 
     The clock starts when the object is created: create it right before the first step.
 
@@ -75,6 +82,7 @@ class Metrics:
         main: whether this rank measures and writes.
         may_write: returns whether the run's folder still belongs to this job; None: it always does.
         start_step: the number of steps done before this process. 0 drops all earlier metrics.
+        further: returns further metrics of a step. It is called only if the step is logged.
 
     Raises:
         UserError, OSError: the files cannot be written. Raised on the main rank only.
@@ -92,6 +100,7 @@ class Metrics:
     main: bool
     may_write: Callable[[], bool] | None = None
     start_step: int = 0
+    further: Callable[[StepResult], Mapping[str, float]] = lambda _: {}
 
     def __post_init__(self) -> None:
         # Seconds by phase, since the last logged step.
@@ -111,7 +120,7 @@ class Metrics:
         _drop_lines_after(self.run_dir / FILE, self.start_step)
         if self.table.tensorboard:
             # Imported here: it takes a second, and only one rank needs it.
-            from composer3d.training import tensorboard
+            from composer3d.training.observers import tensorboard
 
             _move_old_events(self.run_dir)
             self._tensorboard = tensorboard.TensorBoard(
@@ -125,21 +134,34 @@ class Metrics:
             self._start_tracker(service, self.start_step)
 
     @contextmanager
-    def timer(self, phase: str) -> Iterator[None]:
-        """Add the seconds of the body to ``phase``: "data", "validation" or "checkpoint".
+    def phase(self, name: Phase) -> Iterator[None]:
+        """Add the seconds of the body to those of the phase.
 
         Throughput leaves out validation and checkpoints.
         """
         begin_s = time.perf_counter()
         yield
-        self._seconds[phase] += time.perf_counter() - begin_s
+        if name != "gradients":
+            self._seconds[name] += time.perf_counter() - begin_s
+
+    def wants_norm_by_part(self, number: int) -> bool:
+        return self.is_due(number)
+
+    def end_step(self, result: StepResult) -> None:
+        self.log_step(
+            result.step,
+            loss=result.values.loss,
+            grad_norm=result.values.norm,
+            lr=result.lr,
+            extra=partial(self.further, result),
+        )
 
     def is_due(self, step: int) -> bool:
         """Return whether ``step`` is logged: the same on all ranks."""
         is_first, is_last = step == self.start_step + 1, step == self.total_steps
         return is_first or is_last or step % self.table.every == 0
 
-    def step(
+    def log_step(
         self,
         step: int,
         *,
@@ -166,7 +188,7 @@ class Metrics:
           gave back unused memory before it tried again, of the rank with most since the start.
         - the keys of ``extra``: ``grad_norm/PART`` for each part of the model (see
           ``parallel.grad_norm.PARTS``), with documents over cp ``cp_balance`` (see
-          ``loop.cp_imbalance``), and with experts their load (see ``loop.expert_metrics``).
+          ``cp_balance``), and with experts their load (see ``balance.expert_metrics``).
 
         Args:
             step: the number of steps done, counted from 1.
@@ -210,7 +232,7 @@ class Metrics:
         self._logged_step = step
         self._logged_at_s = now_s
 
-    def validation(self, step: int, loss: float) -> None:
+    def end_validation(self, step: int, loss: float) -> None:
         """Log the validation loss (nats per valid token) after ``step``.
 
         The line has the keys ``step`` and ``validation_loss``.
@@ -238,30 +260,22 @@ class Metrics:
             found = events.Event(step, round(time.time(), 3), kind, text, device, seconds)
             self._events.append(events.line(found))
 
-    def report(
-        self,
-        step: int,
-        lines: Sequence[str],
-        values: Mapping[str, float],
-        *,
-        tag: Literal["ranks", "bad steps"] = "ranks",
-    ) -> None:
-        """Report what was found after ``step``, by default about ranks of the job.
+    def report(self, step: int, report: Report) -> None:
+        """Write a report: on the main rank alone, whichever rank calls it.
 
-        The lines go to the console as warnings, to ``events.jsonl``, and to TensorBoard as a text
-        under ``tag``; the values go where those of other lines go. Call it on any rank: only the
-        main rank writes.
+        The lines go to the console as warnings, to ``events.jsonl`` and to TensorBoard; the values
+        go where those of other lines go.
         """
         if not self.main:
             return
-        for line in lines:
+        for line in report.lines:
             log.get().warning(f"step {step}: {line}")
-            self.event(step, tag, line)
-        if values:
-            self._write(step, values)
+            self.event(step, report.tag, line)
+        if report.values:
+            self._write(step, report.values)
         if self._tensorboard is not None:
             # A line break of Markdown.
-            self._tensorboard.add_text(tag, "  \n".join(lines), step)
+            self._tensorboard.add_text(report.tag, "  \n".join(report.lines), step)
             self._tensorboard.flush()
 
     def describe(
@@ -509,3 +523,32 @@ def _peak_memory(device_type: str) -> dict[str, float]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # ``ru_maxrss`` is in bytes on macOS, and in KiB on Linux.
     return {"memory_gib": peak / 2**30 if sys.platform == "darwin" else peak / 2**20}
+
+
+def further_metrics(recipe: Recipe, stages: Stages, result: StepResult) -> dict[str, float]:
+    """Return the metrics of a step beside its loss and norm: ``extra`` of ``Metrics.log_step``.
+
+    On a GPU, the host waits for them. No collective.
+    """
+    tokens = recipe.data.global_batch * recipe.data.seq_len
+    norms = result.values.norm_by_part
+    return {
+        **{f"grad_norm/{part}": norm for part, norm in norms.items()},
+        **cp_balance(recipe, result.batch),
+        **expert_metrics(stages.router_loads, tokens),
+    }
+
+
+def cp_balance(recipe: Recipe, batch: Batch) -> dict[str, float]:
+    """Return ``cp_balance``: the ``attention_imbalance`` of this rank's rows of a batch.
+
+    Empty without cp, without documents, and for Ulysses, where every rank has the same work.
+    """
+    cp, parallel, documents_BT = recipe.mesh.cp, recipe.parallel, batch.documents_BT
+    if cp == 1 or documents_BT is None or parallel.cp_method == "ulysses":
+        return {}
+    is_balanced = parallel.cp_balance == "zigzag"
+    window = recipe.model.window or None
+    return {
+        "cp_balance": attention_imbalance(documents_BT, cp, balanced=is_balanced, window=window)
+    }

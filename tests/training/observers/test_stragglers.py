@@ -19,7 +19,7 @@ from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
 from composer3d.training import loop
 from composer3d.training.build import build
-from tests.training.jobs import RECIPE
+from tests.training.jobs import RECIPE, Listener
 
 # Two windows of the default size must agree; a report comes one step later.
 STEPS = 14
@@ -43,7 +43,6 @@ def train_with_a_slow_rank(
         The reports of this rank.
     """
     os.chdir(folder)
-    reports = []
     wait = dist.Work.wait
     with pool_world() as device:
         resolved = load("recipe.toml", sets, world_size=int(os.environ["WORLD_SIZE"]))
@@ -55,13 +54,12 @@ def train_with_a_slow_rank(
             time.sleep(SLOW_S if run.stages.mesh.rank == slow_rank else HEALTHY_S)
 
         run.stages.move_router_biases = at_the_end_of_a_step  # type: ignore[method-assign]
-        run.metrics.report = (  # type: ignore[method-assign]
-            lambda step, lines, values: reports.append((step, lines, values))
-        )
+        listener = Listener()
+        run.observers.add(listener)
         loop.train(run)
         # Nothing remains of the clocks around waits.
         assert dist.Work.wait is wait
-    return reports
+    return listener.reports
 
 
 def run_all(

@@ -1,0 +1,33 @@
+"""Log how often a run sees its training data."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from composer3d.data import Loader
+from composer3d.recipe.schema import Recipe
+from composer3d.runtime import log
+from composer3d.training.observers.observer import Observer
+
+
+class EpochLog(Observer):
+    """Logs that a step begins another epoch of a part of the data."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._epochs_begun = loader.epochs_begun
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        for name, epoch in self._epochs_begun(number - 1):
+            log.get().info(f"step {number} begins epoch {epoch + 1} of {name}")
+        yield
+
+
+def log_epochs(recipe: Recipe, loader: Loader) -> None:
+    """Log how often the whole run sees each part of the training data."""
+    for seen in loader.epochs_in(recipe.run.steps):
+        line = f"data: {seen.name} has {seen.n_samples:,} samples of {recipe.data.seq_len} tokens"
+        if seen.filled is not None:
+            line += f", of which documents fill {seen.filled:.1%}"
+        if seen.n_cut:
+            line += f"; documents that are longer than a sample, and cut: {seen.n_cut:,}"
+        log.get().info(f"{line}; {recipe.run.steps:,} steps see it {seen.epochs:.2f} times")

@@ -1,0 +1,125 @@
+"""The validation of a run: when it is due, and the loss on the held-out text."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from composer3d.data import Batch, BatchesAhead, Corpus
+from composer3d.data.order import Order
+from composer3d.parallel import Stages
+from composer3d.recipe.schema import Recipe
+from composer3d.spec.errors import DataError
+from composer3d.training.batches import make_loader, move_to_device
+from composer3d.training.owed import METRICS, owes_validation
+
+
+class Validation:
+    """Validates a run every so many steps and after its last one.
+
+    Args:
+        recipe: the whole recipe.
+        stages: this rank's stages.
+        held_out: the text to validate on; None if the recipe does not validate.
+        order: the order of samples, that of the training's loader.
+        loaded: the checkpoint that this process has loaded; None if the run is new.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        stages: Stages,
+        held_out: Corpus | None,
+        order: Order,
+        loaded: Path | None,
+    ) -> None:
+        self._recipe, self._stages = recipe, stages
+        self._held_out, self._order, self._loaded = held_out, order, loaded
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the run is validated after ``step``."""
+        if self._held_out is None:
+            return False
+        return step == self._recipe.run.steps or step % self._recipe.validation.every == 0
+
+    def is_owed(self, step: int) -> bool:
+        """Return whether this run saved its last step, and was then ended before its validation.
+
+        A run whose weights come from another run's checkpoint owes nothing.
+
+        Args:
+            step: the number of steps done.
+        """
+        recipe, loaded = self._recipe, self._loaded
+        folder = recipe.run.folder
+        if step != recipe.run.steps or loaded is None or loaded.parent.parent != folder:
+            return False
+        return owes_validation(folder / METRICS, recipe.validation, step)
+
+    def run(self, must_stop: Callable[[], bool]) -> float | None:
+        """Validate: see ``validate``. Collective over all ranks."""
+        assert self._held_out is not None
+        return validate(
+            self._recipe, self._stages, self._held_out, order=self._order, must_stop=must_stop
+        )
+
+
+def validate(
+    recipe: Recipe,
+    stages: Stages,
+    held_out: Corpus,
+    *,
+    order: Order = "feistel",
+    must_stop: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """Compute the mean loss over the valid tokens of ``validation.steps`` global batches.
+
+    The batches are drawn from the whole held-out text. They are the same in every validation of
+    every run with the same ``order``, that of the training's loader, whatever ``data.seed`` is.
+
+    Args:
+        recipe: the recipe.
+        stages: this rank's stages.
+        held_out: the text to validate on.
+        order: the order of samples.
+        must_stop: is called before each batch, and returns the same on all ranks: whether the
+            validation is cut off.
+
+    Returns:
+        Nats per valid token, the same on all ranks; None if the validation was cut off.
+
+    Raises:
+        DataError: no token is valid.
+
+    Collectives: those of ``Stages.evaluate`` for each batch, and one all-reduce over all ranks.
+    """
+    loader = make_loader(recipe, stages.mesh, held_out, seed=0, order=order)
+    batches = BatchesAhead(loader, stages.mesh.device)
+    losses, valid_tokens = [], []
+    for _ in range(recipe.validation.steps):
+        if must_stop():
+            batches.close()
+            return None
+        local_loss, local_valid = evaluate_batch(stages, next(batches))
+        losses.append(local_loss)
+        valid_tokens.append(local_valid)
+    batches.close()
+    loss, tokens = stages.mesh.sum_over_world(sum(losses), sum(valid_tokens))
+    if tokens == 0:
+        raise DataError(
+            f"validation.steps = {recipe.validation.steps}: no token of these batches of "
+            f"{held_out.name} is learned; use more steps, or other text"
+        )
+    return loss / tokens
+
+
+def evaluate_batch(stages: Stages, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Compute this rank's shares of a batch's summed loss and of its number of valid tokens.
+
+    Returns:
+        Two scalars on the mesh's device: the loss in float64, and the number in int64.
+
+    Collectives: those of ``Stages.evaluate``. ``Mesh.sum_over_world`` adds up the shares.
+    """
+    tokens_BT, labels_BT, positions_BT, documents_BT, local_valid = move_to_device(stages, batch)
+    return stages.evaluate(tokens_BT, labels_BT, positions_BT, documents_BT), local_valid
