@@ -30,7 +30,7 @@ from composer3d.runtime.mesh import Mesh
 from composer3d.spec import hardware
 from composer3d.training.batches import make_loader, open_data
 from composer3d.training.metrics import Metrics
-from composer3d.training.optim import build_optimizer
+from composer3d.training.optimizers import Optimizer, build_optimizer
 from composer3d.training.profiling import Profiler, make_profiler
 from composer3d.training.replicas import ReplicaCheck
 from composer3d.training.resume import resume
@@ -60,7 +60,7 @@ class Run:
     resolved_toml: str
     claim: Claim | None
     stages: Stages
-    optimizer: torch.optim.AdamW
+    optimizer: Optimizer
     loader: BatchesAhead
     epochs_begun: Callable[[int], list[tuple[str, int]]]  # as in Loader
     held_out: Corpus | None
