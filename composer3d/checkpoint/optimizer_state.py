@@ -15,7 +15,8 @@ class SavedOptimizer(Protocol):
 
     Attributes:
         facts: what it keeps for each parameter.
-        state: its tensors by name, for each parameter.
+        state: its tensors by name, for each parameter. Each has the shape of the parameter, or is
+            a scalar.
     """
 
     facts: ClassVar[OptimizerFacts]

@@ -82,7 +82,7 @@ class AdamWProof(OptimizerProof):
     def step(
         self, name: str, gradient: Tensor, before: Tensor, *, lr: float, decayed: bool
     ) -> ReplayedStep:
-        """Repeat one step of one parameter, and advance its moments."""
+        """Repeat one step of one parameter, all of whose tensors have the shape of this shard."""
         state = self._advance(name, gradient)
         table, roundings = self.optim, _ROUNDINGS[self.dtype]
         corrections = [1 - beta**state.steps for beta in table.betas]

@@ -17,7 +17,7 @@ from composer3d.recipe.schema import OptimTable
 
 
 class ReplayedStep(NamedTuple):
-    """The step of one shard in float64.
+    """The step of one shard in float64. Both tensors have its shape.
 
     Attributes:
         weight: the shard after the step.
@@ -61,7 +61,8 @@ class OptimizerProof(ABC):
 
         Args:
             name: the name of the parameter.
-            gradient: this rank's shard of the clipped gradient, in float64 on the CPU.
+            gradient: the clipped gradient of this rank's shard, with its shape, in float64 on the
+                CPU.
             before, lr, decayed: as in ``remove_rounding``.
         """
 
