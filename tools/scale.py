@@ -55,7 +55,7 @@ from composer3d.runtime.torch_private import fake_world
 from composer3d.spec.token_manifest import CHUNK_BYTES
 from composer3d.training import loop
 from composer3d.training.build import build, build_stages
-from composer3d.training.optim import build_optimizer
+from composer3d.training.optimizers import build_optimizer
 from composer3d.training.step import StepSums
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"

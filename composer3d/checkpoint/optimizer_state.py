@@ -1,23 +1,40 @@
 """The optimizer's state as a flat dict of tensors, which is the form that checkpoints store."""
 
+from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from composer3d.recipe.optimizers import OptimizerFacts
+
+
+class SavedOptimizer(Protocol):
+    """What a checkpoint needs of an optimizer: any of ``training.optimizers`` has it.
+
+    Attributes:
+        facts: what it keeps for each parameter.
+        state: its tensors by name, for each parameter. Each has the shape of the parameter, or is
+            a scalar.
+    """
+
+    facts: ClassVar[OptimizerFacts]
+    state: defaultdict[Tensor, Any]
+
 
 def optimizer_state(
-    optimizer: torch.optim.AdamW, named_parameters: Iterable[tuple[str, nn.Parameter]]
+    optimizer: SavedOptimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> dict[str, Tensor]:
-    """Return the state of AdamW as live tensors, to save or to load into in place.
+    """Return the state of the optimizer as live tensors, to save or to load into in place.
 
-    ``optim.NAME.exp_avg`` and ``optim.NAME.exp_avg_sq`` have the shape and the placements of the
-    parameter NAME. ``optim.NAME.step`` is a float32 scalar. A parameter that has not been updated
-    yet gets a state of zeros, as AdamW itself makes it in the first update. A parameter that does
-    not require a gradient has no state. There is no collective.
+    A tensor is called ``optim.NAME.STATE``, with the global name of its parameter. It has the shape
+    and the placements of the parameter, or it is a float32 scalar (``StateTensor``). A parameter
+    that has not been updated yet gets a state of zeros, as the first update itself makes it. A
+    parameter that does not require a gradient has no state. There is no collective.
 
     Args:
-        optimizer: AdamW. Missing states are added to it.
+        optimizer: the optimizer. Missing states are added to it.
         named_parameters: the global names of this rank's parameters, with the parameters that the
             optimizer was built with.
     """
@@ -25,11 +42,16 @@ def optimizer_state(
     for name, parameter in named_parameters:
         if not parameter.requires_grad:
             continue
+        tensors = optimizer.facts.state_of(name, parameter.shape)
         state = optimizer.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        for key in ("exp_avg", "exp_avg_sq", "step"):
-            flat[f"optim.{name}.{key}"] = state[key]
+            # Scalars come first, as in a state that torch makes: digests go by the order.
+            for tensor in sorted(tensors, key=lambda tensor: not tensor.is_scalar):
+                state[tensor.name] = (
+                    torch.zeros((), dtype=torch.float32, device=parameter.device)
+                    if tensor.is_scalar
+                    else torch.zeros_like(parameter)
+                )
+        for tensor in tensors:
+            flat[f"optim.{name}.{tensor.name}"] = state[tensor.name]
     return flat

@@ -4,7 +4,7 @@ Each checkpoint is a folder named after its step. It is written to a staging fol
 path, synced, and published by a rename.
 
 Its tensors have flat names that do not depend on the layout: ``model.NAME`` and
-``optim.NAME.exp_avg`` contain the parameter's global name. A DTensor knows which part of the whole
+``optim.NAME.STATE`` contain the parameter's global name. A DTensor knows which part of the whole
 tensor it holds, so a checkpoint can be loaded on another layout. No state of a random generator is
 saved, because each step seeds its own generator.
 """
@@ -47,7 +47,7 @@ from composer3d.checkpoint.metadata import (
     tensor_specs,
     unpack_metadata,
 )
-from composer3d.checkpoint.optimizer_state import optimizer_state
+from composer3d.checkpoint.optimizer_state import SavedOptimizer, optimizer_state
 from composer3d.checkpoint.pickles import explain
 from composer3d.parallel import Stages
 from composer3d.parallel.pipeline.ties import local_shard
@@ -175,7 +175,7 @@ class Store:
 
     # Saving.
 
-    def save(self, manifest: Manifest, stages: Stages, optimizer: torch.optim.AdamW) -> None:
+    def save(self, manifest: Manifest, stages: Stages, optimizer: SavedOptimizer) -> None:
         """Write the state after ``manifest.step`` steps, then remove the oldest checkpoints.
 
         Waits for the previous save first. A save in the background returns as soon as the state has
@@ -206,7 +206,7 @@ class Store:
             f"training stood still for {seconds:.3f} s"
         )
 
-    def warm_up(self, stages: Stages, optimizer: torch.optim.AdamW) -> None:
+    def warm_up(self, stages: Stages, optimizer: SavedOptimizer) -> None:
         """Allocate the host memory of background saves, so that the first one is not slower.
 
         Does nothing if the store does not save in the background. There is no collective.
@@ -433,7 +433,7 @@ class Store:
             )
         return None
 
-    def load(self, path: Path, stages: Stages, optimizer: torch.optim.AdamW | None) -> None:
+    def load(self, path: Path, stages: Stages, optimizer: SavedOptimizer | None) -> None:
         """Load a checkpoint, saved on any layout, into the parameters and the optimizer.
 
         The tensors are changed in place. A checkpoint of weights alone leaves the optimizer as it
@@ -488,7 +488,7 @@ class Store:
         return unpack_metadata(own, boxes)
 
 
-def gather_state(stages: Stages, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
+def gather_state(stages: Stages, optimizer: SavedOptimizer) -> dict[str, Tensor]:
     """Return this rank's parameters and optimizer state by global name, to save or to load into.
 
     The names are ``model.NAME`` and those of ``optimizer_state``. A tensor has the shape and the

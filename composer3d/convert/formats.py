@@ -48,6 +48,7 @@ from composer3d.models.locations import Location
 from composer3d.models.shape import DecoderShape
 from composer3d.models.untrusted import short_json
 from composer3d.recipe.changes import values_of
+from composer3d.recipe.optimizers import DEFAULT, OPTIMIZERS
 from composer3d.spec.errors import CheckpointError
 from composer3d.spec.files import MIB, open_plain, parse_json, read_json
 
@@ -172,7 +173,7 @@ class Source:
         format: how the checkpoint is stored.
         path: its folder or file.
         tensors: its tensors, by the names that its files give them.
-        locations: for each tensor by our name (``model.NAME``, ``optim.NAME.exp_avg``), its place
+        locations: for each tensor by our name (``model.NAME``, ``optim.NAME.STATE``), its place
             in the files. Empty if there are problems.
         own: the user's own model that the checkpoint may hold, if its recipe was given.
         architecture: the name of the architecture of its model: one of ours, or that of ``own``.
@@ -296,14 +297,16 @@ class Source:
         """
         has_optimizer = any(name.startswith("optim.") for name in self.tensors)
         globs = self._trained_globs()
+        optimizer = OPTIMIZERS[DEFAULT]  # no recipe names another one
         locations: dict[str, Location] = {}
         for name, location in parameters.items():
             locations[f"model.{name}"] = location
             was_trained = any(fnmatchcase(name, glob) for glob in globs)
             if has_optimizer and was_trained and self._is_trained(name):
                 shape = location.whole_shape
-                for state, state_shape in (("exp_avg", shape), ("exp_avg_sq", shape), ("step", ())):
-                    state_name = f"optim.{name}.{state}"
+                for state in optimizer.state_of(name, shape):
+                    state_name = f"optim.{name}.{state.name}"
+                    state_shape = () if state.is_scalar else shape
                     locations[state_name] = Location((state_name,), state_shape)
 
         required = {name for location in locations.values() for name in location.names}

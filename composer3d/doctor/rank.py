@@ -23,9 +23,6 @@ from composer3d.runtime.mesh import Mesh
 from composer3d.spec import hardware
 from composer3d.spec.errors import ExchangeError
 
-# A parameter with AdamW's two moments, in the dtype of parameters.
-_STATES = 3
-
 
 def examine(recipe: Recipe, device: torch.device, store: dist.Store) -> Report | None:
     """Check the groups of the recipe's mesh, and measure devices and links.
@@ -158,7 +155,7 @@ def _disk(recipe: Recipe) -> Disk:
     while not folder.exists():
         folder = folder.parent
     width = 8 if recipe.precision.params == "float64" else 4
-    size = _STATES * width * sizes_of(recipe).parameters
+    size = (1 + recipe.optim.optimizer.copies) * width * sizes_of(recipe).parameters
     # A new checkpoint is complete before the oldest one is removed.
     return Disk(
         str(folder), shutil.disk_usage(folder).free / GIB, size / GIB, recipe.checkpoint.keep + 1

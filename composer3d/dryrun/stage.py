@@ -64,7 +64,7 @@ from composer3d.runtime.torch_private import (
 )
 from composer3d.spec.schedules import Action, parse_action
 from composer3d.training.build import build_stages
-from composer3d.training.optim import build_optimizer
+from composer3d.training.optimizers import Optimizer, build_optimizer
 from composer3d.training.step import compute_gradients, update
 
 # GPUs of a node: whether an axis stays inside of one.
@@ -247,7 +247,7 @@ class RankWithoutData:
 
     recipe: Recipe
     stages: Stages
-    optimizer: torch.optim.AdamW
+    optimizer: Optimizer
     batch: Batch
 
 

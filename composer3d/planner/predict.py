@@ -173,7 +173,7 @@ def of_recipe(
             fuses_norms=hardware.generation != "cpu",
             frees_by_block=True,
             since_torch_2_15=is_since_2_15(),
-            step_copies=0.0,  # AdamW is one kernel
+            step_copies=recipe.optim.optimizer.step_copies,
             stops_recompute_early=True,
             # Backward fuses its gathers, but not its reductions; no time of it is priced.
             overlaps_tp="forward" if parallel.async_tp else "none",
@@ -232,7 +232,7 @@ def _precision(recipe: Recipe) -> Precision:
         weight_products=matrix if is_float8 else None,
         weights=narrow,
         gradients=wide,
-        optimizer=3 * wide,  # parameters and two moments
+        optimizer=(1 + recipe.optim.optimizer.copies) * wide,  # parameters, and what it keeps
         reduced=wide,
         exchanged=2.0 if recipe.precision.reduces_in == "bfloat16" else 0.0,
         gathered=narrow,

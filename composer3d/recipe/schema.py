@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from composer3d.models import registry
 from composer3d.models.llama.shape import ModelShape
+from composer3d.recipe.optimizers import DEFAULT, OPTIMIZERS, OptimizerFacts
 from composer3d.spec.checkpointing import CHECKPOINTING, Checkpointing, parse_checkpointing
 from composer3d.spec.ranges import MOST_LAYERS, MOST_TOKENS, Range, above, between, key
 from composer3d.spec.schedules import SCHEDULES
@@ -83,6 +84,7 @@ BETAS = Range(
     lambda value: all(0 <= beta < 1 for beta in value),
     "must both be at least 0 and below 1",
 )
+_TITLE = OPTIMIZERS[DEFAULT].title
 
 
 def _preset_range(architecture: str) -> Range:
@@ -417,11 +419,16 @@ class DataTable:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimTable:
-    """AdamW and its learning rate schedule."""
+    """The optimizer and its learning rate schedule.
 
-    lr: float = key(3e-4, "peak learning rate of AdamW", above(0, 10))
-    betas: tuple[float, float] = key((0.9, 0.95), "AdamW betas", BETAS)
-    eps: float = key(1e-8, "AdamW epsilon", above(0, 1))
+    Attributes:
+        name: the optimizer's row of ``recipe.optimizers``. It is no key while there is one.
+    """
+
+    name: ClassVar[str] = DEFAULT
+    lr: float = key(3e-4, f"peak learning rate of {_TITLE}", above(0, 10))
+    betas: tuple[float, float] = key((0.9, 0.95), f"{_TITLE} betas", BETAS)
+    eps: float = key(1e-8, f"{_TITLE} epsilon", above(0, 1))
     weight_decay: float = key(
         0.1, "weight decay of matrices; vectors, such as norm weights, have none", between(0, 10)
     )
@@ -443,6 +450,11 @@ class OptimTable:
         "Absent: all are trained",
         GLOBS,
     )
+
+    @property
+    def optimizer(self) -> OptimizerFacts:
+        """What is said of the optimizer without its code."""
+        return OPTIMIZERS[self.name]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -185,15 +185,17 @@ class _PartOfThisRank(torch.autograd.Function):
         return DTensor(grad, ctx.spec, requires_grad=False)
 
 
-class AdamWOfShards(torch.optim.AdamW):
-    """AdamW that gives its kernel this rank's shards of DTensors.
+class ShardsForKernel(torch.optim.Optimizer):
+    """Give the kernel of one of torch's optimizers this rank's shards of DTensors.
 
-    Each element is updated alone, so the result is the same. The dispatch of DTensor would take as
-    long as the kernel of a small model, and would not take tensors of several meshes at once.
+    It is a base class before that of the optimizer, which must update each element alone, and its
+    state in place. Then the result is the same. The dispatch of DTensor would take as long as the
+    kernel of a small model, and would not take tensors of several meshes at once.
     """
 
     def _init_group(self, group: Any, *lists: list[Tensor]) -> bool:
-        has_complex: bool = super()._init_group(group, *lists)
+        of_torch: Any = super()
+        has_complex: bool = of_torch._init_group(group, *lists)
         for tensors in lists:
             tensors[:] = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
         return has_complex

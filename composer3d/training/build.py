@@ -36,7 +36,7 @@ from composer3d.training.observers.profiling import make_profiler
 from composer3d.training.observers.replicas import ReplicaCheck
 from composer3d.training.observers.stragglers import StragglerWatch
 from composer3d.training.observers.timeline import make_timeline
-from composer3d.training.optim import build_optimizer
+from composer3d.training.optimizers import Optimizer, build_optimizer
 from composer3d.training.recovery import Recovery
 from composer3d.training.resume import resume
 from composer3d.training.run_folder import claim_folder, write_recipe
@@ -57,7 +57,7 @@ class Run:
 
     recipe: Recipe
     stages: Stages
-    optimizer: torch.optim.AdamW
+    optimizer: Optimizer
     loader: BatchesAhead
     validation: Validation
     saver: Saver
@@ -231,7 +231,7 @@ def describe_attention(recipe: Recipe, device: torch.device) -> str | None:
 def _make_observers(
     recipe: Recipe,
     stages: Stages,
-    optimizer: torch.optim.AdamW,
+    optimizer: Optimizer,
     loader: BatchesAhead,
     corpus: Corpus | Blend,
     claim: Claim | None,

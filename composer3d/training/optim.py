@@ -1,18 +1,8 @@
-"""AdamW, its parameter groups and its learning rate.
-
-Nothing here depends on the rank: DTensors are used like tensors.
-"""
+"""The learning rate of a step."""
 
 import math
-from collections.abc import Iterable
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from composer3d.recipe.schema import OptimTable
-from composer3d.runtime.torch_private import AdamWOfShards
 
 
 def learning_rate(step: int, table: OptimTable, total_steps: int) -> float:
@@ -53,66 +43,3 @@ def learning_rate(step: int, table: OptimTable, total_steps: int) -> float:
     else:
         remaining = 1.0 - progress
     return table.min_lr + (table.lr - table.min_lr) * remaining
-
-
-def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], table: OptimTable
-) -> torch.optim.AdamW:
-    """Build AdamW over the parameters of this rank.
-
-    Parameters with two dims or more have weight decay. Vectors, such as norm weights and biases,
-    have none: there is one group of each. Parameters that do not require a gradient are left out.
-
-    Args:
-        named_parameters: from ``Stages.named_parameters``.
-        table: the recipe's ``[optim]``.
-
-    Raises:
-        ValueError: no parameter requires a gradient.
-    """
-    trained = [parameter for _, parameter in named_parameters if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
-    vectors = [parameter for parameter in trained if parameter.ndim < 2]
-    groups = ((matrices, table.weight_decay), (vectors, 0.0))
-    param_groups = [
-        {"params": parameters, "weight_decay": weight_decay}
-        for parameters, weight_decay in groups
-        if parameters
-    ]
-    return AdamWOfShards(param_groups, lr=table.lr, betas=table.betas, eps=table.eps, fused=True)
-
-
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of the next step in every group."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
-def apply_gradients(optimizer: torch.optim.AdamW, *, divisor: Tensor, is_good: Tensor) -> None:
-    """Divide all gradients by ``divisor`` and update the weights; nothing if not ``is_good``.
-
-    The kernel of fused AdamW reads both scalars on the device and divides ``.grad`` in place.
-    In host memory (``memory.cpu_offload``) the update has to wait for them.
-
-    Args:
-        optimizer: from ``build_optimizer``.
-        divisor: float64 scalar of at least 1.
-        is_good: bool scalar.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    device = parameters[0].device
-    divisor, is_good = divisor.to(device), is_good.to(device)
-    if parameters[0].dtype == torch.float64:
-        # The kernel takes the divisor in float32, which is not exact enough for gradients in
-        # float64.
-        torch._foreach_div_([_local(p.grad) for p in parameters if p.grad is not None], divisor)
-        divisor = torch.ones_like(divisor)
-    # These attributes are how torch.amp.GradScaler passes them.
-    scaled: Any = optimizer
-    scaled.grad_scale = divisor.to(torch.float32)
-    scaled.found_inf = (~is_good).to(torch.float32)
-    optimizer.step()
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

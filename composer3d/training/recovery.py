@@ -1,7 +1,5 @@
 """How a run goes on after a bad step: it leaves out batches, or goes back to a checkpoint."""
 
-import torch
-
 from composer3d.checkpoint import Store
 from composer3d.parallel import Stages
 from composer3d.recipe.schema import ReliabilityTable
@@ -10,6 +8,7 @@ from composer3d.reliability.report import Report
 from composer3d.runtime import process_group
 from composer3d.spec.errors import TrainingError
 from composer3d.training.observers.observer import Observer
+from composer3d.training.optimizers import Optimizer
 from composer3d.training.step import StepValues
 
 
@@ -35,7 +34,7 @@ class Recovery:
         ledger: Ledger,
         store: Store,
         stages: Stages,
-        optimizer: torch.optim.AdamW,
+        optimizer: Optimizer,
         observers: Observer,
     ) -> None:
         self.history = history

@@ -3,8 +3,6 @@
 import os
 from pathlib import Path
 
-import torch
-
 from composer3d.checkpoint import Store
 from composer3d.checkpoint.manifest import FILE, Manifest, model_of
 from composer3d.convert.assets import FOLDER as ASSETS
@@ -20,13 +18,14 @@ from composer3d.reliability.bad_steps import StepHistory
 from composer3d.runtime import environment, log, process_group
 from composer3d.spec.errors import CheckpointError, DataError
 from composer3d.training.optim import learning_rate
+from composer3d.training.optimizers import Optimizer
 
 
 def resume(
     recipe: Recipe,
     store: Store,
     stages: Stages,
-    optimizer: torch.optim.AdamW,
+    optimizer: Optimizer,
     loader: BatchesAhead,
     history: StepHistory,
 ) -> int | None:

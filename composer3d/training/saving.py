@@ -3,8 +3,6 @@
 import time
 from dataclasses import asdict
 
-import torch
-
 from composer3d.checkpoint import Store
 from composer3d.checkpoint.manifest import Manifest, model_of
 from composer3d.data import BatchesAhead
@@ -13,6 +11,7 @@ from composer3d.recipe.schema import Recipe
 from composer3d.reliability.bad_steps import StepHistory
 from composer3d.reliability.lock import Claim
 from composer3d.training.optim import learning_rate
+from composer3d.training.optimizers import Optimizer
 
 
 class Saver:
@@ -48,7 +47,7 @@ class Saver:
         self,
         step: int,
         stages: Stages,
-        optimizer: torch.optim.AdamW,
+        optimizer: Optimizer,
         loader: BatchesAhead,
         history: StepHistory,
     ) -> None:

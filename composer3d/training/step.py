@@ -13,7 +13,7 @@ from composer3d.parallel import Stages, grad_norm
 from composer3d.reliability.bad_steps import NO_LIMITS, Limits
 from composer3d.spec.flags import N_FLAGS, StepFlags
 from composer3d.training.batches import move_to_device
-from composer3d.training.optim import apply_gradients, set_lr
+from composer3d.training.optimizers import Optimizer
 
 
 class StepValues(NamedTuple):
@@ -121,7 +121,7 @@ def compute_gradients(
 
 def update(
     stages: Stages,
-    optimizer: torch.optim.AdamW,
+    optimizer: Optimizer,
     sums: StepSums,
     *,
     max_norm: float,
@@ -151,7 +151,7 @@ def update(
     if limits.are_finite:
         is_good = is_good & (sums.loss <= limits.loss) & (sums.norm <= limits.norm)
     divisor = grad_norm.clip_divisor(sums.norm, max_norm)
-    set_lr(optimizer, lr)
-    apply_gradients(optimizer, divisor=divisor, is_good=is_good)
+    optimizer.set_lr(lr)
+    optimizer.apply_gradients(divisor=divisor, is_good=is_good)
     stages.move_router_biases(is_good)
     return sums.await_values()

@@ -437,7 +437,7 @@ def has_little_noise(stats: ReferenceStats, dtype: str) -> bool:
     """Return whether rounding moves the gradients of each step so little that they can be judged.
 
     More noise is excused by no bound. It means that the loss is a wild function of the weights,
-    such as after a step of AdamW that has divided by almost nothing.
+    such as after a step of the optimizer that has divided by almost nothing.
     """
     share = _LARGEST_NOISE_OF_ALL if dtype == "float64" else _LARGEST_NOISE_BOUND
     return all(
@@ -448,8 +448,8 @@ def has_little_noise(stats: ReferenceStats, dtype: str) -> bool:
 
 def _tensor_bound(kind: str, dtype: str, noise: float) -> float:
     if kind == "weight" or dtype == "float64":
-        # ``AdamWReplay`` has already removed the differences of weights that rounding explains, and
-        # ``_error_scale`` knows the noise in float64.
+        # ``OptimizerProof`` has already removed the differences of weights that rounding explains,
+        # and ``_error_scale`` knows the noise in float64.
         return EXACT["float64"]
     return min(max(EXACT[dtype], _NOISE_MULTIPLE[dtype] * noise), _LARGEST_NOISE_BOUND)
 

@@ -35,7 +35,9 @@ from composer3d.training import batches
 from composer3d.training import step as train_step
 from composer3d.training import validation as train_validation
 from composer3d.training.build import build_stages
-from composer3d.training.optim import build_optimizer, learning_rate
+from composer3d.training.optim import learning_rate
+from composer3d.training.optimizers import build_optimizer
+from composer3d.training.optimizers.proof import OptimizerProof
 from composer3d.verify.data import (
     corpus_batch,
     has_random_batch,
@@ -48,7 +50,6 @@ from composer3d.verify.data import (
 from composer3d.verify.float8 import use_float8
 from composer3d.verify.judge import RankErrors, ShardError, scalar_scale
 from composer3d.verify.rounding import (
-    AdamWReplay,
     Noise,
     Results,
     measure_noise,
@@ -132,7 +133,7 @@ def run_reference(
 
 
 def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
-    """Train with plain PyTorch in float64: forward, backward, clipping and AdamW.
+    """Train with plain PyTorch in float64: forward, backward, clipping and update.
 
     Returns:
         Lists with an entry for each step:
@@ -159,7 +160,7 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
         if not any(fnmatch.fnmatchcase(name, glob) for glob in globs):
             parameter.requires_grad_(False)
         _starve_first_expert(name, parameter, recipe.model.experts > 0)
-    optimizer = _plain_optimizer(model, recipe.optim)
+    optimizer = _proof_class(recipe.optim).plain(model, recipe.optim)
     train_corpus = make_corpus(recipe, "train")
     held_out = make_corpus(recipe, "validation")
 
@@ -220,15 +221,9 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
     return reference
 
 
-def _plain_optimizer(model: Decoder, table: OptimTable) -> torch.optim.AdamW:
-    """Return an AdamW that decays matrices, but not vectors such as norms and biases."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": table.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=table.lr, betas=table.betas, eps=table.eps, foreach=False)
+def _proof_class(table: OptimTable) -> type[OptimizerProof]:
+    found: type[OptimizerProof] = resolve(table.optimizer.proof)
+    return found
 
 
 @dataclass
@@ -452,7 +447,7 @@ def compare_steps(
     optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
     loader = batches.make_loader(recipe, mesh, make_corpus(recipe, "train"), seed=recipe.data.seed)
     held_out = make_corpus(recipe, "validation")
-    replay = AdamWReplay(recipe.optim, getattr(torch, dtype))
+    replay = _proof_class(recipe.optim)(recipe.optim, getattr(torch, dtype))
 
     errors = RankErrors(
         identity=mesh.identity,
@@ -490,8 +485,8 @@ def compare_steps(
         replay.record_gradients(gradients, norm=values.norm, max_norm=max_norm)
         train_step.update(stages, optimizer, sums, max_norm=max_norm, lr=lr)
 
-        # A factor of all gradients hardly changes the weights of AdamW, but it changes this
-        # norm.
+        # A factor of all gradients may hardly change the weights (as with an optimizer that
+        # divides by their size), but it changes this norm.
         clipped = _clipped_norm(stages)
         errors.clipped.append(_relative_error(clipped, *expected["clipped"][step]))
         errors.shards += _compare_weights(
@@ -653,7 +648,7 @@ def _rows(batch: Batch, first: int, count: int) -> Batch:
 
 
 def _compare_weights(
-    step: int, stages: Stages, expected: Mapping[str, Any], replay: AdamWReplay, *, lr: float
+    step: int, stages: Stages, expected: Mapping[str, Any], replay: OptimizerProof, *, lr: float
 ) -> list[ShardError]:
     """Compare each weight with the reference and with its replayed update, and then set it.
 
@@ -679,7 +674,7 @@ def _compare_weights(
 
 
 def _replay(
-    replay: AdamWReplay, name: str, before: Tensor, actual: Tensor, _: Tensor, **options: Any
+    replay: OptimizerProof, name: str, before: Tensor, actual: Tensor, _: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Call ``replay.remove_rounding`` as ``_compare`` calls a function of two tensors."""
     return replay.remove_rounding(name, actual, before, **options)

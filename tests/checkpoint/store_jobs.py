@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from composer3d.checkpoint.manifest import Manifest
 from composer3d.parallel import Stages
 from composer3d.recipe.schema import OptimTable
-from composer3d.training.optim import build_optimizer
+from composer3d.training.optimizers import Optimizer, build_optimizer
 
 SHAPE = (5, 3)
 
 
-def make_job(seed: int, shape: tuple[int, int] = SHAPE) -> tuple[Stages, torch.optim.AdamW]:
+def make_job(seed: int, shape: tuple[int, int] = SHAPE) -> tuple[Stages, Optimizer]:
     """Make a model of one matrix, sharded by rows over the ranks, and an optimizer after one step.
 
     The model stands in for ``Stages``: a store uses only its named parameters.
@@ -33,7 +33,7 @@ def make_job(seed: int, shape: tuple[int, int] = SHAPE) -> tuple[Stages, torch.o
     return cast(Stages, module), optimizer
 
 
-def full_state(stages: Stages, optimizer: torch.optim.AdamW) -> dict[str, list[float]]:
+def full_state(stages: Stages, optimizer: Optimizer) -> dict[str, list[float]]:
     """Return the whole state as numbers, the same on every rank."""
     ((_, parameter),) = stages.named_parameters()
     tensors = {"weight": parameter.detach(), **optimizer.state[parameter]}

@@ -6,7 +6,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -22,7 +21,7 @@ from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.runtime.torch_private import DispatchMode
 from composer3d.training.build import build_stages
-from composer3d.training.optim import build_optimizer
+from composer3d.training.optimizers import Optimizer, build_optimizer
 from composer3d.training.step import compute_gradients, update
 from composer3d.verify.data import random_batch
 from composer3d.verify.worker import local_batch
@@ -173,7 +172,7 @@ class LiveBlocks:
             del self._addresses[bisect_left(self._addresses, address)]
 
 
-def _step(recipe: Recipe, stages: Stages, optimizer: torch.optim.AdamW, number: int) -> None:
+def _step(recipe: Recipe, stages: Stages, optimizer: Optimizer, number: int) -> None:
     batch = local_batch(random_batch(recipe, number), stages)
     sums = compute_gradients(stages, batch)
     update(stages, optimizer, sums, max_norm=recipe.optim.clip, lr=1e-3)

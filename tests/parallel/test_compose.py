@@ -20,7 +20,7 @@ from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.spec.errors import PlanError
 from composer3d.training.build import build_stages
-from composer3d.training.optim import build_optimizer
+from composer3d.training.optimizers import build_optimizer
 from composer3d.training.step import compute_gradients, update
 from composer3d.verify.data import random_batch
 from composer3d.verify.proof import verify_layout

@@ -22,7 +22,7 @@ from composer3d.runtime.process_group import pool_world
 from composer3d.spec.errors import DataError
 from composer3d.training.batches import make_loader, open_data
 from composer3d.training.build import build_stages
-from composer3d.training.optim import build_optimizer
+from composer3d.training.optimizers import build_optimizer
 from composer3d.training.step import compute_gradients, update
 from composer3d.training.validation import validate
 from tests.data.sample_chats import TEXT, write_lines, write_tokenizer

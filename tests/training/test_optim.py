@@ -18,7 +18,8 @@ from composer3d.parallel.grad_norm import clip_divisor, local_grad_norm_sq
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import MeshTable, OptimTable
 from composer3d.runtime.mesh import Mesh
-from composer3d.training.optim import apply_gradients, build_optimizer, learning_rate, set_lr
+from composer3d.training.optim import learning_rate
+from composer3d.training.optimizers import build_optimizer
 
 NAMES = ("blocks.0.attn.wq.weight", "blocks.0.attn_norm.weight")
 
@@ -162,7 +163,7 @@ def test_only_matrices_are_decayed() -> None:
 def test_set_lr_reaches_every_group() -> None:
     parameters = _parameters()
     optimizer = build_optimizer(parameters.items(), OptimTable())
-    set_lr(optimizer, 0.0)
+    optimizer.set_lr(0.0)
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     _take_steps(optimizer, parameters, range(1))
     assert all(torch.equal(parameter, before[name]) for name, parameter in parameters.items())
@@ -252,7 +253,7 @@ def test_a_frozen_parameter_has_no_state_no_norm_and_no_update(max_norm: float) 
         norm = local_grad_norm_sq(every.values(), mesh).sqrt()
         norms.append(float(norm))
         divisor = clip_divisor(norm, max_norm)
-        apply_gradients(optimizer, divisor=divisor, is_good=norm.isfinite())
+        optimizer.apply_gradients(divisor=divisor, is_good=norm.isfinite())
 
     assert frozen.grad is None
     assert torch.equal(frozen, frozen_values)

@@ -12,7 +12,7 @@ from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.training.build import build_stages
-from composer3d.training.optim import build_optimizer
+from composer3d.training.optimizers import build_optimizer
 from composer3d.training.step import compute_gradients, update
 from composer3d.verify.worker import local_batch, random_batch
 from tools.prove.paths import ROOT

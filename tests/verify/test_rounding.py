@@ -12,8 +12,8 @@ from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import ModelShape
 from composer3d.parallel import init
 from composer3d.recipe.schema import OptimTable
+from composer3d.training.optimizers.adamw_proof import AdamWProof
 from composer3d.verify.rounding import (
-    AdamWReplay,
     Results,
     measure_noise,
     noisy_copies,
@@ -58,7 +58,7 @@ def excess(
     optimizer = torch.optim.AdamW(
         [weight], betas=trained.betas, eps=trained.eps, weight_decay=trained.weight_decay, **form
     )
-    replay = AdamWReplay(table, dtype)
+    replay = AdamWProof(table, dtype)
     largest = 0.0
     for step in range(3):
         before = weight.detach().double().clone()
@@ -155,7 +155,7 @@ def test_rounding_does_not_explain_another_learning_rate() -> None:
 
 
 def test_a_parameter_without_a_gradient_stays() -> None:
-    replay = AdamWReplay(TABLE, torch.float32)
+    replay = AdamWProof(TABLE, torch.float32)
     replay.record_gradients({"w": None}, norm=1.0, max_norm=1.0)
     weight = torch.ones(3, dtype=torch.float64)
     a, b = replay.remove_rounding("w", weight + 1e-9, weight, lr=1.0, decayed=True)
@@ -164,7 +164,7 @@ def test_a_parameter_without_a_gradient_stays() -> None:
 
 
 def test_rounding_does_not_explain_a_value_that_is_not_finite() -> None:
-    replay = AdamWReplay(TABLE, torch.float32)
+    replay = AdamWProof(TABLE, torch.float32)
     replay.record_gradients({"w": torch.ones(3)}, norm=1.0, max_norm=1.0)
     weight = torch.tensor([1.0, float("nan"), float("inf")], dtype=torch.float64)
     a, b = replay.remove_rounding(

@@ -23,9 +23,10 @@ from torch.distributed.fsdp import fully_shard
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
-from composer3d.runtime.torch_private import AdamWOfShards, fake_world
+from composer3d.runtime.torch_private import fake_world
 from composer3d.training.build import build_stages
-from composer3d.training.optim import build_optimizer
+from composer3d.training.optimizers import build_optimizer
+from composer3d.training.optimizers.adamw import AdamW
 from composer3d.training.step import compute_gradients, update
 from composer3d.verify.worker import local_batch, random_batch
 from tools.bench import plain
@@ -193,7 +194,7 @@ def plain_step_ms(recipe: str, sets: list[str], steps: int) -> float:
             for module in (*model.blocks, model):
                 fully_shard(module, mesh=mesh)
         # torch's own AdamW and norm would dispatch a DTensor for each parameter.
-        optimizer = AdamWOfShards(model.parameters(), lr=1e-4, fused=True)
+        optimizer = AdamW(model.parameters(), lr=1e-4, fused=True)
         tokens = torch.randint(chosen.model.vocab, (rows, chosen.data.seq_len + 1))
         seconds = []
         for _ in range(steps):

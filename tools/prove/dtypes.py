@@ -212,7 +212,7 @@ WIDE = (
     Wide(
         "moments and weights of the optimizer",
         _ANY,
-        ("optim:*", "training/optim.py:*"),
+        ("optim:*", "training/optimizers/*.py:*"),
         torch.float32,
         "an update is often smaller than a rounding of its weight in bfloat16",
     ),

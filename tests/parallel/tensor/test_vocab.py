@@ -29,7 +29,7 @@ from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.spec.errors import PlanError
-from composer3d.training.optim import build_optimizer
+from composer3d.training.optimizers import Optimizer, build_optimizer
 from tests.models.layers.labels import random, random_labels, summed_loss
 
 SHAPE = ModelShape(dim=24, n_layers=1, n_heads=4, n_kv_heads=2, ffn=24, vocab=259, rope_theta=100.0)
@@ -188,7 +188,7 @@ def test_embedding_and_head_of_an_uneven_vocabulary_are_exact(
 # --- checkpoints of a vocabulary that does not divide ---
 
 
-def compose_and_update(mesh: MeshTable, seed: int) -> tuple[Stages, torch.optim.AdamW]:
+def compose_and_update(mesh: MeshTable, seed: int) -> tuple[Stages, Optimizer]:
     """Compose a model and make one optimizer step; the weights serve as their own gradients."""
     step = StepShape(micro_batch=1, micro_batches=1, seq_len=24)
     built = Mesh.build(mesh, torch.device("cpu"))
@@ -207,7 +207,7 @@ def gather(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def state_of(stages: Stages, optimizer: torch.optim.AdamW) -> dict[str, list[float]]:
+def state_of(stages: Stages, optimizer: Optimizer) -> dict[str, list[float]]:
     """All weights and optimizer states as numbers, the same on every rank."""
     state = {}
     for name, parameter in stages.named_parameters():

@@ -19,7 +19,7 @@ from composer3d.parallel.pipeline import runtime
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.parallel.tensor import vocab
 from composer3d.runtime.mesh import Mesh
-from composer3d.runtime.torch_private import AdamWOfShards
+from composer3d.training.optimizers.adamw import AdamW
 
 
 class _Torch:
@@ -149,4 +149,4 @@ def update_narrow() -> None:
                 update = local_shard(parameter.grad).bfloat16() * -group["lr"]
                 local_shard(parameter.detach()).add_(update)
 
-    AdamWOfShards.step = wrong
+    AdamW.step = wrong

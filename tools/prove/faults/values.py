@@ -17,6 +17,7 @@ from composer3d.parallel import checkpointing, grad_norm, init, stages
 from composer3d.parallel.context import api
 from composer3d.training import batches, build
 from composer3d.training import step as train_step
+from composer3d.training.optimizers import Optimizer
 from composer3d.verify import worker as verify_worker
 from tools.prove.faults.clipping import change_clipping, scale_gradients
 
@@ -347,13 +348,13 @@ def swap_the_first_moments() -> None:
 
 def _before_the_step(change: Any) -> None:
     """Call ``change`` with the optimizer's states of all parameters before each step."""
-    right = train_step.set_lr
+    right = Optimizer.set_lr
 
     def wrong(optimizer: torch.optim.Optimizer, lr: float) -> None:
         change(list(optimizer.state.values()))
         right(optimizer, lr)
 
-    train_step.set_lr = wrong
+    Optimizer.set_lr = wrong
 
 
 def _change_optimizer(change: Any) -> None:
@@ -370,12 +371,12 @@ def _change_optimizer(change: Any) -> None:
 
 def keep_the_first_learning_rate() -> None:
     """The learning rate stays at the value that the optimizer was built with."""
-    train_step.set_lr = lambda optimizer, lr: None
+    Optimizer.set_lr = lambda optimizer, lr: None
 
 
 def set_the_learning_rate_of_one_group() -> None:
     """The learning rate is set for matrices, but not for norms."""
-    train_step.set_lr = lambda optimizer, lr: optimizer.param_groups[0].update(lr=lr)
+    Optimizer.set_lr = lambda optimizer, lr: optimizer.param_groups[0].update(lr=lr)
 
 
 def same_weights_on_every_shard() -> None:

@@ -1,0 +1,65 @@
+"""What an optimizer is: it is built from a recipe's table, and steps as the device decides.
+
+Nothing here depends on the rank: DTensors are used like tensors.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from composer3d.recipe.optimizers import OptimizerFacts
+from composer3d.recipe.schema import OptimTable
+
+
+class Optimizer(torch.optim.Optimizer, ABC):
+    """An optimizer of one rank's parameters.
+
+    It keeps its state in ``state[parameter]``, under the names of ``facts``.
+
+    Attributes:
+        facts: its row of ``recipe.optimizers``.
+    """
+
+    facts: ClassVar[OptimizerFacts]
+
+    @classmethod
+    @abstractmethod
+    def build(cls, named_parameters: Iterable[tuple[str, nn.Parameter]], table: OptimTable) -> Self:
+        """Build the optimizer as ``build_optimizer`` describes it."""
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of the next step in every group."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    @abstractmethod
+    def apply_gradients(self, *, divisor: Tensor, is_good: Tensor) -> None:
+        """Divide all gradients by ``divisor`` and update the weights; nothing if not ``is_good``.
+
+        The device decides: the host must not wait for either scalar. Only parameters in host
+        memory (``memory.cpu_offload``) have to wait for them.
+
+        Args:
+            divisor: float64 scalar of at least 1.
+            is_good: bool scalar. If it is false, no weight and no state changes.
+        """
+
+
+def groups_by_decay(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Group the parameters that require a gradient by whether they have weight decay.
+
+    Parameters with two dims or more have it. Vectors, such as norm weights and biases, have none.
+    There is one group of each, without the empty ones.
+    """
+    trained = [parameter for _, parameter in named_parameters if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    groups = ((matrices, weight_decay), (vectors, 0.0))
+    return [
+        {"params": parameters, "weight_decay": decay} for parameters, decay in groups if parameters
+    ]

@@ -1,0 +1,120 @@
+"""What ``verify`` judges an optimizer's step by. It shares no code with the step that it judges.
+
+A proof does not compare the weights of a rank with those of the one-process training alone. An
+optimizer may amplify the rounding of a gradient (``verify.rounding``), so its step is repeated in
+float64 from the rank's own gradients, which have been judged already.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composer3d.recipe.schema import OptimTable
+
+
+class ReplayedStep(NamedTuple):
+    """The step of one shard in float64. Both tensors have its shape.
+
+    Attributes:
+        weight: the shard after the step.
+        bound: how far rounding may move each element of it.
+    """
+
+    weight: Tensor
+    bound: Tensor
+
+
+class OptimizerProof(ABC):
+    """Repeats the steps of an optimizer on one rank's shards, in float64.
+
+    It takes only the gradients and their norm from the composed job, both of which are compared
+    with the reference. It computes states and clipping itself, and takes the weights and the
+    learning rate of the reference.
+
+    Args:
+        optim: the settings of the optimizer.
+        dtype: the dtype of the composed job's parameters and optimizer.
+    """
+
+    def __init__(self, optim: OptimTable, dtype: torch.dtype) -> None:
+        self.optim, self.dtype = optim, dtype
+        self._gradients: dict[str, Tensor | None] = {}
+
+    @staticmethod
+    @abstractmethod
+    def plain(model: nn.Module, table: OptimTable) -> torch.optim.Optimizer:
+        """Return the optimizer of the plain training, which has one process and float64.
+
+        It reads the learning rate of a step from ``param_groups``. Parameters without a gradient
+        must stay as they are.
+        """
+
+    @abstractmethod
+    def step(
+        self, name: str, gradient: Tensor, before: Tensor, *, lr: float, decayed: bool
+    ) -> ReplayedStep:
+        """Repeat one step of one parameter, and advance the state that is kept of it.
+
+        Args:
+            name: the name of the parameter.
+            gradient: the clipped gradient of this rank's shard, with its shape, in float64 on the
+                CPU.
+            before, lr, decayed: as in ``remove_rounding``.
+        """
+
+    def record_gradients(
+        self, gradients: Mapping[str, Tensor | None], *, norm: float, max_norm: float
+    ) -> None:
+        """Copy this rank's shards of a step's gradients, and clip the copies. No collective.
+
+        Call it after backward and before the job clips the gradients in place.
+
+        Args:
+            gradients: tensors or DTensors by the name of the parameter, with its shape and
+                placements; None for no gradient.
+            norm: the norm of all gradients of the job.
+            max_norm: the largest norm after clipping; 0 means no clipping.
+        """
+        scale = max_norm / norm if 0 < max_norm < norm else 1.0
+        self._gradients = {
+            name: None if gradient is None else _local_float64(gradient) * scale
+            for name, gradient in gradients.items()
+        }
+
+    def remove_rounding(
+        self, name: str, weight: Tensor, before: Tensor, *, lr: float, decayed: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Replay the last recorded step of one parameter, and remove rounding from ``weight``.
+
+        Call it once for each parameter and step. It advances the state of the parameter.
+
+        Args:
+            name: the name of the parameter.
+            weight: this rank's shard after the job's step, in float64 on the CPU.
+            before: the same shard before the step, in float64 on the CPU.
+            lr: the learning rate of the step.
+            decayed: whether the parameter has weight decay.
+
+        Returns:
+            Two tensors of the shard's shape. The first is ``weight``, moved towards the replayed
+            weight by at most the bound of its rounding. The second is the replayed weight.
+        """
+        gradient = self._gradients[name]
+        if gradient is None:
+            # The optimizer skips a parameter that has no gradient.
+            return weight, before
+        expected, bound = self.step(name, gradient, before, lr=lr, decayed=decayed)
+        diff = weight - expected
+        return expected + diff.sign() * (diff.abs() - bound).clamp(min=0), expected
+
+
+def _local_float64(tensor: Tensor) -> Tensor:
+    """Return a copy of this rank's shard of a tensor, in float64 on the CPU."""
+    local = tensor.detach()
+    if isinstance(local, DTensor):
+        local = local.to_local()
+    return local.to("cpu", torch.float64, copy=True)
