@@ -76,8 +76,9 @@ def _set_memory(made: Translation) -> None:
 
 
 def _set_optimizer(made: Translation) -> None:
-    kind = made.text("optimizer.type")
-    if kind is not None:
+    found = made.settings.get("optimizer.type")
+    kind = found.value if found is not None else None
+    if isinstance(kind, str) and kind != "auto":
         made.assume("optim.betas", (0.9, 0.999), "the default of the optimizer")
         # DeepSpeed's own Adam has no decay unless it is given; torch's AdamW has.
         is_torch = kind.lower() == "adamw" and made.flag("optimizer.params.torch_adam")

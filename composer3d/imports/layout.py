@@ -91,10 +91,10 @@ def read_schedule(made: Translation, layout: Layout, word: str) -> None:
         layout: gets the schedule if there is a pipeline.
         word: the word that gives it.
     """
-    name = made.text(word)
     if (layout.pp or 1) == 1:
         made.ignore(word)
         return
+    name = made.text(word)
     known = {schedule.lower(): schedule for schedule in SCHEDULES if schedule != "csv"}
     if name is not None and name.lower() not in known:
         names = describe_type(ParallelTable.__dataclass_fields__["schedule"].type)

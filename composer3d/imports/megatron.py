@@ -236,7 +236,8 @@ def _set_vocabulary(made: Translation, tp: int) -> None:
         size, source = vocabularies[tokenizer], "tokenizer_type"
     made.ignore("make_vocab_size_divisible_by", "tokenizer_type")
     if size is not None:
-        vocab, note = padded(made, size, unit)
+        vocab = padded(size, unit)
+        note = f"{size:,} padded to a multiple of {unit:,}" if vocab != size else ""
         made.take("model.vocab", vocab, source, note=note)
     elif made.model is None and tokenizer and "model.vocab" not in made.overridden:
         made.problems.append(
@@ -245,7 +246,7 @@ def _set_vocabulary(made: Translation, tp: int) -> None:
         )
     elif made.model is None:
         size = vocabularies[_GPT2_VOCAB]
-        vocab = padded(made, size, unit)[0]
+        vocab = padded(size, unit)
         note = f"the vocabulary of GPT-2, {size:,}, padded to a multiple of {unit:,}"
         made.ask(f"no --vocab-size: the recipe has {note}", key="vocab_size", ours="model.vocab")
         made.assume("model.vocab", vocab, note)

@@ -38,7 +38,8 @@ def _set_model(made: Translation) -> None:
     vocab = made.number(f"{_MODEL}.vocab_size")
     made.ignore("model.make_vocab_size_divisible_by")
     if vocab is not None:
-        rows, note = padded(made, vocab, unit)
+        rows = padded(vocab, unit)
+        note = f"padded to a multiple of {unit}" if rows != vocab else ""
         made.take("model.vocab", rows, f"{_MODEL}.vocab_size", note=note)
 
     is_gelu = act != "silu" or f"{_MODEL}.is_starcoder2_config" in made.settings

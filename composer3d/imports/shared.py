@@ -54,7 +54,6 @@ def take_betas(made: Translation, words: tuple[str, str], defaults: tuple[float,
         made.take("optim.betas", betas, *words)
 
 
-def padded(made: Translation, size: int, unit: int) -> tuple[int, str]:
-    """Return the rows of a vocabulary of ``size`` tokens in multiples of ``unit``, and a note."""
-    rows = -(-max(1, size) // unit) * unit
-    return rows, f"{size:,} padded to a multiple of {unit:,}" if rows != size else ""
+def padded(size: int, unit: int) -> int:
+    """Return the rows of a vocabulary of ``size`` tokens, in multiples of ``unit``."""
+    return -(-max(1, size) // unit) * unit

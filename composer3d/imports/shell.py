@@ -2,12 +2,12 @@
 
 Of the language of shells, assignments and the words of commands are understood. No condition is
 decided, no loop or function runs, and nothing is computed. A variable that is set in one of these
-is unsure: it keeps the first value that the script gives it, and each word that it goes into tells
-of it. A value that is computed, such as ``$((...))`` or ``$(...)``, stays as it is written.
+is unsure: it keeps the value before, or else has its last one, and each word that it goes into
+tells of it. What would be computed, such as ``$((...))`` or ``$(...)``, stays as it is written.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,6 +25,8 @@ _REFERENCE = re.compile(
     r"(?P<default>:?[-=].*)?\})",
     re.DOTALL,
 )
+_FIRST_MARK = 0xF0000
+_MARKS = re.compile("[\U000f0000-\U000ffffd]")
 _HERE = re.compile(r"<<(-?)[ \t]*(['\"]?)([A-Za-z_]\w*)\2")
 _REDIRECTION = re.compile(r"(?:<<<|&>{1,2}|[<>]{1,2}[&|]?)[ \t]*")
 _REDIRECTED = re.compile(r"(?:&>{1,2}|[0-9]?>{1,2}&?)")
@@ -60,11 +62,11 @@ class Text(NamedTuple):
 
     Attributes:
         text: what could not be expanded stands as it is, with its ``$``.
-        unsure: the variables in it whose value depends on what is not decided.
+        unsure: the variables in it that are unsure.
     """
 
     text: str
-    unsure: frozenset[str] = frozenset()
+    unsure: frozenset[str]
 
 
 class Command(NamedTuple):
@@ -79,15 +81,21 @@ class Command(NamedTuple):
     words: list[Text]
 
 
-class Variable(NamedTuple):
-    """The values of a variable: one text, or the elements of an array."""
+class _Variable(NamedTuple):
+    """The values of a variable, and its mark if it is unsure.
+
+    A mark is a character that no text has. It follows each word that an unsure variable gives, so
+    that the words tell of it however often they are put together and split again.
+    """
 
     values: list[str]
-    unsure: frozenset[str]
+    mark: str = ""
 
-    def words(self) -> list[Text]:
-        """Return its words, as if it stood in a command without quotes."""
-        return [Text(word, self.unsure) for value in self.values for word in value.split()]
+    def marked(self) -> list[str]:
+        """Return its values with the mark behind each word."""
+        if not self.mark:
+            return self.values
+        return [re.sub(r"\S+", rf"\g<0>{self.mark}", one) or self.mark for one in self.values]
 
 
 @dataclass
@@ -96,14 +104,14 @@ class Script:
 
     Attributes:
         commands: its commands, in order.
-        variables: the values of each variable at the end.
+        variables: all words of its variables at the end, as one command.
         documents: the texts of here-documents, by line.
         unsure: a line for each variable that is set where it is not known whether this runs.
-        others: the values of these variables that are not used.
+        others: all values of these variables.
     """
 
     commands: list[Command] = field(default_factory=list)
-    variables: dict[str, Variable] = field(default_factory=dict)
+    variables: Command = field(default_factory=lambda: Command(1, []))
     documents: list[tuple[int, Text]] = field(default_factory=list)
     unsure: dict[str, str] = field(default_factory=dict)
     others: dict[str, list[str]] = field(default_factory=dict)
@@ -120,13 +128,19 @@ def read_script(text: str, name: str) -> Script:
         RecipeError: variables expand to too much text.
     """
     reader = _Reader(name)
-    tokenizer = _Tokenizer(text)
+    tokenizer = _Tokenizer(_MARKS.sub("", text))
     for statement in tokenizer.statements():
         reader.add(statement)
+    script = reader.script
     for line, document, expands in tokenizer.documents:
-        shown = reader.expand(document, line) if expands else Text(document)
-        reader.script.documents.append((line, shown))
-    return reader.script
+        script.documents.append(
+            (line, reader.text_of(reader.expand(document, line) if expands else document))
+        )
+    values = [value for found in reader.variables.values() for value in found.marked()]
+    script.variables.words.extend(
+        reader.text_of(word) for value in values for word in value.split()
+    )
+    return script
 
 
 @dataclass
@@ -135,6 +149,9 @@ class _Reader:
 
     name: str
     script: Script = field(default_factory=Script)
+    variables: dict[str, _Variable] = field(default_factory=dict)
+    sure: set[str] = field(default_factory=set)  # variables that are set under no condition
+    marks: dict[str, str] = field(default_factory=dict)  # the variable of each mark
     depth: int = 0  # conditions, loops and functions around this place
     follows: bool = False  # the statement before ended with && or ||
     total: int = 0
@@ -152,7 +169,7 @@ class _Reader:
                 first = words[0][0]._replace(text=words[0][0].text[match.end() :])
                 values = [self._joined([first, *words[0][1:]], statement.line)]
             if match[2]:
-                self.script.variables.pop(match[1], None)  # one element of an array
+                self.variables.pop(match[1], None)  # one element of an array
             else:
                 self._assign(match, values, is_unsure, statement)
             del words[0]
@@ -160,7 +177,7 @@ class _Reader:
             found = [text for word in words for text in self._fields(word, statement.line)]
             if statement.array is not None:
                 found += self._elements(statement)
-            self.script.commands.append(Command(statement.line, found))
+            self.script.commands.append(Command(statement.line, list(map(self.text_of, found))))
         # An assignment never fails, so what follows one and && runs as it does.
         runs = bool(words) or is_unsure or statement.end == "||"
         self.follows = statement.end in ("&&", "||") and runs
@@ -187,36 +204,47 @@ class _Reader:
         for text in filter(None, map(_plain, words)):
             names = _COMPUTED.findall(text) if keyword in ("((", "let") else [text]
             for name in names:
-                self.script.variables.pop(name, None)
+                self.variables.pop(name, None)
             if keyword in ("for", "select"):
                 return  # the others are what the loop goes through
 
     def _assign(
-        self, match: re.Match[str], texts: list[Text], is_unsure: bool, statement: _Statement
+        self, match: re.Match[str], values: list[str], is_unsure: bool, statement: _Statement
     ) -> None:
-        name, line = match[1], statement.line
-        before = self.script.variables.get(name)
-        values = [one.text for one in texts]
-        unsure = frozenset().union(*(one.unsure for one in texts))
+        name, before = match[1], self.variables.get(match[1])
         if match[3] and before is not None:
-            is_array = statement.array is not None
-            values = [*before.values, *values] if is_array else ["".join((*before.values, *values))]
-            unsure |= before.unsure
-        if is_unsure and (before is None or before.values != values):
-            again, used = ("", "it") if before is None else (" again", "its value before")
-            shown = _short(values if before is None else before.values)
-            self.script.unsure.setdefault(
-                name,
-                f"{self.name}:{line}: {name} is set{again} under a condition, which is not "
-                f"decided: {used}, {shown}, is used",
-            )
-            self.script.others.setdefault(name, []).extend(values)
-            unsure |= {name}
-            if before is not None:
-                values, unsure = before.values, unsure | before.unsure
+            old, is_array = before.marked(), statement.array is not None
+            values = [*old, *values] if is_array else ["".join((*old, *values))]
         for value in values:
-            self._count(value, line)
-        self.script.variables[name] = Variable(values, unsure)
+            self._count(value, statement.line)
+        if not is_unsure:
+            self.sure.add(name)
+            self.variables[name] = _Variable(values)
+        elif before is None or before.values != values:
+            keeps = before is not None and name in self.sure
+            self._note_unsure(name, before.values if before and keeps else values, keeps, statement)
+            self.script.others.setdefault(name, []).extend(
+                self.text_of(value).text for value in values
+            )
+
+    def _note_unsure(
+        self, name: str, values: list[str], keeps: bool, statement: _Statement
+    ) -> None:
+        """Mark a variable as unsure, and give it its value before, or else its last one."""
+        mark = next((one for one, other in self.marks.items() if other == name), None)
+        mark = mark or chr(_FIRST_MARK + len(self.marks))
+        self.marks[mark] = name
+        self.variables[name] = _Variable(values, mark)
+        again, used = (" again", "value before") if keeps else ("", "last value")
+        self.script.unsure[name] = (
+            f"{self.name}:{statement.line}: {name} is set{again} under a condition, which is not "
+            f"decided: its {used}, {_short(self.text_of(' '.join(values)).text)}, is used"
+        )
+
+    def text_of(self, text: str) -> Text:
+        """Return a text without marks, and the variables that they are of."""
+        marks = _MARKS.findall(text)
+        return Text(_MARKS.sub("", text), frozenset(self.marks[mark] for mark in marks))
 
     def _count(self, text: str, line: int) -> None:
         self.total += len(text)
@@ -226,69 +254,57 @@ class _Reader:
                 f"characters of a word, or {_MOST_TOTAL:,} in all; no command line is as long"
             )
 
-    def _elements(self, statement: _Statement) -> list[Text]:
+    def _elements(self, statement: _Statement) -> list[str]:
         words = statement.array or []
         return [text for word in words for text in self._fields(word, statement.line)]
 
-    def _joined(self, word: _Word, line: int) -> Text:
+    def _joined(self, word: _Word, line: int) -> str:
         """Expand a word to one text."""
-        texts = [self.expand(one.text, line) if one.expands else Text(one.text) for one in word]
-        unsure = frozenset().union(*(one.unsure for one in texts))
-        return Text("".join(one.text for one in texts), unsure)
+        return "".join(self.expand(part.text, line) if part.expands else part.text for part in word)
 
-    def _fields(self, word: _Word, line: int) -> Iterator[Text]:
+    def _fields(self, word: _Word, line: int) -> Iterator[str]:
         """Expand a word to fields: what is not quoted is split at white space."""
-        text, unsure = self._joined(word, line)
+        text = self._joined(word, line)
         self._count(text, line)
         is_quoted = any(part.is_quoted for part in word)
         match = _REFERENCE.fullmatch(word[0].text) if len(word) == 1 and word[0].expands else None
-        found = self.script.variables.get(match["name"] or "") if match and match["array"] else None
+        found = self.variables.get(match["name"] or "") if match and match["array"] else None
         if found is not None and is_quoted:
-            fields: Iterable[str] = found.values  # "${A[@]}" keeps its elements
+            yield from found.marked()  # "${A[@]}" keeps its elements
         elif is_quoted and not re.search(r"\s--\w", text):
-            fields = [text]
+            yield text
         else:
             # ``bash -c "python pretrain_gpt.py --lr 1"`` and ``eval "$COMMAND"`` hold a command.
-            fields = list(_split(text)) or ([""] if unsure else [])
-        for one in fields:
-            yield Text(one, unsure)
+            yield from _split(text)
 
-    def expand(self, text: str, line: int) -> Text:
+    def expand(self, text: str, line: int) -> str:
         """Expand variables; what is unknown stays as it is written."""
-        pieces: list[str] = []
-        unsure: frozenset[str] = frozenset()
-        position = 0
+        pieces, position = [], 0
         while (start := text.find("$", position)) >= 0:
             is_bracketed = text.startswith(("${", "$("), start)
             end = _end_of_expansion(text, start) if is_bracketed else start + 1
-            match = (
-                _REFERENCE.fullmatch(text, start, end)
-                if is_bracketed
-                else _REFERENCE.match(text, start)
+            match = (_REFERENCE.fullmatch if is_bracketed else _REFERENCE.match)(
+                text, start, end if is_bracketed else len(text)
             )
-            if match is not None:
-                found, end = self._value(match, line), match.end()
-            else:
-                found = Text(text[start:end])  # $(...), $((...)), ${A%.*}: computed, so it stays
-            pieces += [text[position:start], found.text]
-            unsure |= found.unsure
-            self._count(found.text, line)
-            position = end
-        return Text("".join((*pieces, text[position:])), unsure)
+            pieces.append(text[position:start])
+            position = match.end() if match else end
+            # $(...), $((...)), ${A%.*} and the like would be computed: they stay.
+            pieces.append(self._value(match, line) if match else text[start:end])
+            self._count(pieces[-1], line)
+        return "".join((*pieces, text[position:]))
 
-    def _value(self, match: re.Match[str], line: int) -> Text:
-        found = self.script.variables.get(match["plain"] or match["name"])
-        default = match["default"]
-        is_empty = found is not None and found.values == [""]
-        takes_default = default is not None and (found is None or (is_empty and default[0] == ":"))
-        if takes_default and len(default) <= _MOST_NESTED:
+    def _value(self, match: re.Match[str], line: int) -> str:
+        found, default = self.variables.get(match["plain"] or match["name"]), match["default"]
+        is_empty = found is None or (
+            found.values == [""] and default is not None and default[0] == ":"
+        )
+        if is_empty and default is not None and len(default) <= _MOST_NESTED:
             shown = self.expand(default.removeprefix(":")[1:].strip("\"'"), line)
-            return shown._replace(unsure=shown.unsure | (found.unsure if found else frozenset()))
-        if found is None or takes_default:
-            return Text(match[0])
+            return shown + (found.mark if found else "")
+        if found is None:
+            return match[0]
         # Of an array without [@], a shell takes the first element.
-        values = found.values if match["array"] else found.values[:1]
-        return Text(" ".join(values), found.unsure)
+        return " ".join(found.marked() if match["array"] else found.marked()[:1])
 
 
 def _split(text: str) -> Iterator[str]:
@@ -345,9 +361,9 @@ def _end_of_expansion(text: str, start: int) -> int:
     return len(text)
 
 
-def _short(values: list[str]) -> str:
-    text = one_line(" ".join(values)) or "empty"
-    return text if len(text) <= 60 else f"{text[:60]}..."
+def _short(text: str) -> str:
+    shown = one_line(text) or "empty"
+    return shown if len(shown) <= 60 else f"{shown[:60]}..."
 
 
 class _Tokenizer:

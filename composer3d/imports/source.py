@@ -392,9 +392,7 @@ def _read_shell(text: str, name: str) -> Source:
     command = max(script.commands, key=_known_options, default=None)
     if command is None or not _known_options(command):
         # Only variables: people paste the part of a script with the arguments.
-        command = Command(
-            1, [word for found in script.variables.values() for word in found.words()]
-        )
+        command = script.variables
     options = list(_options(command, name))
     if not {"nnodes", "nproc_per_node"} & {one.name for one in options}:
         options += _sbatch_options(text, name)
