@@ -1,6 +1,6 @@
 """Translate a DeepSpeed configuration."""
 
-from composer3d.imports.layout import read_layout, set_layout
+from composer3d.imports.layout import read_layout, read_world, set_layout
 from composer3d.imports.shared import read_dtype, set_dtype
 from composer3d.imports.translation import Translation
 
@@ -25,9 +25,7 @@ def translate(made: Translation, gpus: int | None) -> None:
     if word in made.settings and not made.flag(word):
         layout.set("ep", None, "expert_parallel.autoep_size")
     made.ignore(word, "expert_parallel.autoep_size")
-    nodes, per_node = made.number("nnodes"), made.number("nproc_per_node")
-    if per_node is not None:
-        layout.set("world", per_node * (nodes or 1), "nnodes", "nproc_per_node")
+    read_world(made, layout, gpus)
     set_layout(made, layout, gpus)
     _set_precision(made)
     _set_memory(made)

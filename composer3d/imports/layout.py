@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from composer3d.imports.translation import Translation, Value
+from composer3d.imports.translation import Translation, Value, is_known
 from composer3d.recipe.schema import ParallelTable
 from composer3d.recipe.values import describe_type, nearest_multiples
 from composer3d.spec.schedules import SCHEDULES
@@ -81,6 +81,20 @@ def read_layout(made: Translation) -> Layout:
         elif number is not None:
             layout.set(attribute, number, word)
     return layout
+
+
+def read_world(made: Translation, layout: Layout, gpus: int | None) -> None:
+    """Read the number of all ranks from the options of a launcher.
+
+    With ``--gpus``, it need not be known.
+    """
+    words = ("nnodes", "nproc_per_node")
+    found = [made.settings[word] for word in words if word in made.settings]
+    if gpus is not None and not all(is_known(one.value) for one in found):
+        return
+    nodes, per_node = (made.number(word) for word in words)
+    if per_node is not None and (nodes is not None or "nnodes" not in made.settings):
+        layout.set("world", per_node * (1 if nodes is None else nodes), *words)
 
 
 def read_schedule(made: Translation, layout: Layout, word: str) -> None:

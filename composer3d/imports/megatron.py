@@ -3,7 +3,7 @@
 import re
 from math import lcm
 
-from composer3d.imports.layout import Layout, read_layout, set_layout
+from composer3d.imports.layout import Layout, read_layout, read_world, set_layout
 from composer3d.imports.literal import Unread
 from composer3d.imports.shared import padded, read_dtype, set_dtype, take_betas
 from composer3d.imports.translation import Translation
@@ -38,11 +38,8 @@ def _set_layout(made: Translation, gpus: int | None) -> None:
     if ulysses is not None and ulysses > 1 and (layout.cp or 1) == 1:
         layout.set("cp", ulysses, "ds_sequence_parallel_size")
         made.take("parallel.cp_method", "ulysses", "ds_sequence_parallel_size")
-    nodes, per_node = made.number("nnodes"), made.number("nproc_per_node")
-    if layout.world is None and nodes is not None and per_node is not None:
-        layout.set("world", nodes * per_node, "nnodes", "nproc_per_node")
-    elif layout.world is None and per_node is not None and "nnodes" not in made.settings:
-        layout.set("world", per_node, "nproc_per_node")
+    if layout.world is None:
+        read_world(made, layout, gpus)
     made.ignore("nnodes", "nproc_per_node")
     _set_zero(made, layout)
     layout.virtual_stages, words = _virtual_stages(made)

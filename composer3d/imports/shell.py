@@ -92,10 +92,11 @@ class _Variable(NamedTuple):
     mark: str = ""
 
     def marked(self) -> list[str]:
-        """Return its values with the mark behind each word."""
+        """Return its values with the mark behind each word, or alone if there is none."""
         if not self.mark:
             return self.values
-        return [re.sub(r"\S+", rf"\g<0>{self.mark}", one) or self.mark for one in self.values]
+        values = self.values or [""]
+        return [re.sub(r"\S+", rf"\g<0>{self.mark}", one) or self.mark for one in values]
 
 
 @dataclass
@@ -104,7 +105,7 @@ class Script:
 
     Attributes:
         commands: its commands, in order.
-        variables: all words of its variables at the end, as one command.
+        variables: all words of its variables with options at the end, as one command.
         documents: the texts of here-documents, by line.
         unsure: a line for each variable that is set where it is not known whether this runs.
         others: all values of these variables.
@@ -136,10 +137,9 @@ def read_script(text: str, name: str) -> Script:
         script.documents.append(
             (line, reader.text_of(reader.expand(document, line) if expands else document))
         )
-    values = [value for found in reader.variables.values() for value in found.marked()]
-    script.variables.words.extend(
-        reader.text_of(word) for value in values for word in value.split()
-    )
+    values = [" ".join(found.marked()) for found in reader.variables.values()]
+    words = [word for value in values if "--" in value for word in value.split()]
+    script.variables.words.extend(map(reader.text_of, words))
     return script
 
 

@@ -451,24 +451,30 @@ def _note_unsure(source: Source, script: Script, command: Command) -> None:
     """Open a point for each variable that is set under a condition, if what it gives decides.
 
     A variable decides if it is the value of a word that does, or if one of its values, used or not,
-    has an option that does.
+    has an option that does. A word that is not known is an open point by itself.
     """
     program = PROGRAMS[source.program]
     settings = source.settings.values()
     unsure = [one.unsure for one in command.words] + [one.unsure for one in settings]
     for name in sorted(frozenset().union(*unsure)):
         words = [one.name for one in settings if name in one.unsure]
-        deciding = tuple(word for word in words if _decides(program, word))
-        has_options = any(
-            name in one.unsure and (not one.text or one.text.startswith("--"))
-            for one in command.words
-        )
-        values = [*script.others[name], *(one.text for one in command.words if name in one.unsure)]
-        options = [word for text in values for word in text.split() if word.startswith(("--", "$"))]
+        deciding = tuple(word for word in words if program.find(word) and _decides(program, word))
+        texts = [one.text for one in command.words if name in one.unsure]
+        has_options = any(not text or text.startswith("--") for text in texts)
+        options = [one for text in (*script.others[name], *texts) for one in _options_of(text)]
         if has_options and any(_decides(program, _as_word(option)) for option in options):
             source.open[name] = Guess(script.unsure[name])
         elif deciding:
             source.open[name] = Guess(script.unsure[name], deciding)
+
+
+def _options_of(text: str) -> Iterator[str]:
+    """Yield the options in a text, and what may become options: unknown words that are no value."""
+    before = ""
+    for word in text.split():
+        if word.startswith("--") or (word.startswith("$") and not before.startswith("--")):
+            yield word
+        before = word
 
 
 def _note_other_command(source: Source, other: Source) -> None:
