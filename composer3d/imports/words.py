@@ -31,7 +31,8 @@ from typing import Any, NamedTuple
 
 import tomli
 
-_OFF = ("false", "0", "0.0", "none", "null", "", "[]")
+# Values that switch a word off.
+OFF = ("false", "0", "0.0", "none", "null", "", "[]")
 _TABLES = {
     *("words", "also", "remarks", "values", "absent", "flags", "choices", "defaults", "layout"),
     *("without_equal", "open", "own"),
@@ -142,7 +143,7 @@ def _words_of(tables: Mapping[str, Any], why: Mapping[str, str]) -> Iterator[Wor
 def _fits_of(fits: str | list[str]) -> Iterator[str]:
     for value in [fits] if isinstance(fits, str) else fits:
         if value == "off":
-            yield from _OFF
+            yield from OFF
         else:
             yield "*" if value == "any" else value
 
