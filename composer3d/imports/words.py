@@ -29,7 +29,7 @@ from fnmatch import fnmatchcase
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-import tomli
+from composer3d.spec.toml import parse_toml
 
 # Values that switch a word off.
 OFF = ("false", "0", "0.0", "none", "null", "", "[]")
@@ -149,7 +149,7 @@ def _fits_of(fits: str | list[str]) -> Iterator[str]:
 
 
 def _read(name: str) -> dict[str, Any]:
-    return tomli.loads(files("composer3d.imports").joinpath(name).read_text(encoding="utf-8"))
+    return parse_toml(files("composer3d.imports").joinpath(name).read_bytes())
 
 
 _COMMON = _read("words.toml")
