@@ -99,6 +99,9 @@ def test_wheel_holds_recipes_types_and_all_modules(wheel: Path) -> None:
     wanted = {path.relative_to(ROOT).as_posix() for path in (ROOT / "composer3d").rglob("*.py")}
     recipes = [*(ROOT / "recipes").glob("*.toml"), *(ROOT / "recipes").glob("*.csv")]
     wanted |= {f"composer3d/recipes/{path.name}" for path in recipes} | {"composer3d/py.typed"}
+    words = list((ROOT / "composer3d" / "imports").glob("*.toml"))
+    wanted |= {f"composer3d/imports/{path.name}" for path in words}
+    assert len(words) > 5
     assert len(recipes) > 10
     assert wanted <= names
     assert not [name for name in names if name.startswith(("tests/", "tools/"))]

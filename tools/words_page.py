@@ -1,13 +1,13 @@
 """Write the tables of docs/coming_from_elsewhere.md: ``python -m tools.words_page``.
 
-They are those of ``composer3d.imports.words``, which the translation itself uses. A test compares
-the page with them.
+They are those that ``composer3d.imports.words`` reads, which the translation itself uses. A test
+compares the page with them.
 """
 
 import re
 from pathlib import Path
 
-from composer3d.imports.words import WORDS, Word
+from composer3d.imports.words import OFF, PROGRAMS, Word
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "coming_from_elsewhere.md"
 
@@ -26,7 +26,7 @@ def spelled(program: str, name: str) -> str:
 
 def tables(program: str) -> str:
     """Return the tables of a program: words with an equal, without one, and those that are open."""
-    words = WORDS[program]
+    words = PROGRAMS[program].words
     lines = ["| theirs | ours | how |", "|---|---|---|"]
     lines += [_row(program, word) for word in words if word.ours]
     for decides, title in (
@@ -36,11 +36,17 @@ def tables(program: str) -> str:
         by_note: dict[str, list[str]] = {}
         for word in words:
             if not word.ours and word.decides is decides:
-                by_note.setdefault(word.note, []).append(spelled(program, word.name))
+                by_note.setdefault(word.note + _fits(word), []).append(spelled(program, word.name))
         if by_note:
             lines += ["", f"| {title} |", "|---|---|"]
             lines += [f"| {', '.join(names)} | {note} |" for note, names in by_note.items()]
     return "\n".join(lines)
+
+
+def _fits(word: Word) -> str:
+    """Return the values of an open point with which it is none, for its note."""
+    values = [value for value in word.fits if value not in (*OFF, "*")]
+    return f" (not with {', '.join(values)})" if word.decides and values else ""
 
 
 def _row(program: str, word: Word) -> str:
@@ -58,7 +64,7 @@ def page(text: str) -> str:
     Raises:
         ValueError: the page lacks the markers of a program.
     """
-    for program in WORDS:
+    for program in PROGRAMS:
         begin, end = f"<!-- {program}: begin -->", f"<!-- {program}: end -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
         if not pattern.search(text):

@@ -1,10 +1,10 @@
 """From what a file says of ranks, batches and ZeRO to the keys of a recipe: the shared part."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from composer3d.imports.translation import Translation, Value
-from composer3d.recipe.values import nearest_multiples
+from composer3d.imports.translation import Translation, Value, is_known
+from composer3d.recipe.schema import ParallelTable
+from composer3d.recipe.values import describe_type, nearest_multiples
 from composer3d.spec.schedules import SCHEDULES
 
 
@@ -46,20 +46,35 @@ class Layout:
         setattr(self, attribute, value)
         self.names[attribute] = names
 
+    @property
+    def model_ranks(self) -> int:
+        """The ranks that share one copy of the model."""
+        return (self.tp or 1) * (self.pp or 1) * (self.cp or 1)
+
+    @property
+    def product(self) -> str:
+        """The product of ``model_ranks``, for messages."""
+        sizes = [(axis, getattr(self, axis) or 1) for axis in ("tp", "pp", "cp")]
+        factors = " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1)
+        return f"{factors} = {self.model_ranks}" if factors else "1"
+
+    def over(self, count: int) -> str:
+        """Return a quotient by ``model_ranks``, for messages; empty if it divides by 1."""
+        return f": {count} / ({self.product})" if self.model_ranks > 1 else ""
+
     def names_of(self, *attributes: str) -> tuple[str, ...]:
         """Return the words that attributes come from."""
         return tuple(name for one in attributes for name in self.names.get(one, ()))
 
 
-def read_layout(made: Translation, words: Mapping[str, str]) -> Layout:
+def read_layout(made: Translation) -> Layout:
     """Read what a file says of the layout in whole numbers.
 
     Args:
         made: has the settings, and gets a problem if the level of ZeRO is none.
-        words: the word of each attribute of ``Layout`` that the program has.
     """
     layout = Layout()
-    for attribute, word in words.items():
+    for attribute, word in made.known.layout.items():
         number = made.number(word)
         if attribute == "zero" and number is not None and number > 3:
             made.problems.append(f"{made.file}: {made.words(word)}: must be 0, 1, 2 or 3")
@@ -68,10 +83,41 @@ def read_layout(made: Translation, words: Mapping[str, str]) -> Layout:
     return layout
 
 
-def schedule_of(name: str) -> str | None:
-    """Return our name of a pipeline schedule that may be spelled with other capitals, or None."""
+def read_world(made: Translation, layout: Layout, gpus: int | None) -> None:
+    """Read the number of all ranks from the options of a launcher.
+
+    With ``--gpus``, it need not be known.
+    """
+    words = ("nnodes", "nproc_per_node")
+    found = [made.settings[word] for word in words if word in made.settings]
+    if gpus is not None and not all(is_known(one.value) for one in found):
+        return
+    nodes, per_node = (made.number(word) for word in words)
+    if per_node is not None and (nodes is not None or "nnodes" not in made.settings):
+        layout.set("world", per_node * (1 if nodes is None else nodes), *words)
+
+
+def read_schedule(made: Translation, layout: Layout, word: str) -> None:
+    """Read the pipeline schedule, which may be spelled with other capitals; 1F1B by default.
+
+    Args:
+        made: gets an open point if the schedule is not there.
+        layout: gets the schedule if there is a pipeline.
+        word: the word that gives it.
+    """
+    if (layout.pp or 1) == 1:
+        made.ignore(word)
+        return
+    name = made.text(word)
     known = {schedule.lower(): schedule for schedule in SCHEDULES if schedule != "csv"}
-    return known.get(name.lower())
+    if name is not None and name.lower() not in known:
+        names = describe_type(ParallelTable.__dataclass_fields__["schedule"].type)
+        made.ask(
+            f'not there: parallel.schedule = "1F1B"; the schedules are {names}',
+            word,
+            ours="parallel.schedule",
+        )
+    layout.set("schedule", known.get((name or "").lower(), "1F1B"), word)
 
 
 def set_layout(made: Translation, layout: Layout, gpus: int | None) -> int | None:
@@ -100,92 +146,104 @@ def set_layout(made: Translation, layout: Layout, gpus: int | None) -> int | Non
 
 
 def _data_parallel_ranks(made: Translation, layout: Layout, gpus: int | None) -> int | None:
-    tp, pp, cp = layout.tp or 1, layout.pp or 1, layout.cp or 1
-    model_ranks = tp * pp * cp
-    product = " x ".join(
-        f"{axis} {size}" for axis, size in (("tp", tp), ("pp", pp), ("cp", cp)) if size > 1
-    )
-    product = f"{product} = {model_ranks}" if product else "1"
-    dp_words = made.words(*layout.names_of("dp"))
-    world_words = made.words(*layout.names_of("world"))
-    made.ignore(*layout.names_of("dp", "world"))
-    dp, world = layout.dp, layout.world
-    for words, value in ((dp_words, dp), (world_words, world)):
-        if value == 0:
+    """Return the data-parallel ranks, or None and add a problem.
+
+    The user's word counts first, then the file's word for them, that for all ranks, and the batch.
+    """
+    for attribute in ("dp", "world"):
+        made.ignore(*layout.names_of(attribute))
+        if getattr(layout, attribute) == 0:
+            words = made.words(*layout.names_of(attribute))
             made.problems.append(f"{made.file}: {words}: must be at least 1")
             return None
-
     shards = made.override("mesh.dp_shard")
     if shards:
         return shards * (made.override("mesh.dp_replicate") or 1)
     if gpus is not None:
-        if gpus % model_ranks:
-            made.problems.append(
-                f"--gpus {gpus} must be a multiple of {product}; use "
-                f"{nearest_multiples(gpus, model_ranks)}"
-            )
-            return None
-        chosen = gpus // model_ranks
-        if dp is not None and dp != chosen:
-            made.contradict(
-                f"{dp_words}, but --gpus {gpus} / ({product}) = {chosen}: {chosen} is used"
-            )
-        if world is not None and world != gpus:
-            made.contradict(f"{world_words}, but --gpus {gpus}: --gpus is used")
-        made.taken.append(f"--gpus {gpus} -> {chosen} data-parallel ranks{_over(gpus, product)}")
-        return chosen
+        return _ranks_of_gpus(made, layout, gpus)
+    if layout.dp is not None:
+        return _ranks_as_said(made, layout, layout.dp)
+    if layout.world is not None:
+        return _ranks_of_world(made, layout, layout.world)
+    return _ranks_of_batch(made, layout)
 
-    if dp is not None:
-        counted = dp * model_ranks
-        ep = layout.ep or 1
-        if world is not None and world != counted and world == counted * ep:
-            made.contradict(
-                f"{dp_words} x {product} is {counted} ranks, not {world_words}: ep {ep} is counted "
-                f"as a factor of its own. Here ep is a part of dp_shard x cp x tp, so there are "
-                f"{dp} x {ep} = {dp * ep} data-parallel ranks on the same {world} GPUs"
-            )
-            return dp * ep
-        if world is not None and world != counted:
-            made.contradict(
-                f"{dp_words} x ({product}) = {counted} ranks, not {world_words}: "
-                f"{dp} data-parallel ranks are used; --gpus N says otherwise",
-                "data_parallel_size",
-            )
-        times = f": {dp} x ({product})" if model_ranks > 1 else ""
-        made.taken.append(f"{dp_words} -> {counted} GPUs{times}")
-        return dp
 
-    if world is not None:
-        if world % model_ranks:
-            chosen = max(1, world // model_ranks)
-            made.contradict(
-                f"{world_words} is {world} GPUs, no multiple of {product}: {chosen} data-parallel "
-                f"ranks are used, {chosen * model_ranks} GPUs; --gpus N says otherwise",
-                "world_size",
-            )
-            return chosen
-        chosen = world // model_ranks
-        made.taken.append(f"{world_words} -> {chosen} data-parallel ranks{_over(world, product)}")
-        return chosen
+def _ranks_of_gpus(made: Translation, layout: Layout, gpus: int) -> int | None:
+    """Return the ranks on the GPUs that ``--gpus`` gives, whatever the file says."""
+    if gpus % layout.model_ranks:
+        made.problems.append(
+            f"--gpus {gpus} must be a multiple of {layout.product}; use "
+            f"{nearest_multiples(gpus, layout.model_ranks)}"
+        )
+        return None
+    ranks = gpus // layout.model_ranks
+    if layout.dp is not None and layout.dp != ranks:
+        made.contradict(
+            f"{made.words(*layout.names_of('dp'))}, but --gpus {gpus} / ({layout.product}) = "
+            f"{ranks}: {ranks} is used"
+        )
+    if layout.world is not None and layout.world != gpus:
+        words = made.words(*layout.names_of("world"))
+        made.contradict(f"{words}, but --gpus {gpus}: --gpus is used")
+    made.taken.append(f"--gpus {gpus} -> {ranks} data-parallel ranks{layout.over(gpus)}")
+    return ranks
 
+
+def _ranks_as_said(made: Translation, layout: Layout, dp: int) -> int:
+    """Return the ranks of the file's own word, compared with its number of all ranks."""
+    words, product = made.words(*layout.names_of("dp")), layout.product
+    world_words = made.words(*layout.names_of("world"))
+    counted, ep = dp * layout.model_ranks, layout.ep or 1
+    if layout.world not in (None, counted) and layout.world == counted * ep:
+        # Some texts count experts as a factor of its own; the GPUs are the same.
+        made.contradict(
+            f"{words} x {product} is {counted} ranks, not {world_words}: ep {ep} is counted as a "
+            f"factor of its own. Here ep is a part of dp_shard x cp x tp, so there are {dp} x {ep} "
+            f"= {dp * ep} data-parallel ranks on the same {layout.world} GPUs"
+        )
+        return dp * ep
+    if layout.world not in (None, counted):
+        made.contradict(
+            f"{words} x ({product}) = {counted} ranks, not {world_words}: {dp} data-parallel ranks "
+            "are used; --gpus N says otherwise",
+            "data_parallel_size",
+        )
+    times = f": {dp} x ({product})" if layout.model_ranks > 1 else ""
+    made.taken.append(f"{words} -> {counted} GPUs{times}")
+    return dp
+
+
+def _ranks_of_world(made: Translation, layout: Layout, world: int) -> int:
+    """Return the ranks on all GPUs of the file; what is left over is a contradiction."""
+    words, ranks = made.words(*layout.names_of("world")), world // layout.model_ranks
+    if world % layout.model_ranks:
+        ranks = max(1, ranks)
+        made.contradict(
+            f"{words} is {world} GPUs, no multiple of {layout.product}: {ranks} data-parallel "
+            f"ranks are used, {ranks * layout.model_ranks} GPUs; --gpus N says otherwise",
+            "world_size",
+        )
+    else:
+        made.taken.append(f"{words} -> {ranks} data-parallel ranks{layout.over(world)}")
+    return ranks
+
+
+def _ranks_of_batch(made: Translation, layout: Layout) -> int | None:
+    """Return the ranks that follow from the batch, as in a configuration of DeepSpeed."""
     micro, steps, batch = layout.micro_batch, layout.accumulation, layout.global_batch
     if micro and steps and batch and batch % (micro * steps) == 0:
-        chosen = batch // (micro * steps)
+        ranks = batch // (micro * steps)
         words = made.words(*layout.names_of("global_batch", "micro_batch", "accumulation"))
         made.taken.append(
-            f"{words} -> {chosen} data-parallel ranks: {batch} / ({micro} x {steps}), so "
-            f"{chosen * model_ranks} GPUs"
+            f"{words} -> {ranks} data-parallel ranks: {batch} / ({micro} x {steps}), so "
+            f"{ranks * layout.model_ranks} GPUs"
         )
-        return chosen
+        return ranks
+    multiple = f", a multiple of {layout.product}" if layout.model_ranks > 1 else ""
     made.problems.append(
-        f"{made.file}: the file does not say on how many GPUs it runs; give --gpus N"
-        f"{f', a multiple of {product}' if model_ranks > 1 else ''}"
+        f"{made.file}: the file does not say on how many GPUs it runs; give --gpus N{multiple}"
     )
     return None
-
-
-def _over(count: int, product: str) -> str:
-    return f": {count} / ({product})" if product != "1" else ""
 
 
 def _set_zero(made: Translation, layout: Layout, dp: int) -> None:

@@ -46,12 +46,11 @@ class Entry(NamedTuple):
     line: int
 
 
-def arithmetic(text: str, *, divides_whole: bool = False) -> int:
+def arithmetic(text: str) -> int:
     """Evaluate sums, products, whole quotients and remainders of integers.
 
     Args:
         text: the expression, such as ``8*(4+1)``.
-        divides_whole: whether ``/`` drops the remainder, as in a shell.
 
     Raises:
         ValueError: the text is something else, or too long or too large.
@@ -60,20 +59,20 @@ def arithmetic(text: str, *, divides_whole: bool = False) -> int:
         raise ValueError(f"an expression of more than {_MOST_EXPRESSION} characters")
     try:
         tree = _parse(text.strip(), "eval")
-        return _evaluate(tree.body, divides_whole)
+        return _evaluate(tree.body)
     except (SyntaxError, RecursionError, MemoryError, ZeroDivisionError):
         raise ValueError("no arithmetic of integers") from None
 
 
-def _evaluate(node: Any, divides_whole: bool) -> int:
+def _evaluate(node: Any) -> int:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         value = node.value
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = -_evaluate(node.operand, divides_whole)
+        value = -_evaluate(node.operand)
     elif isinstance(node, ast.BinOp):
-        left = _evaluate(node.left, divides_whole)
-        right = _evaluate(node.right, divides_whole)
-        if isinstance(node.op, ast.Div) and (divides_whole or (right and left % right == 0)):
+        left = _evaluate(node.left)
+        right = _evaluate(node.right)
+        if isinstance(node.op, ast.Div) and right and left % right == 0:
             value = left // right
         elif type(node.op) in _OPERATORS:
             value = _OPERATORS[type(node.op)](left, right)

@@ -3,48 +3,14 @@
 import re
 from math import lcm
 
-from composer3d.imports.layout import Layout, read_layout, set_layout
+from composer3d.imports.layout import Layout, read_layout, read_world, set_layout
 from composer3d.imports.literal import Unread
-from composer3d.imports.shared import (
-    note_adamw,
-    note_linear_decay,
-    note_whole_experts,
-    set_dtype,
-    take_betas,
-)
+from composer3d.imports.shared import padded, read_dtype, set_dtype, take_betas
 from composer3d.imports.translation import Translation
-from composer3d.imports.words import MEGATRON, index_of
 from composer3d.models import registry
 
-_GPT2_VOCAB, _LLAMA_2_VOCAB = 50257, 32000
-_VOCABULARIES = {
-    "gpt2bpetokenizer": _GPT2_VOCAB,
-    "llama2tokenizer": _LLAMA_2_VOCAB,
-}
+_GPT2_VOCAB = "gpt2bpetokenizer"
 _LAYER_PATTERN = re.compile(r"\(?(?:\[0\]\*([0-9]{1,6})\+)?\[1\]\*([0-9]{1,6})\)?")
-
-_LAYOUT = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "dp": "data_parallel_size",
-    "world": "world_size",
-    "replicas": "num_distributed_optimizer_instances",
-    "zero": "zero_stage",
-    "micro_batch": "micro_batch_size",
-    "accumulation": "gradient_accumulation_steps",
-    "global_batch": "global_batch_size",
-}
-_HALF = ("fp16", "float16", "half", "16", "16-mixed", "fp16-mixed")
-_NARROW = ("bf16", "bfloat16", "bf16-mixed")
-_GATED = ("swiglu", "silu", "swish")
-_SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-_STYLES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "wsd": "wsd"}
-# Programs whose models are not decoders of text.
-_OTHER_MODELS = re.compile(
-    r"bert|t5|vi[st]|vlm|mamba|hybrid|retro|ict|encoder|dino|inpaint|clip|llava|multimodal|realm"
-)
 
 
 def translate(made: Translation, gpus: int | None) -> None:
@@ -67,16 +33,13 @@ def translate(made: Translation, gpus: int | None) -> None:
 
 
 def _set_layout(made: Translation, gpus: int | None) -> None:
-    layout = read_layout(made, _LAYOUT)
+    layout = read_layout(made)
     ulysses = made.number("ds_sequence_parallel_size")
     if ulysses is not None and ulysses > 1 and (layout.cp or 1) == 1:
         layout.set("cp", ulysses, "ds_sequence_parallel_size")
         made.take("parallel.cp_method", "ulysses", "ds_sequence_parallel_size")
-    nodes, per_node = made.number("nnodes"), made.number("nproc_per_node")
-    if layout.world is None and nodes is not None and per_node is not None:
-        layout.set("world", nodes * per_node, "nnodes", "nproc_per_node")
-    elif layout.world is None and per_node is not None and "nnodes" not in made.settings:
-        layout.set("world", per_node, "nproc_per_node")
+    if layout.world is None:
+        read_world(made, layout, gpus)
     made.ignore("nnodes", "nproc_per_node")
     _set_zero(made, layout)
     layout.virtual_stages, words = _virtual_stages(made)
@@ -88,7 +51,6 @@ def _set_layout(made: Translation, gpus: int | None) -> None:
         word = "sequence_parallel"
         note = "" if word in made.settings else "no --sequence-parallel"
         made.take("parallel.sequence_parallel", made.flag(word), word, note=note)
-    note_whole_experts(made, "expert_tensor_parallel_size")
 
 
 def _set_stages(made: Translation, layout: Layout) -> None:
@@ -120,11 +82,12 @@ def _set_stages(made: Translation, layout: Layout) -> None:
 
 def _set_zero(made: Translation, layout: Layout) -> None:
     """Set the level of ZeRO where other words than ``zero_stage`` say it."""
-    stage, strategy = layout.zero, made.text("data_parallel_sharding_strategy")
+    stage = layout.zero
+    strategy = made.choose("data_parallel_sharding_strategy", "parallel.zero")
     if made.flag("use_torch_fsdp2"):
         layout.set("zero", 3, "use_torch_fsdp2")
-    elif made.flag("use_megatron_fsdp") or strategy in _SHARDING:
-        level = _SHARDING.get(strategy or "optim_grads_params", 3)
+    elif made.flag("use_megatron_fsdp") or strategy is not None:
+        level = 3 if strategy is None else strategy
         layout.set("zero", level, "use_megatron_fsdp", "data_parallel_sharding_strategy")
     elif not stage and made.flag("use_distributed_optimizer"):
         layout.set("zero", 1, "use_distributed_optimizer")
@@ -172,7 +135,7 @@ def _set_model(made: Translation, tp: int) -> None:
     if experts is not None and str(experts.value) == "1" and made.model is None:
         made.harmless.append(experts.shown)  # no layer has a choice: they are dense
         del made.settings["num_experts"]
-    made.copy_plain_words()
+    made.take_plain_words()
     heads = made.value("model.n_heads")
     groups = made.number("num_query_groups")
     has_switch = "group_query_attention" in made.settings
@@ -197,7 +160,7 @@ def _set_model(made: Translation, tp: int) -> None:
 
 def _drop_experts(made: Translation) -> None:
     """Drop the words of experts of a file that has none."""
-    index = index_of(MEGATRON)
+    index = made.known.index
     names = [
         name
         for name in made.settings
@@ -212,7 +175,11 @@ def _drop_experts(made: Translation) -> None:
 
 def _is_gated(made: Translation) -> bool:
     flags = [made.flag(word) for word in ("swiglu", "gated_linear_unit", "quick_geglu")]
-    return any(flags) or "glu_activation" in made.settings or _activation(made) in _GATED
+    return (
+        any(flags)
+        or "glu_activation" in made.settings
+        or _activation(made) in made.known.own["gated"]
+    )
 
 
 def _activation(made: Translation) -> str:
@@ -253,19 +220,20 @@ def _set_width(made: Translation, tp: int, is_gated: bool) -> None:
 
 
 def _set_vocabulary(made: Translation, tp: int) -> None:
-    padded = made.number("padded_vocab_size")
-    if padded is not None:
-        made.take("model.vocab", padded, "padded_vocab_size")
+    rows = made.number("padded_vocab_size")
+    if rows is not None:
+        made.take("model.vocab", rows, "padded_vocab_size")
         made.ignore("vocab_size", "make_vocab_size_divisible_by", "tokenizer_type")
         return
     unit = (made.number("make_vocab_size_divisible_by") or 128) * tp
     size, source = made.number("vocab_size"), "vocab_size"
     tokenizer = (made.text("tokenizer_type") or "").lower()
-    if size is None and tokenizer in _VOCABULARIES:
-        size, source = _VOCABULARIES[tokenizer], "tokenizer_type"
+    vocabularies = made.known.own["vocabularies"]
+    if size is None and tokenizer in vocabularies:
+        size, source = vocabularies[tokenizer], "tokenizer_type"
     made.ignore("make_vocab_size_divisible_by", "tokenizer_type")
     if size is not None:
-        vocab = -(-max(1, size) // unit) * unit
+        vocab = padded(size, unit)
         note = f"{size:,} padded to a multiple of {unit:,}" if vocab != size else ""
         made.take("model.vocab", vocab, source, note=note)
     elif made.model is None and tokenizer and "model.vocab" not in made.overridden:
@@ -274,8 +242,9 @@ def _set_vocabulary(made: Translation, tp: int) -> None:
             "with --set model.vocab=N"
         )
     elif made.model is None:
-        vocab = -(-_GPT2_VOCAB // unit) * unit
-        note = f"the vocabulary of GPT-2, {_GPT2_VOCAB:,}, padded to a multiple of {unit:,}"
+        size = vocabularies[_GPT2_VOCAB]
+        vocab = padded(size, unit)
+        note = f"the vocabulary of GPT-2, {size:,}, padded to a multiple of {unit:,}"
         made.ask(f"no --vocab-size: the recipe has {note}", key="vocab_size", ours="model.vocab")
         made.assume("model.vocab", vocab, note)
 
@@ -322,8 +291,8 @@ def _set_positions(made: Translation) -> None:
 
 def _note_other_layers(made: Translation, is_gated: bool) -> None:
     """Ask about layers of theirs that are not those of a Llama. What is absent has its default."""
-    program = made.get("program")
-    if program is not None and _OTHER_MODELS.search(str(program.value).lower()):
+    program = made.text("program") or ""
+    if any(name in program.lower() for name in made.known.own["other_models"].split()):
         made.ask("the model is no decoder of text; the recipe is a Llama", "program")
     made.ignore("program")
 
@@ -331,7 +300,7 @@ def _note_other_layers(made: Translation, is_gated: bool) -> None:
     units = ["quick_geglu", "glu_activation", "activation_func", "gated_linear_unit", "swiglu"]
     said = plain + [name for name in units if name in made.settings]
     is_ours = made.flag("swiglu") or (made.text("glu_activation") or "").lower() == "swiglu"
-    is_ours = is_ours or _activation(made) in _GATED
+    is_ours = is_ours or _activation(made) in made.known.own["gated"]
     if (made.flag("quick_geglu") or not is_ours) and (said or made.has_defaults):
         width = "the width is theirs" if is_gated else "the width is two thirds of theirs"
         made.ask(f"no SwiGLU; the recipe has SwiGLU, and {width}", *(said or ["swiglu"]))
@@ -436,18 +405,15 @@ def _set_layers_with_experts(made: Translation) -> None:
 
 
 def _set_precision(made: Translation) -> None:
-    precision = (made.text("precision") or "").lower().removeprefix("torch.").replace("_", "-")
+    precision = read_dtype(made, "precision")
     half = ["fp16"] if made.flag("fp16") else []
-    half += ["precision"] if precision in _HALF else []
+    half += ["precision"] if precision == "float16" else []
     narrow = ["bf16"] if made.flag("bf16") else []
-    narrow += ["precision"] if precision in _NARROW else []
+    narrow += ["precision"] if precision == "bfloat16" else []
     set_dtype(made, half=tuple(half), narrow=tuple(narrow))
-    known = (*_HALF, *_NARROW, "", "fp32", "float32", "float", "32")
-    if precision not in known:
+    if precision not in (None, "", "float16", "bfloat16", "float32"):
         made.ask("not known", "precision", ours="precision.compute")
     made.ignore("bf16", "fp16", "precision")
-    if made.flag("grad_reduce_in_bf16"):
-        made.take("precision.reduce", "bfloat16", "grad_reduce_in_bf16")
     if "fp8_format" in made.settings and str(made.settings["fp8_format"].value) != "None":
         made.take("precision.matmul", "float8", "fp8_format")
 
@@ -487,11 +453,7 @@ def _set_memory(made: Translation) -> None:
 
 
 def _set_schedule(made: Translation) -> None:
-    note_adamw(made, "optimizer", "adam")
     take_betas(made, ("adam_beta1", "adam_beta2"), (0.9, 0.999))
-    made.assume("optim.betas", (0.9, 0.999), "the defaults of --adam-beta1 and --adam-beta2")
-    made.assume("optim.weight_decay", 0.01, "the default of --weight-decay")
-
     batch, length = made.value("data.global_batch", 1), made.value("data.seq_len", 1)
     steps = _steps(made, "train", batch, length)
     words = [word for word in _counts("train") if word in made.settings]
@@ -500,44 +462,46 @@ def _set_schedule(made: Translation) -> None:
         made.take("run.steps", max(1, steps), words[0], note=note)
     made.ignore(*words)
 
+    made.take_choice("optim.schedule", "lr_decay_style")
+    style = made.value("optim.schedule")
     decay = _steps(made, "lr_decay", batch, length)
-    warmup = _steps(made, "lr_warmup", batch, length)
-    fraction = made.real("lr_warmup_fraction")
-    style = (made.text("lr_decay_style") or "linear").lower()
-    if style not in _STYLES:
-        made.ask('not there: optim.schedule = "cosine"', "lr_decay_style", ours="optim.schedule")
-        style = "cosine"
-    if "lr_decay_style" in made.settings:
-        made.take("optim.schedule", _STYLES[style], "lr_decay_style")
-    else:
-        made.assume("optim.schedule", "linear", "the default of --lr-decay-style")
     if style == "constant":
         made.drop("optim.min_lr")
         made.ignore(*_counts("lr_decay"))
     elif decay is not None:
         made.take("optim.decay", decay, *_counts("lr_decay"))
-    if fraction is not None and (decay or steps):
-        computed = round(fraction * (decay or steps or 1))
+    _set_warmup(made, decay or steps, _steps(made, "lr_warmup", batch, length))
+    if style == "wsd":
+        _set_final_decay(made, _steps(made, "lr_wsd_decay", batch, length))
+    made.ignore("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
+
+
+def _set_warmup(made: Translation, steps: int | None, warmup: int | None) -> None:
+    """Set the warmup, which is a number of steps, or a part of the ``steps`` of the decay."""
+    fraction = made.real("lr_warmup_fraction")
+    if fraction is not None and steps:
+        computed = round(fraction * steps)
         if warmup:
             made.contradict(
                 f"{made.words(*_counts('lr_warmup'))} and "
                 f"{made.words('lr_warmup_fraction')}: the fraction is used, {computed} steps"
             )
-        made.take("optim.warmup", computed, "lr_warmup_fraction", note=f"of {decay or steps} steps")
+        made.take("optim.warmup", computed, "lr_warmup_fraction", note=f"of {steps} steps")
     elif warmup is not None:
         made.take("optim.warmup", warmup, *_counts("lr_warmup"))
     made.ignore(*_counts("lr_warmup"))
-    final = _steps(made, "lr_wsd_decay", batch, length)
-    if final is not None and style == "wsd":
-        made.take("optim.decay_steps", final, "lr_wsd_decay_iters", "lr_wsd_decay_samples")
-    shape = made.text("lr_wsd_decay_style")
-    if style == "wsd" and shape is None:
-        made.ask(
-            "the decay of wsd is linear, theirs by default exponential", key="lr_wsd_decay_style"
-        )
-    if style == "wsd":
-        note_linear_decay(made, shape, "lr_wsd_decay_style")
-    made.ignore("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
+
+
+def _set_final_decay(made: Translation, steps: int | None) -> None:
+    """Set the steps of the decay at the end of the schedule wsd."""
+    if steps is not None:
+        made.take("optim.decay_steps", steps, "lr_wsd_decay_iters", "lr_wsd_decay_samples")
+    word = "lr_wsd_decay_style"
+    shape = made.text(word)
+    if shape is None:
+        made.ask("the decay of wsd is linear, theirs by default exponential", key=word)
+    elif shape != "linear":
+        made.ask("the decay of wsd is linear", word)
 
 
 def _counts(what: str) -> tuple[str, str, str]:

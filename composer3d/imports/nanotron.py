@@ -3,22 +3,11 @@
 import re
 
 from composer3d.imports.layout import read_layout, set_layout
-from composer3d.imports.shared import note_adamw, note_linear_decay, set_dtype, take_betas
+from composer3d.imports.shared import padded, read_dtype, set_dtype, take_betas
 from composer3d.imports.translation import Translation
 
 _MODEL = "model.model_config"
 _RATE = "optimizer.learning_rate_scheduler"
-
-_LAYOUT = {
-    "tp": "parallelism.tp",
-    "pp": "parallelism.pp",
-    "cp": "parallelism.context_parallel_size",
-    "ep": "parallelism.expert_parallel_size",
-    "dp": "parallelism.dp",
-    "zero": "optimizer.zero_stage",
-    "micro_batch": "tokens.micro_batch_size",
-    "accumulation": "tokens.batch_accumulation_per_replica",
-}
 
 
 def translate(made: Translation, gpus: int | None) -> None:
@@ -28,7 +17,7 @@ def translate(made: Translation, gpus: int | None) -> None:
         made: has the settings.
         gpus: the number of GPUs; None: the product of the mesh.
     """
-    made.copy_plain_words()
+    made.take_plain_words()
     _set_model(made)
     _set_layout(made, gpus)
     _set_optimizer(made)
@@ -49,9 +38,9 @@ def _set_model(made: Translation) -> None:
     vocab = made.number(f"{_MODEL}.vocab_size")
     made.ignore("model.make_vocab_size_divisible_by")
     if vocab is not None:
-        padded = -(-max(1, vocab) // unit) * unit
-        note = f"padded to a multiple of {unit}" if padded != vocab else ""
-        made.take("model.vocab", padded, f"{_MODEL}.vocab_size", note=note)
+        rows = padded(vocab, unit)
+        note = f"padded to a multiple of {unit}" if rows != vocab else ""
+        made.take("model.vocab", rows, f"{_MODEL}.vocab_size", note=note)
 
     is_gelu = act != "silu" or f"{_MODEL}.is_starcoder2_config" in made.settings
     if is_gelu and made.model is None:
@@ -62,30 +51,29 @@ def _set_model(made: Translation) -> None:
     made.ignore(f"{_MODEL}.hidden_act")
     made.take_real("model.norm_eps", f"{_MODEL}.rms_norm_eps")
     made.take_real("model.rope_theta", f"{_MODEL}.rope_theta")
-    if made.model is None:
-        made.assume("model.norm_eps", 1e-6, "the default of rms_norm_eps")
-        made.assume("model.rope_theta", 10_000.0, "the default of rope_theta")
     _set_stretch(made)
+    _set_shared_expert(made)
+    _set_dtype(made)
 
-    shared = made.number(f"{_MODEL}.moe_config.shared_expert_intermediate_size")
-    if made.flag(f"{_MODEL}.moe_config.enable_shared_expert") and shared is not None:
-        made.take(
-            "model.shared_ffn",
-            shared,
-            f"{_MODEL}.moe_config.enable_shared_expert",
-            f"{_MODEL}.moe_config.shared_expert_intermediate_size",
-        )
-    dtype = (made.text("model.dtype") or "bfloat16").lower().removeprefix("torch.")
-    is_half, is_narrow = dtype in ("float16", "half"), dtype == "bfloat16"
-    if is_narrow and "model.dtype" not in made.settings:
-        made.assume("precision.compute", "bfloat16", "the default of model.dtype")
-    elif is_half or is_narrow:
-        words = ("model.dtype",)
-        set_dtype(made, half=words * is_half, narrow=words * is_narrow)
-    elif dtype == "float32":
-        made.take("precision.compute", "float32", "model.dtype")
-    else:
-        made.lose("the dtypes are bfloat16 and float32: float32", "model.dtype")
+
+def _set_shared_expert(made: Translation) -> None:
+    prefix = f"{_MODEL}.moe_config."
+    width = made.number(prefix + "shared_expert_intermediate_size")
+    if made.flag(prefix + "enable_shared_expert") and width is not None:
+        words = (prefix + "enable_shared_expert", prefix + "shared_expert_intermediate_size")
+        made.take("model.shared_ffn", width, *words)
+
+
+def _set_dtype(made: Translation) -> None:
+    word = ("model.dtype",)
+    dtype = read_dtype(made, *word)
+    if dtype in ("float16", "bfloat16"):
+        half, narrow = word * (dtype == "float16"), word * (dtype == "bfloat16")
+        set_dtype(made, half=half, narrow=narrow)
+    elif dtype is not None:
+        made.take("precision.compute", "float32", *word)
+        if dtype != "float32":
+            made.lose("the dtypes are bfloat16 and float32: float32", *word)
 
 
 def _set_stretch(made: Translation) -> None:
@@ -117,25 +105,18 @@ def _set_stretch(made: Translation) -> None:
 
 
 def _set_layout(made: Translation, gpus: int | None) -> None:
-    engine = (made.text("parallelism.pp_engine") or "afab").lower()
-    if engine not in ("1f1b", "afab"):
-        made.ask('neither 1f1b nor afab: "1F1B"', "parallelism.pp_engine", ours="parallel.schedule")
-    layout = read_layout(made, _LAYOUT)
-    schedule = "GPipe" if engine == "afab" else "1F1B"
-    layout.set("schedule", schedule, "parallelism.pp_engine")
+    layout = read_layout(made)
+    word = "parallelism.pp_engine"
+    layout.set("schedule", made.choose(word, "parallel.schedule") or "GPipe", word)
     set_layout(made, layout, gpus)
     mode = (made.text("parallelism.tp_mode") or "ALL_REDUCE").upper()
     if (made.number("parallelism.tp") or 1) > 1:
         made.take("parallel.sequence_parallel", mode == "REDUCE_SCATTER", "parallelism.tp_mode")
     made.ignore("parallelism.tp_mode")
-    if made.flag("parallelism.recompute_layer"):
-        made.take("memory.activation_checkpoint", "full", "parallelism.recompute_layer")
 
 
 def _set_optimizer(made: Translation) -> None:
     factory = "optimizer.optimizer_factory"
-    note_adamw(made, f"{factory}.name", "adamw")
-    made.ignore("optimizer.accumulate_grad_in_fp32")
     take_betas(made, (f"{factory}.adam_beta1", f"{factory}.adam_beta2"), (0.9, 0.95))
     clip = made.real("optimizer.clip_grad")
     if clip is not None:
@@ -143,31 +124,30 @@ def _set_optimizer(made: Translation) -> None:
     elif "optimizer.clip_grad" in made.settings:
         made.take("optim.clip", 0.0, "optimizer.clip_grad", note="no clipping")
 
-    peak, warmup = made.value("optim.lr", 3e-4), made.value("optim.warmup", 0)
-    if (made.text(f"{_RATE}.lr_warmup_style") or "linear") != "linear":
-        made.ask("the warmup is linear", f"{_RATE}.lr_warmup_style")
-    made.ignore(f"{_RATE}.lr_warmup_style")
-    style = made.text(f"{_RATE}.lr_decay_style") or "linear"
-    steps = made.number(f"{_RATE}.lr_decay_steps")
-    start = made.number(f"{_RATE}.lr_decay_starting_step")
+    _set_decay(made)
+    made.take_real("optim.min_lr", f"{_RATE}.min_decay_lr")
+    if f"{_RATE}.lr_decay_style" in made.settings:
+        peak = made.value("optim.lr", 3e-4)
+        made.assume("optim.min_lr", peak, "min_decay_lr is absent: the peak, so no decay")
+
+
+def _set_decay(made: Translation) -> None:
+    """Set the schedule: wsd if the decay begins after the warmup."""
+    style, warmup = f"{_RATE}.lr_decay_style", made.value("optim.warmup", 0)
     words = (f"{_RATE}.lr_decay_starting_step", f"{_RATE}.lr_decay_steps")
-    style_word = f"{_RATE}.lr_decay_style"
+    start, steps = (made.number(word) for word in words)
     made.ignore(*words)
     if start is not None and start > warmup:
-        made.take("optim.schedule", "wsd", style_word, *words)
-        note_linear_decay(made, style, style_word)
+        if (made.text(style) or "linear") != "linear":
+            made.ask("the decay of wsd is linear", style)
+        made.take("optim.schedule", "wsd", style, *words)
         if steps is not None:
             made.take("optim.decay", start + steps, *words)
             made.take("optim.decay_steps", steps, *words)
-    else:
-        made.take("optim.schedule", "cosine" if style == "cosine" else "linear", style_word)
-        if style not in ("linear", "cosine"):
-            made.ask('not there: optim.schedule = "linear"', style_word, ours="optim.schedule")
-        if steps is not None and steps > 0:
-            made.take("optim.decay", warmup + steps, *words, note="after the warmup")
-    made.take_real("optim.min_lr", f"{_RATE}.min_decay_lr")
-    if style_word in made.settings:
-        made.assume("optim.min_lr", peak, "min_decay_lr is absent: the peak, so no decay")
+        return
+    made.take("optim.schedule", made.choose(style, "optim.schedule") or "linear", style)
+    if steps is not None and steps > 0:
+        made.take("optim.decay", warmup + steps, *words, note="after the warmup")
 
 
 def _set_run(made: Translation) -> None:

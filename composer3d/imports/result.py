@@ -82,17 +82,30 @@ def import_file(
     )
     made.contradictions += found.contradictions
     made.lost += found.lost
-    for word, line in found.open.items():
-        made.ask(line, key=word)
+    for key, guess in found.open.items():
+        made.ask(guess.line, key=key, is_settled=_are_given(made, guess.words, gpus))
     if model is not None:
         _set_preset(made, model)
     _TRANSLATORS[found.program](made, gpus)
+    made.assume_defaults()
     _complete(made, path)
     _settle(made)
     made.finish()
     if made.problems:
         raise RecipeError(list(dict.fromkeys(made.problems)))
     return _checked(made, sets, gpus)
+
+
+def _are_given(made: Translation, words: Sequence[str], gpus: int | None) -> bool:
+    """Return whether ``--set`` or ``--gpus`` gives all that words decide."""
+
+    def is_given(name: str) -> bool:
+        word = made.known.find(name)
+        keys = word.ours.split(", ") if word is not None else []
+        counts_gpus = "mesh.dp_shard" in keys or name in ("nnodes", "nproc_per_node")
+        return not made.overridden.isdisjoint(keys) or (counts_gpus and gpus is not None)
+
+    return bool(words) and all(map(is_given, words))
 
 
 def _set_preset(made: Translation, name: str) -> None:
@@ -159,60 +172,80 @@ def _complete(made: Translation, path: str) -> None:
 
 def _settle(made: Translation) -> None:
     """Drop what the rules of recipes refuse together, where nothing of the model is lost."""
-    values = made.values
+    _settle_experts(made)
+    _settle_precision(made)
+    _settle_compile(made)
+    _settle_warmup(made)
+    _settle_decay(made)
 
-    def value(key: str, default: object) -> object:
-        return values[key].value if key in values else default
 
-    has_experts = value("model.architecture", "llama") == "moe"
-    tp, pp = value("mesh.tp", 1), value("mesh.pp", 1)
-    if has_experts and tp != 1 and value("parallel.sequence_parallel", True) is False:
-        made.lost.append(
-            "experts with tp need sequence parallelism: parallel.sequence_parallel = true"
-        )
-        values["parallel.sequence_parallel"] = Value(True, "experts with tp need it")
+def _has_experts(made: Translation) -> bool:
+    return made.value("model.architecture", "llama") == "moe"
 
-    shards = [value("mesh.dp_shard", 1), value("mesh.cp", 1)] != [1, 1]
-    if "precision.reduce" in values and (
-        has_experts or value("parallel.zero", 3) == 0 or not shards
-    ):
+
+def _settle_experts(made: Translation) -> None:
+    """Switch on what experts need: with tp, their tokens are cut by sequence."""
+    has_tp = made.value("mesh.tp", 1) != 1
+    if _has_experts(made) and has_tp and made.value("parallel.sequence_parallel", True) is False:
+        line = "experts with tp need sequence parallelism: parallel.sequence_parallel = true"
+        made.lost.append(line)
+        made.values["parallel.sequence_parallel"] = Value(True, "experts with tp need it")
+
+
+def _settle_precision(made: Translation) -> None:
+    """Drop bfloat16 sums where nothing is sharded, and float8 where products are not in it."""
+    is_sharded = made.value("mesh.dp_shard", 1) != 1 or made.value("mesh.cp", 1) != 1
+    sums_shards = is_sharded and made.value("parallel.zero", 3) != 0
+    if "precision.reduce" in made.values and (_has_experts(made) or not sums_shards):
         _drop(made, "precision.reduce", "only shards without experts are summed in bfloat16")
-    if value("precision.matmul", "") == "float8":
-        if has_experts:
-            _drop(made, "precision.matmul", "experts are not computed in float8")
-        elif value("precision.compute", "") != "bfloat16":
-            _drop(made, "precision.matmul", "float8 needs forward and backward in bfloat16")
-    if value("compile.enabled", False):
-        schedule = str(value("parallel.schedule", "1F1B"))
-        if has_experts:
+    if made.value("precision.matmul") != "float8":
+        return
+    if _has_experts(made):
+        _drop(made, "precision.matmul", "experts are not computed in float8")
+    elif made.overrides.get("precision.compute", made.value("precision.compute")) != "bfloat16":
+        _drop(made, "precision.matmul", "float8 needs forward and backward in bfloat16")
+
+
+def _settle_compile(made: Translation) -> None:
+    """Drop compilation where blocks are no whole graphs, and what needs compiled blocks."""
+    if made.value("compile.enabled", False):
+        schedule = SCHEDULES[made.value("parallel.schedule", "1F1B")]
+        if _has_experts(made):
             _drop(made, "compile.enabled", "blocks with experts are not compiled")
-        elif pp != 1 and SCHEDULES[schedule].splits_backward:
+        elif made.value("mesh.pp", 1) != 1 and schedule.splits_backward:
             _drop(made, "compile.enabled", "the schedule splits backward, which one graph cannot")
-    if "parallel.async_tp" in values:
-        legal = value("compile.enabled", False) and tp != 1
-        legal = legal and value("parallel.sequence_parallel", True)
-        if not legal or value("precision.matmul", "") == "float8":
+    if "parallel.async_tp" in made.values:
+        is_legal = made.value("compile.enabled", False) and made.value("mesh.tp", 1) != 1
+        is_legal = is_legal and made.value("parallel.sequence_parallel", True)
+        if not is_legal or made.value("precision.matmul") == "float8":
             _drop(made, "parallel.async_tp", "it needs tp, compiled blocks and no float8")
 
-    steps, warmup = value("run.steps", _STEPS), value("optim.warmup", 0)
+
+def _settle_warmup(made: Translation) -> None:
+    """End the warmup with the run: a recipe with a longer one is refused."""
+    steps, warmup = made.value("run.steps", made.override("run.steps")), made.value("optim.warmup")
     if isinstance(steps, int) and isinstance(warmup, int) and warmup > steps:
-        made.contradict(
-            f"{values['optim.warmup'].comment}, but {values['run.steps'].comment}: the warmup ends "
-            f"at step {steps}"
-        )
-        values["optim.warmup"] = values["optim.warmup"]._replace(value=steps)
-    decay, warmup = value("optim.decay", None), value("optim.warmup", 0)
+        found = made.values["optim.warmup"]
+        words = made.values["run.steps"].comment if "run.steps" in made.values else "--set"
+        made.contradict(f"{found.comment}, but {words}: the warmup ends at step {steps}")
+        made.values["optim.warmup"] = found._replace(value=steps)
+
+
+def _settle_decay(made: Translation) -> None:
+    """Drop a decay that would end before it begins, and what the schedule does not have."""
+    values = made.values
+    decay, warmup = made.value("optim.decay"), made.value("optim.warmup", 0)
     if isinstance(decay, int) and isinstance(warmup, int) and decay <= warmup:
         words, end = values["optim.decay"].comment, "before the first step"
         if "optim.warmup" in values:
             words, end = f"{words}, but {values['optim.warmup'].comment}", "with the warmup"
         made.contradict(f"{words}: the decay would end {end}; it ends with the run")
         del values["optim.decay"]
-    if value("optim.schedule", "cosine") == "constant":
-        for key in ("optim.decay", "optim.min_lr"):
-            if key in values:
-                _drop(made, key, "a constant learning rate has none")
-    if value("optim.schedule", "cosine") != "wsd":
+    schedule = made.value("optim.schedule", "cosine")
+    for key in ("optim.decay", "optim.min_lr"):
+        if schedule == "constant" and key in values:
+            _drop(made, key, "a constant learning rate has none")
+    if schedule != "wsd":
         values.pop("optim.decay_steps", None)
 
 

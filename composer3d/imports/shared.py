@@ -1,6 +1,15 @@
 """What several programs say alike, with other words, and how it becomes keys of a recipe."""
 
 from composer3d.imports.translation import Translation
+from composer3d.imports.words import DTYPES
+
+
+def read_dtype(made: Translation, word: str) -> str | None:
+    """Return our name of the dtype that a word gives, the text itself if it is none, or None."""
+    text = made.text(word)
+    if text is None:
+        return None
+    return DTYPES.get(text.lower().removeprefix("torch.").replace("_", "-"), text)
 
 
 def set_dtype(made: Translation, *, half: tuple[str, ...], narrow: tuple[str, ...]) -> None:
@@ -24,11 +33,13 @@ def set_dtype(made: Translation, *, half: tuple[str, ...], narrow: tuple[str, ..
         made.take("precision.compute", "bfloat16", *narrow)
 
 
-def note_adamw(made: Translation, word: str, *names: str) -> None:
-    """Ask about an optimizer that is not AdamW, which has one of ``names``, in any case."""
-    name = made.text(word)
-    if name is not None and name.lower() not in names:
-        made.ask("the optimizer of the recipe is AdamW", word)
+def note_parameters(made: Translation, word: str) -> None:
+    """Note that parameters are float32, if a word gives them another dtype."""
+    dtype = read_dtype(made, word)
+    if dtype == "bfloat16":
+        made.lose("parameters and optimizer are float32, compute is bfloat16", word)
+    elif dtype not in (None, "auto", "float32"):
+        made.ask("parameters and optimizer are float32", word)
     made.ignore(word)
 
 
@@ -43,17 +54,6 @@ def take_betas(made: Translation, words: tuple[str, str], defaults: tuple[float,
         made.take("optim.betas", betas, *words)
 
 
-def note_linear_decay(made: Translation, style: str | None, word: str) -> None:
-    """Ask about a decay at the end of the schedule wsd that is not linear."""
-    if style not in (None, "linear"):
-        made.ask("the decay of wsd is linear", word)
-
-
-def note_whole_experts(made: Translation, word: str) -> None:
-    """Note that experts are never cut by tp, if a file cuts them."""
-    if word not in made.settings:
-        return
-    if made.number(word) == 1:
-        made.harmless.append(made.words(word))
-    else:
-        made.ask("experts are never cut by tp: mesh.ep puts whole ones on the ranks of tp", word)
+def padded(size: int, unit: int) -> int:
+    """Return the rows of a vocabulary of ``size`` tokens, in multiples of ``unit``."""
+    return -(-max(1, size) // unit) * unit

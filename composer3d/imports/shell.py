@@ -1,8 +1,9 @@
 """Read shell scripts as text: variables, arrays, here-documents and options. Nothing runs.
 
-Of the language of shells, assignments and the words of commands are understood. A condition that
-compares known texts is decided. Under any other condition, a variable that has a value keeps it,
-and the user is told.
+Of the language of shells, assignments and the words of commands are understood. No condition is
+decided, no loop or function runs, and nothing is computed. A variable that is set in one of these
+is unsure: it keeps the value before, or else has its last one, and each word that it goes into
+tells of it. What would be computed, such as ``$((...))`` or ``$(...)``, stays as it is written.
 """
 
 import re
@@ -10,27 +11,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from composer3d.imports.literal import arithmetic
 from composer3d.recipe.values import one_line
 from composer3d.spec.errors import RecipeError
 
 _MOST_CHARACTERS = 1 << 16  # of an expanded word: A=$A$A doubles with each line
-_MOST_NESTED = 200  # characters of arithmetic, or of a default value: both may nest
+_MOST_NESTED = 200  # characters of a default value, which may nest
 _MOST_TOTAL = 1 << 22  # of all expanded words together
 
-_NAME = re.compile(r"[A-Za-z_]\w*")
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=")
+_COMPUTED = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)")  # in ((N += 1))
 _REFERENCE = re.compile(
     r"\$(?:(?P<plain>[A-Za-z_]\w*)|\{(?P<name>[A-Za-z_]\w*|[0-9])(?P<array>\[[@*]\])?"
     r"(?P<default>:?[-=].*)?\})",
     re.DOTALL,
 )
+_FIRST_MARK = 0xF0000
+_MARKS = re.compile("[\U000f0000-\U000ffffd]")
 _HERE = re.compile(r"<<(-?)[ \t]*(['\"]?)([A-Za-z_]\w*)\2")
 _REDIRECTION = re.compile(r"(?:<<<|&>{1,2}|[<>]{1,2}[&|]?)[ \t]*")
 _REDIRECTED = re.compile(r"(?:&>{1,2}|[0-9]?>{1,2}&?)")
-_KEYWORDS = frozenset(("then", "do", "done", "{", "}", "!", "time", "exec", "for"))
+_SKIPPED = frozenset(("then", "do", "else", "elif", "!", "time", "exec"))
+_ENDS_WORD = " \t\r\n;&|()<>"
+_OPENING = frozenset(("if", "case", "for", "while", "until", "select", "function", "{"))
+_CLOSING = frozenset(("fi", "esac", "done", "}"))
 _DECLARING = frozenset(("export", "local", "readonly", "declare", "typeset"))
+_SETTING = frozenset(("for", "select", "read", "unset", "getopts", "mapfile", "readarray"))
 
 
 class _Part(NamedTuple):
@@ -41,27 +46,57 @@ class _Part(NamedTuple):
     is_quoted: bool
 
 
-# A word is a list of parts, or the elements of an array.
 _Word = list[_Part]
 
 
 class _Statement(NamedTuple):
     line: int
-    words: "list[_Word]"
-    array: "list[_Word] | None"  # the elements, if the last word is NAME=( or NAME+=(
+    words: list[_Word]
+    array: list[_Word] | None  # the elements, if the last word is NAME=( or NAME+=(
     end: str  # what ended it: a line break, ; & && | || ( ) or nothing
+    depth: int  # round brackets around it
+
+
+class Text(NamedTuple):
+    """Text of a script with variables expanded.
+
+    Attributes:
+        text: what could not be expanded stands as it is, with its ``$``.
+        unsure: the variables in it that are unsure.
+    """
+
+    text: str
+    unsure: frozenset[str]
 
 
 class Command(NamedTuple):
-    """One command of a script, with all variables expanded.
+    """One command of a script.
 
     Attributes:
         line: its first line, from 1.
-        words: its words. What could not be expanded stands as it is, with its ``$``.
+        words: its words. An empty one stands for unsure variables that give no word.
     """
 
     line: int
-    words: list[str]
+    words: list[Text]
+
+
+class _Variable(NamedTuple):
+    """The values of a variable, and its mark if it is unsure.
+
+    A mark is a character that no text has. It follows each word that an unsure variable gives, so
+    that the words tell of it however often they are put together and split again.
+    """
+
+    values: list[str]
+    mark: str = ""
+
+    def marked(self) -> list[str]:
+        """Return its values with the mark behind each word, or alone if there is none."""
+        if not self.mark:
+            return self.values
+        values = self.values or [""]
+        return [re.sub(r"\S+", rf"\g<0>{self.mark}", one) or self.mark for one in values]
 
 
 @dataclass
@@ -70,174 +105,146 @@ class Script:
 
     Attributes:
         commands: its commands, in order.
-        variables: the words of each variable at the end.
-        documents: the texts of here-documents, with variables expanded, by line.
-        undecided: a line for each assignment that depends on a condition and was not made.
+        variables: all words of its variables with options at the end, as one command.
+        documents: the texts of here-documents, by line.
+        unsure: a line for each variable that is set where it is not known whether this runs.
+        others: all values of these variables.
     """
 
     commands: list[Command] = field(default_factory=list)
-    variables: dict[str, list[str]] = field(default_factory=dict)
-    documents: list[tuple[int, str]] = field(default_factory=list)
-    undecided: list[str] = field(default_factory=list)
+    variables: Command = field(default_factory=lambda: Command(1, []))
+    documents: list[tuple[int, Text]] = field(default_factory=list)
+    unsure: dict[str, str] = field(default_factory=dict)
+    others: dict[str, list[str]] = field(default_factory=dict)
 
 
-def read_script(text: str, name: str, *, takes_branches: bool = False) -> Script:
+def read_script(text: str, name: str) -> Script:
     """Read the text of a shell script.
 
     Args:
         text: the script, at most as long as ``source`` allows.
         name: the file, for messages.
-        takes_branches: whether a variable that is set again under a condition that is not decided
-            has its new value. By default it keeps the one before.
 
     Raises:
         RecipeError: variables expand to too much text.
     """
-    reader = _Reader(name, takes_branches)
-    tokenizer = _Tokenizer(text)
+    reader = _Reader(name)
+    tokenizer = _Tokenizer(_MARKS.sub("", text))
     for statement in tokenizer.statements():
         reader.add(statement)
+    script = reader.script
     for line, document, expands in tokenizer.documents:
-        shown = reader.expand(document, line) if expands else document
-        reader.script.documents.append((line, shown))
-    return reader.script
+        script.documents.append(
+            (line, reader.text_of(reader.expand(document, line) if expands else document))
+        )
+    values = [" ".join(found.marked()) for found in reader.variables.values()]
+    words = [word for value in values if "--" in value for word in value.split()]
+    script.variables.words.extend(map(reader.text_of, words))
+    return script
 
 
 @dataclass
 class _Reader:
-    """Evaluates statements in order."""
+    """Takes over statements in order."""
 
     name: str
-    takes_branches: bool = False
     script: Script = field(default_factory=Script)
-    # For each ``if`` or ``case`` around this place, the innermost last: whether this branch runs
-    # (None: not known), and whether an earlier one has run.
-    branches: list[tuple[bool | None, bool | None]] = field(default_factory=list)
+    variables: dict[str, _Variable] = field(default_factory=dict)
+    sure: set[str] = field(default_factory=set)  # variables that are set under no condition
+    marks: dict[str, str] = field(default_factory=dict)  # the variable of each mark
+    depth: int = 0  # conditions, loops and functions around this place
     follows: bool = False  # the statement before ended with && or ||
-    # The statements of a condition up to ``then``, and whether an earlier branch has run.
-    condition: list[_Statement] = field(default_factory=list)
-    earlier: bool | None = False
     total: int = 0
 
     def add(self, statement: _Statement) -> None:
-        """Evaluate one statement."""
-        if self.condition:
-            if not statement.words or _plain(statement.words[0]) != "then":
-                self.condition.append(statement)
-                return
-            self._enter()
-        is_conditional = self.follows
-        self.follows = statement.end in ("&&", "||")
-        words = list(statement.words)
-        is_declared = False
-        while words and (plain := _plain(words[0])) is not None:
-            if plain in ("if", "elif", "else", "case", "fi", "esac"):
-                self._branch(plain, words[1:], statement)
-                if plain not in ("else", "fi", "esac"):
-                    return
-            elif plain in _DECLARING:
-                is_declared = True
-            elif not (is_declared and plain.startswith("-")) and plain not in _KEYWORDS:
+        """Take over one statement: its assignments, and the command that follows them."""
+        words = self._without_keywords(statement.words)
+        is_unsure = self.follows or self.depth > 0 or statement.depth > 0
+        while words and (match := _ASSIGNMENT.match(words[0][0].text)):
+            if words[0][0].is_quoted:
                 break
-            del words[0]
-        runs = [branch[0] for branch in self.branches]
-        if False in runs:
-            return
-        self.is_undecided = is_conditional or None in runs
-        while words and (match := _ASSIGNMENT.match(words[0][0].text if words[0] else "")):
-            if words[0][0].is_quoted or not words[0][0].expands:
-                break
-            is_array = statement.array is not None and len(words) == 1
-            values = self._elements(statement) if is_array else None
-            if values is None:
+            if statement.array is not None and len(words) == 1:
+                values = self._elements(statement)
+            else:
                 first = words[0][0]._replace(text=words[0][0].text[match.end() :])
                 values = [self._joined([first, *words[0][1:]], statement.line)]
-            self._assign(match[1], values, bool(match[2]), is_array, statement.line)
+            if match[2]:
+                self.variables.pop(match[1], None)  # one element of an array
+            else:
+                self._assign(match, values, is_unsure, statement)
             del words[0]
         if words:
-            expanded = [text for word in words for text in self._fields(word, statement.line)]
+            found = [text for word in words for text in self._fields(word, statement.line)]
             if statement.array is not None:
-                expanded += self._elements(statement)
-            self.script.commands.append(Command(statement.line, expanded))
+                found += self._elements(statement)
+            self.script.commands.append(Command(statement.line, list(map(self.text_of, found))))
+        # An assignment never fails, so what follows one and && runs as it does.
+        runs = bool(words) or is_unsure or statement.end == "||"
+        self.follows = statement.end in ("&&", "||") and runs
 
-    def _branch(self, keyword: str, condition: list[_Word], statement: _Statement) -> None:
-        """Enter or leave a branch of ``if`` or ``case``."""
-        if keyword == "if":
-            self.condition, self.earlier = [statement._replace(words=condition)], False
-        elif keyword == "case":
-            self.branches.append((None, None))
-        elif not self.branches:
-            return
-        elif keyword in ("fi", "esac"):
-            self.branches.pop()
-        else:
-            _, earlier = self.branches.pop()
-            if keyword == "elif":
-                self.condition, self.earlier = [statement._replace(words=condition)], earlier
-            else:
-                self.branches.append((None if earlier is None else not earlier, True))
+    def _without_keywords(self, words: list[_Word]) -> list[_Word]:
+        """Return the words after the keywords at the start, and count what opens and closes."""
+        is_declared = False
+        for number, word in enumerate(words):
+            plain = _plain(word) or ""
+            if plain in _SETTING or plain in ("((", "let"):
+                self._forget(plain, words[number + 1 :])
+            if plain in _OPENING:
+                self.depth += 1
+            elif plain in _CLOSING:
+                self.depth = max(0, self.depth - 1)
+            elif plain in _DECLARING:
+                is_declared = True
+            elif plain not in _SKIPPED and not (is_declared and plain.startswith("-")):
+                return words[number:]
+        return []
 
-    def _enter(self) -> None:
-        """Enter the branch whose condition has been read."""
-        verdict, operator = None, ""
-        for statement in self.condition:
-            one = self._verdict(statement)
-            pair = (verdict, one)
-            if operator == "&&":
-                verdict = False if False in pair else (None if None in pair else True)
-            elif operator == "||":
-                verdict = True if True in pair else (None if None in pair else False)
-            else:
-                verdict = one
-            operator = statement.end
-        self.condition, self.follows = [], False
-        if self.earlier is False:
-            self.branches.append((verdict, verdict))
-        else:
-            self.branches.append((False if self.earlier else None, self.earlier))
-
-    def _verdict(self, statement: _Statement) -> bool | None:
-        """Return whether ``[ A = B ]``, ``[ -n A ]`` and the like hold; None: not known."""
-        texts = [self._joined(word, statement.line) for word in statement.words]
-        if any("$" in text or "`" in text for text in texts):
-            return None
-        if len(texts) < 3 or texts[0] not in ("[", "[[") or texts[-1] not in ("]", "]]"):
-            return None
-        match texts[1:-1]:
-            case [left, "=" | "==" | "-eq", right]:
-                return left == right
-            case [left, "!=" | "-ne", right]:
-                return left != right
-            case ["-n", text]:
-                return text != ""
-            case ["-z", text]:
-                return text == ""
-        return None
-
-    is_undecided: bool = False  # whether it is not known if this statement runs
-
-    def _elements(self, statement: _Statement) -> list[str]:
-        return [
-            text for word in statement.array or [] for text in self._fields(word, statement.line)
-        ]
+    def _forget(self, keyword: str, words: list[_Word]) -> None:
+        """Forget the values of variables that a command computes or reads."""
+        for text in filter(None, map(_plain, words)):
+            names = _COMPUTED.findall(text) if keyword in ("((", "let") else [text]
+            for name in names:
+                self.variables.pop(name, None)
+            if keyword in ("for", "select"):
+                return  # the others are what the loop goes through
 
     def _assign(
-        self, name: str, values: list[str], appends: bool, is_array: bool, line: int
+        self, match: re.Match[str], values: list[str], is_unsure: bool, statement: _Statement
     ) -> None:
-        variables = self.script.variables
-        before = variables.get(name)
-        if appends and before is not None:
-            values = [*before, *values] if is_array else ["".join((*before, *values))]
-        if self.is_undecided and before is not None and before != values:
-            self.script.undecided.append(
-                f"{self.name}:{line}: {name} is set again under a condition, which is not decided: "
-                f"its value before, {_short(before)}, is used"
-            )
-            if not self.takes_branches:
-                return
+        name, before = match[1], self.variables.get(match[1])
+        if match[3] and before is not None:
+            old, is_array = before.marked(), statement.array is not None
+            values = [*old, *values] if is_array else ["".join((*old, *values))]
         for value in values:
-            self._count(value, line)
-        variables[name] = values
+            self._count(value, statement.line)
+        if not is_unsure:
+            self.sure.add(name)
+            self.variables[name] = _Variable(values)
+        elif before is None or before.values != values:
+            keeps = before is not None and name in self.sure
+            self._note_unsure(name, before.values if before and keeps else values, keeps, statement)
+            self.script.others.setdefault(name, []).extend(
+                self.text_of(value).text for value in values
+            )
+
+    def _note_unsure(
+        self, name: str, values: list[str], keeps: bool, statement: _Statement
+    ) -> None:
+        """Mark a variable as unsure, and give it its value before, or else its last one."""
+        mark = next((one for one, other in self.marks.items() if other == name), None)
+        mark = mark or chr(_FIRST_MARK + len(self.marks))
+        self.marks[mark] = name
+        self.variables[name] = _Variable(values, mark)
+        again, used = (" again", "value before") if keeps else ("", "last value")
+        self.script.unsure[name] = (
+            f"{self.name}:{statement.line}: {name} is set{again} under a condition, which is not "
+            f"decided: its {used}, {_short(self.text_of(' '.join(values)).text)}, is used"
+        )
+
+    def text_of(self, text: str) -> Text:
+        """Return a text without marks, and the variables that they are of."""
+        marks = _MARKS.findall(text)
+        return Text(_MARKS.sub("", text), frozenset(self.marks[mark] for mark in marks))
 
     def _count(self, text: str, line: int) -> None:
         self.total += len(text)
@@ -247,77 +254,57 @@ class _Reader:
                 f"characters of a word, or {_MOST_TOTAL:,} in all; no command line is as long"
             )
 
+    def _elements(self, statement: _Statement) -> list[str]:
+        words = statement.array or []
+        return [text for word in words for text in self._fields(word, statement.line)]
+
     def _joined(self, word: _Word, line: int) -> str:
         """Expand a word to one text."""
         return "".join(self.expand(part.text, line) if part.expands else part.text for part in word)
 
     def _fields(self, word: _Word, line: int) -> Iterator[str]:
         """Expand a word to fields: what is not quoted is split at white space."""
-        if len(word) == 1 and word[0].expands:
-            match = _REFERENCE.fullmatch(word[0].text)
-            name = match and (match["name"] or match["plain"])
-            if match and match["array"] and name in self.script.variables and word[0].is_quoted:
-                for value in self.script.variables[name]:
-                    self._count(value, line)
-                    yield value
-                return
         text = self._joined(word, line)
         self._count(text, line)
-        if any(part.is_quoted for part in word):
-            # ``bash -c "python pretrain_gpt.py --lr 1"`` and ``eval "$COMMAND"`` hold a command.
-            yield from _split(text) if re.search(r"\s--\w", text) else [text]
+        is_quoted = any(part.is_quoted for part in word)
+        match = _REFERENCE.fullmatch(word[0].text) if len(word) == 1 and word[0].expands else None
+        found = self.variables.get(match["name"] or "") if match and match["array"] else None
+        if found is not None and is_quoted:
+            yield from found.marked()  # "${A[@]}" keeps its elements
+        elif is_quoted and not re.search(r"\s--\w", text):
+            yield text
         else:
+            # ``bash -c "python pretrain_gpt.py --lr 1"`` and ``eval "$COMMAND"`` hold a command.
             yield from _split(text)
 
     def expand(self, text: str, line: int) -> str:
-        """Expand variables and arithmetic; what is unknown stays as it is written."""
+        """Expand variables; what is unknown stays as it is written."""
         pieces, position = [], 0
         while (start := text.find("$", position)) >= 0:
+            is_bracketed = text.startswith(("${", "$("), start)
+            end = _end_of_expansion(text, start) if is_bracketed else start + 1
+            match = (_REFERENCE.fullmatch if is_bracketed else _REFERENCE.match)(
+                text, start, end if is_bracketed else len(text)
+            )
             pieces.append(text[position:start])
-            if text.startswith("$((", start):
-                end = _end_of_expansion(text, start)
-                pieces.append(self._arithmetic(text[start:end], line))
-            elif text.startswith("${", start):
-                end = _end_of_expansion(text, start)
-                match = _REFERENCE.fullmatch(text, start, end)
-                pieces.append(self._value(match, line) if match else text[start:end])
-            elif match := _REFERENCE.match(text, start):
-                end = match.end()
-                pieces.append(self._value(match, line))
-            else:
-                end = start + 1
-                pieces.append("$")
+            position = match.end() if match else end
+            # $(...), $((...)), ${A%.*} and the like would be computed: they stay.
+            pieces.append(self._value(match, line) if match else text[start:end])
             self._count(pieces[-1], line)
-            position = end
         return "".join((*pieces, text[position:]))
 
     def _value(self, match: re.Match[str], line: int) -> str:
-        values = self.script.variables.get(match["plain"] or match["name"])
-        default = match["default"]
-        if default is not None and default.startswith(":") and values == [""]:
-            values = None
-        if values is not None and (match["array"] or len(values) == 1):
-            return " ".join(values)
-        if values:
-            return values[0]  # of an array, as bash does
-        if default is not None and len(default) <= _MOST_NESTED:
-            return self.expand(default.removeprefix(":")[1:].strip("\"'"), line)
-        return match[0]
-
-    def _arithmetic(self, text: str, line: int) -> str:
-        if len(text) > _MOST_NESTED:
-            return text
-        inner = self.expand(text[3:-2], line)
-
-        def value_of(match: re.Match[str]) -> str:
-            values = self.script.variables.get(match[0])
-            return values[0] if values is not None and len(values) == 1 else match[0]
-
-        inner = _NAME.sub(value_of, inner)
-        try:
-            return str(arithmetic(inner, divides_whole=True))
-        except ValueError:
-            return text
+        found, default = self.variables.get(match["plain"] or match["name"]), match["default"]
+        is_empty = found is None or (
+            found.values == [""] and default is not None and default[0] == ":"
+        )
+        if is_empty and default is not None and len(default) <= _MOST_NESTED:
+            shown = self.expand(default.removeprefix(":")[1:].strip("\"'"), line)
+            return shown + (found.mark if found else "")
+        if found is None:
+            return match[0]
+        # Of an array without [@], a shell takes the first element.
+        return " ".join(found.marked() if match["array"] else found.marked()[:1])
 
 
 def _split(text: str) -> Iterator[str]:
@@ -340,7 +327,7 @@ def _split(text: str) -> Iterator[str]:
 
 
 def _plain(word: _Word) -> str | None:
-    """Return the text of a word that has no quotes and no variables."""
+    """Return the text of a word that has no quotes."""
     return word[0].text if len(word) == 1 and not word[0].is_quoted else None
 
 
@@ -374,9 +361,9 @@ def _end_of_expansion(text: str, start: int) -> int:
     return len(text)
 
 
-def _short(values: list[str]) -> str:
-    text = one_line(" ".join(values)) or "empty"
-    return text if len(text) <= 60 else f"{text[:60]}..."
+def _short(text: str) -> str:
+    shown = one_line(text) or "empty"
+    return shown if len(shown) <= 60 else f"{shown[:60]}..."
 
 
 class _Tokenizer:
@@ -390,54 +377,58 @@ class _Tokenizer:
         self._line, self._counted = 1, 0
 
     def statements(self) -> Iterator[_Statement]:
-        text = self.text
+        """Yield the statements in order."""
         words: list[_Word] = []
         array: list[_Word] | None = None
-        line, ended = 1, -1
-        while self.position < len(text):
-            char = text[self.position]
-            if char == "#" and (self.position == 0 or text[self.position - 1] in " \t\n;("):
-                self.position = self._find("\n")
-            elif text.startswith("\\\n", self.position):
-                self.position += 2
-            elif char == "\n":
-                self.position += 1
-                self._read_documents()
-                if array is None or not self._is_open:
-                    if words:
-                        yield _Statement(line, words, array, char)
-                    words, array = [], None
-            elif char in " \t\r":
-                self.position += 1
-            elif char == ")" and self._is_open:
-                self.position += 1
-                self._is_open = False
-            elif char in ";&|()" and not text.startswith("&>", self.position):
-                end = char * 2 if char in "&|" and text[self.position + 1 :][:1] == char else char
+        is_open = False  # inside of the brackets of an array
+        line, ended, depth = 1, -1, 0
+        while self.position < len(self.text):
+            start, char = self.position, self.text[self.position]
+            if char in " \t\r\n" or self.text.startswith("\\\n", start):
+                self.position += 2 if char == "\\" else 1
+                end = char if char == "\n" else ""
+                if end:
+                    self._read_documents()
+            elif char == "#" and (start == 0 or self.text[start - 1] in " \t\n;("):
+                self.position, end = self._find("\n"), ""
+            elif char == ")" and is_open:
+                self.position, end, is_open = start + 1, "", False
+            elif self.text.startswith("((", start):
+                self.position, end = self._find("))"), ""
+                words += [[_Part("((", False, False)], [_Part(self._since(start), False, False)]]
+            elif char in ";&|()" and not self.text.startswith("&>", start):
+                is_double = char in "&|" and self.text.startswith(char * 2, start)
+                end = char * 2 if is_double else char
                 self.position += len(end)
-                if words:
-                    yield _Statement(line, words, array, end)
-                words, array = [], None
-                self._is_open = False
+                is_open = False
             elif char in "<>&":
-                is_joined = words and self.position == ended and char != "&"
-                if is_joined and (_plain(words[-1]) or "").isdecimal():
+                if (
+                    words
+                    and start == ended
+                    and char != "&"
+                    and (_plain(words[-1]) or "").isdecimal()
+                ):
                     del words[-1]  # the 2 of ``2>&1``
                 self._redirect()
+                end = ""
             else:
-                if not words:
-                    line = self._line_here()
-                word = self._word()
+                line = line if words else self._line_here()
+                word, end = self._word(), ""
                 ended = self.position
-                (words if array is None or not self._is_open else array).append(word)
-                opens = text.startswith("(", self.position) and word and not word[-1].is_quoted
-                if opens and array is None and word[-1].text.endswith("="):
-                    self.position += 1
-                    array, self._is_open = [], True
+                (words if array is None or not is_open else array).append(word)
+                is_array = array is None and not word[-1].is_quoted and word[-1].text.endswith("=")
+                if is_array and self.text.startswith("(", ended):
+                    self.position, array, is_open = ended + 1, [], True
+            if end and not is_open:
+                if words:
+                    yield _Statement(line, words, array, end, depth)
+                words, array = [], None
+                depth = max(0, depth + (end == "(") - (end == ")"))
         if words:
-            yield _Statement(line, words, array, "")
+            yield _Statement(line, words, array, "", depth)
 
-    _is_open = False  # inside of the brackets of an array
+    def _since(self, start: int) -> str:
+        return self.text[start : self.position]
 
     def _line_here(self) -> int:
         self._line += self.text.count("\n", self._counted, self.position)
@@ -474,58 +465,33 @@ class _Tokenizer:
         self._pending = []
 
     def _word(self) -> _Word:
-        text = self.text
-        parts: list[_Part] = []
-        plain: list[str] = []
-
-        def end_plain() -> None:
-            if plain:
-                parts.append(_Part("".join(plain), True, False))
-                plain.clear()
-
-        while self.position < len(text):
-            char = text[self.position]
-            if char in " \t\r\n;&|()<>":
-                break
-            if char == "\\":
-                if not text.startswith("\\\n", self.position):
-                    plain.append(text[self.position + 1 : self.position + 2])
-                self.position += 2
-            elif char == "'":
-                end_plain()
+        parts: _Word = []
+        while self.position < len(self.text):
+            char = self.text[self.position]
+            if char == "'":
                 self.position += 1
-                end = self._find("'")
-                parts.append(_Part(text[self.position : end], False, True))
-                self.position = end + 1
+                start, self.position = self.position, self._find("'")
+                parts.append(_Part(self._since(start), False, True))
+                self.position += 1
             elif char == '"':
-                end_plain()
-                parts.append(_Part(self._double_quoted(), True, True))
-            elif char in "$`":
-                plain.append(self._dollar())
-            else:
-                plain.append(char)
                 self.position += 1
-        end_plain()
+                parts.append(_Part(self._up_to('"'), True, True))
+                self.position += 1
+            elif char in _ENDS_WORD:
+                break
+            else:
+                parts.append(_Part(self._up_to(_ENDS_WORD + "'\""), True, False))
         return parts or [_Part("", False, True)]
 
-    def _double_quoted(self) -> str:
-        text, pieces = self.text, []
-        self.position += 1
-        while self.position < len(text) and text[self.position] != '"':
-            if text[self.position] == "\\":
-                escaped = text[self.position + 1 : self.position + 2]
-                pieces.append("" if escaped == "\n" else escaped)
+    def _up_to(self, ends: str) -> str:
+        """Read on to one of the characters ``ends`` that is neither escaped nor in brackets."""
+        pieces: list[str] = []
+        while self.position < len(self.text) and self.text[self.position] not in ends:
+            start, char = self.position, self.text[self.position]
+            if char == "\\":
                 self.position += 2
-            elif text[self.position] in "$`":
-                pieces.append(self._dollar())
+                pieces.append(self._since(start)[1:].strip("\n"))
             else:
-                pieces.append(text[self.position])
-                self.position += 1
-        self.position += 1
+                self.position = _end_of_expansion(self.text, start) if char in "$`" else start + 1
+                pieces.append(self._since(start))
         return "".join(pieces)
-
-    def _dollar(self) -> str:
-        """Return the text of a ``$`` or a backtick, up to its closing bracket."""
-        start = self.position
-        self.position = _end_of_expansion(self.text, start)
-        return self.text[start : self.position]

@@ -2,23 +2,15 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from composer3d.imports import deepspeed, torchtitan
+from composer3d.imports import torchtitan
 from composer3d.imports.literal import Entry, Unread, dicts_of
 from composer3d.imports.shell import Command, Script, read_script
 from composer3d.imports.translation import Setting, canonical, setting
-from composer3d.imports.words import (
-    BRIDGE_SECTIONS,
-    DEEPSPEED,
-    MEGATRON,
-    SHARED,
-    WORDS,
-    find_word,
-    index_of,
-)
+from composer3d.imports.words import BRIDGE_SECTIONS, PROGRAMS, SHARED, Program
 from composer3d.recipe.values import one_line
 from composer3d.spec.bounds import check_values
 from composer3d.spec.errors import RecipeError
@@ -43,7 +35,10 @@ _TORCHTITAN_PYTHON = re.compile(r"\btorchtitan\b|\b(?:Trainer|JobConfig)(?:\.Con
 # The programs whose training scripts have names like those of Megatron-LM.
 _PRETRAIN = re.compile(r"(?:^|/)pretrain_\w+\.py$")
 _OUTSIDE = re.compile(r"\$(?:[@*]|\{[@*][^}]*\})")  # the arguments of the caller
-_MEGATRON, _DEEPSPEED = index_of(MEGATRON), index_of(DEEPSPEED)
+_MEGATRON, _DEEPSPEED = PROGRAMS["Megatron-LM"], PROGRAMS["DeepSpeed"]
+# Keys of DeepSpeed by the argument of Megatron-LM that says the same, and keys that only it has.
+_AS_MEGATRON: Mapping[str, str] = _DEEPSPEED.own["as_megatron"]
+_MARKERS = frozenset(_DEEPSPEED.own["markers"])
 _HUGGING_FACE = ("architectures", "model_type", "transformers_version")
 _DECIDING_KEYS = ("model.", "mesh.", "parallel.", "data.", "optim.", "precision.", "run.steps")
 _LEAST_WORDS = 2  # that only one program has, for a file to be its own
@@ -55,16 +50,28 @@ _KINDS = (
 
 def _own_words() -> dict[str, frozenset[str]]:
     """Return by program the names that no other one has. Aliases of Megatron-LM tell nothing."""
-    names = {program: set(index_of(words)) for program, words in WORDS.items()}
+    names = {name: set(program.index) for name, program in PROGRAMS.items()}
+    mine = names | {"Megatron-LM": {word.name for word in _MEGATRON.words}}
     own = {}
-    for program, words in WORDS.items():
-        others = set().union(*(names[other] for other in names if other != program))
-        mine = {word.name for word in words} if program == "Megatron-LM" else names[program]
-        own[program] = frozenset(name for name in mine - others - SHARED if "*" not in name)
+    for name in PROGRAMS:
+        others = SHARED.union(*(names[other] for other in names if other != name))
+        own[name] = frozenset(word for word in mine[name] - others if "*" not in word)
     return own
 
 
 _OWN = _own_words()
+
+
+class Guess(NamedTuple):
+    """A point in which one of two values would be a guess.
+
+    Attributes:
+        line: both values, and which one is used.
+        words: the words that it is about; empty if it may be about any.
+    """
+
+    line: str
+    words: tuple[str, ...] = ()
 
 
 @dataclass
@@ -72,11 +79,11 @@ class Source:
     """What a file says.
 
     Attributes:
-        program: a key of ``words.WORDS``.
+        program: a key of ``words.PROGRAMS``.
         settings: its words with their values, by word.
-        contradictions: words that stand twice, and variables that depend on a condition.
+        contradictions: words that stand twice.
         lost: a line for each word of another program in the file, which has no equal.
-        open: the points in which one of two values would be a guess, by word.
+        open: the points in which one of two values would be a guess, by word or variable.
         is_override: the file says only what differs from a recipe of its program.
     """
 
@@ -84,7 +91,7 @@ class Source:
     settings: dict[str, Setting]
     contradictions: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    open: dict[str, str] = field(default_factory=dict)
+    open: dict[str, Guess] = field(default_factory=dict)
     is_override: bool = False
 
 
@@ -194,46 +201,41 @@ def _read_python(text: str, name: str) -> Source:
 def _from_entries(entries: list[Entry], name: str, *, has_lines: bool) -> Source:
     """Make a source of the leaves of a tree: a JSON, TOML or YAML file, or Python dicts."""
     _limit(len(entries), name)
-    # The innermost dict that holds a marker of DeepSpeed.
+    # The innermost dict that holds a marker of DeepSpeed is the root of its keys.
     roots = {entry.path[: _depth(entry.path)] for entry in entries if _depth(entry.path) >= 0}
     depths = [
         max((len(root) for root in roots if entry.path[: len(root)] == root), default=-1)
         for entry in entries
     ]
-    found: dict[str, set[str]] = {program: set() for program in WORDS}
-    for entry, depth in zip(entries, depths, strict=True):
-        names = {program: ".".join(entry.path) for program in WORDS}
-        names["DeepSpeed"] = ".".join(entry.path[max(0, depth) :])
+    rows = [
+        (entry, ".".join(entry.path), ".".join(entry.path[max(0, depth) :]), depth >= 0)
+        for entry, depth in zip(entries, depths, strict=True)
+    ]
+    found: dict[str, set[str]] = {program: set() for program in PROGRAMS}
+    for entry, path, ds_word, _ in rows:
+        names = dict.fromkeys(PROGRAMS, path) | {"DeepSpeed": ds_word}
         owner = next((one for one, word in names.items() if word in _OWN[one]), "Megatron-LM")
         word = names[owner] if owner != "Megatron-LM" else _key(entry)
         if word in _OWN[owner]:
             found[owner].add(word)
     # In a JSON or YAML file, any program may have these words.
-    keys = {_key(entry) for entry in entries} if has_lines else set()
-    program = _recognised(found, keys, name)
+    program = _recognised(found, {_key(entry) for entry in entries} if has_lines else set(), name)
 
-    def place(entry: Entry) -> str:
-        return f"{name}:{entry.line}" if has_lines else name
+    def setting_of(word: str, entry: Entry) -> Setting:
+        return setting(_bounded(word), entry.value, f"{name}:{entry.line}" if has_lines else name)
 
     if program != "Megatron-LM":
-        settings = [
-            setting(
-                _bounded(".".join(entry.path[max(0, depth) if program == "DeepSpeed" else 0 :])),
-                entry.value,
-                place(entry),
-            )
-            for entry, depth in zip(entries, depths, strict=True)
-        ]
-        return _single(program, settings)
+        is_ds = program == "DeepSpeed"
+        return _single(
+            program, [setting_of(ds_word if is_ds else path, one) for one, path, ds_word, _ in rows]
+        )
     megatron, ds = [], []
-    for entry, depth in zip(entries, depths, strict=True):
-        word = ".".join(entry.path[max(0, depth) :])
-        if depth >= 0 and not _is_megatron(word, _key(entry)):
-            ds.append(setting(_bounded(word), entry.value, place(entry)))
+    for entry, path, ds_word, is_below_root in rows:
+        key = _key(entry)
+        if is_below_root and (_DEEPSPEED.find(ds_word) or key not in _MEGATRON.index):
+            ds.append(setting_of(ds_word, entry))
         else:
-            is_word = find_word(_MEGATRON, _key(entry)) is not None
-            key = _key(entry) if is_word else ".".join(entry.path)
-            megatron.append(setting(_bounded(key), entry.value, place(entry)))
+            megatron.append(setting_of(key if _MEGATRON.find(key) else path, entry))
     source = _together(megatron, ds)
     sections = {entry.path[0] for entry in entries if len(entry.path) > 1}
     source.is_override = "train" in sections and sections <= BRIDGE_SECTIONS
@@ -278,14 +280,9 @@ def _recognised(found: dict[str, set[str]], keys: set[str], name: str) -> str:
 def _depth(path: tuple[str, ...]) -> int:
     """Return at which depth a path has a key that only DeepSpeed has, or -1."""
     for depth, key in enumerate(path):
-        if key in deepspeed.MARKERS:
+        if key in _MARKERS:
             return depth
     return -1
-
-
-def _is_megatron(word: str, key: str) -> bool:
-    """Return whether a key beside those of DeepSpeed is an argument of Megatron-LM."""
-    return find_word(_DEEPSPEED, word) is None and key in _MEGATRON
 
 
 def _bounded(word: str) -> str:
@@ -313,12 +310,11 @@ def _together(megatron: list[Setting], ds: list[Setting]) -> Source:
     ]
     lost = []
     for one in ds:
-        as_megatron = deepspeed.as_megatron(one)
-        if as_megatron is not None:
+        if one.name in _AS_MEGATRON:
             if one.value != "auto":
-                megatron.append(as_megatron)
+                megatron.append(one._replace(name=_AS_MEGATRON[one.name]))
             continue
-        word = find_word(_DEEPSPEED, one.name)
+        word = _DEEPSPEED.find(one.name)
         if word is None or word.decides:
             megatron.append(one)
         elif "*" not in word.fits:
@@ -328,7 +324,9 @@ def _together(megatron: list[Setting], ds: list[Setting]) -> Source:
     source = Source("Megatron-LM", settings, [*twice.values()], lost)
     # The last of two options counts. In a tree, or in two files, none of two values does.
     options = {one.name for one in megatron if one.shown.startswith("--")}
-    source.open = {word: line for word, line in twice.items() if word not in options or ds}
+    source.open = {
+        word: Guess(line, (word,)) for word, line in twice.items() if word not in options or ds
+    }
     if ds and "deepspeed_config" in settings:
         del settings["deepspeed_config"]  # it has been read
     return source
@@ -391,76 +389,108 @@ def _read_yaml(text: str, name: str) -> Source:
 
 def _read_shell(text: str, name: str) -> Source:
     script = read_script(text, name)
-    source, command = _source_of(script, text, name)
-    source.contradictions += script.undecided[:50]
-    # What depends on an undecided condition, or stands in another command, would be a guess.
-    others = [one for one in script.commands if one is not command and _known_options(one) > 1]
-    found = [_together(list(_options(one, name)), []) for one in others]
-    if script.undecided:
-        found.append(_source_of(read_script(text, name, takes_branches=True), text, name)[0])
-    for other in found:
-        for word, one in other.settings.items():
-            mine = source.settings.get(word)
-            if _decides(word) and (mine is None or str(mine.value) != str(one.value)):
-                shown = f"{mine.shown} ({mine.place})" if mine is not None else f"no {word}"
-                line = f"{one.shown} ({one.place}) under another condition or in another command"
-                source.open.setdefault(word, f"{line}: {shown} is used")
-    return source
-
-
-def _decides(name: str) -> bool:
-    """Return whether an argument of Megatron-LM decides what is trained, as far as it is known."""
-    word = _MEGATRON.get(name)
-    return word is not None and (word.decides or word.ours.startswith(_DECIDING_KEYS))
-
-
-def _source_of(script: Script, text: str, name: str) -> tuple[Source, Command]:
-    """Return what the command of a script says that trains, and the command."""
-    best = max(script.commands, key=_known_options, default=None)
-    if best is None or not _known_options(best):
+    command = max(script.commands, key=_known_options, default=None)
+    if command is None or not _known_options(command):
         # Only variables: people paste the part of a script with the arguments.
-        words = [
-            word
-            for values in script.variables.values()
-            for value in values
-            for word in value.split()
-        ]
-        best = Command(1, words)
-    options = list(_options(best, name))
+        command = script.variables
+    options = list(_options(command, name))
     if not {"nnodes", "nproc_per_node"} & {one.name for one in options}:
-        for match in _SBATCH.finditer(text):
-            word = _SBATCH_WORDS.get(match[1])
-            if word is not None:
-                line = text.count("\n", 0, match.start()) + 1
-                option = f"#SBATCH --{match[1]}"
-                options.append(setting(word, match[2], f"{name}:{line}", option=option))
-    ds: list[Setting] = []
-    for line, document in script.documents:
-        try:
-            tree = parse_json(document, object_pairs_hook=_Pairs)
-        except ValueError:
-            continue
-        if isinstance(tree, _Pairs):
-            ds += [
-                setting(_bounded(".".join(one.path)), one.value, f"{name}:{line}")
-                for one in _entries_of(tree, ())
-            ]
+        options += _sbatch_options(text, name)
+    ds = list(_documents(script, name))
     _limit(len(options) + len(ds), name)
-    programs = [word for word in best.words if _PRETRAIN.search(word)]
+    programs = [word.text for word in command.words if _PRETRAIN.search(word.text)]
     keys = {one.name for one in options}
-    found: dict[str, set[str]] = {program: set() for program in WORDS}
+    found: dict[str, set[str]] = {program: set() for program in PROGRAMS}
     found["Megatron-LM"] = (keys & _OWN["Megatron-LM"]) | set(programs[:1])
     found["DeepSpeed"] = {one.name for one in ds} & _OWN["DeepSpeed"]
     if _recognised(found, keys, name) == "DeepSpeed":
-        return _single("DeepSpeed", [*options, *ds]), best
-    options += [
-        setting("program", os.path.basename(word), f"{name}:{best.line}") for word in programs[:1]
-    ]
-    return _together(options, ds), best
+        source = _single("DeepSpeed", [*options, *ds])
+    else:
+        options += [
+            setting("program", os.path.basename(word), f"{name}:{command.line}")
+            for word in programs[:1]
+        ]
+        source = _together(options, ds)
+    _note_unsure(source, script, command)
+    for other in script.commands:
+        if other is not command and _known_options(other) > 1:
+            _note_other_command(source, _together(list(_options(other, name)), []))
+    return source
+
+
+def _sbatch_options(text: str, name: str) -> Iterator[Setting]:
+    """Yield the numbers of nodes and GPUs in the comments that Slurm reads."""
+    for match in _SBATCH.finditer(text):
+        word = _SBATCH_WORDS.get(match[1])
+        if word is not None:
+            line = text.count("\n", 0, match.start()) + 1
+            yield setting(word, match[2], f"{name}:{line}", option=f"#SBATCH --{match[1]}")
+
+
+def _documents(script: Script, name: str) -> Iterator[Setting]:
+    """Yield what the JSON in the here-documents of a script says."""
+    for line, document in script.documents:
+        try:
+            tree = parse_json(document.text, object_pairs_hook=_Pairs)
+        except ValueError:
+            continue
+        for one in _entries_of(tree, ()) if isinstance(tree, _Pairs) else ():
+            found = setting(_bounded(".".join(one.path)), one.value, f"{name}:{line}")
+            yield found._replace(unsure=document.unsure)
+
+
+def _decides(program: Program, name: str) -> bool:
+    """Return whether a word decides what is trained. What is not known does, here."""
+    word = program.find(name)
+    if word is None or word.decides:
+        return True
+    return (word.is_computed and not word.ours) or word.ours.startswith(_DECIDING_KEYS)
+
+
+def _note_unsure(source: Source, script: Script, command: Command) -> None:
+    """Open a point for each variable that is set under a condition, if what it gives decides.
+
+    A variable decides if it is the value of a word that does, or if one of its values, used or not,
+    has an option that does. A word that is not known is an open point by itself.
+    """
+    program = PROGRAMS[source.program]
+    settings = source.settings.values()
+    unsure = [one.unsure for one in command.words] + [one.unsure for one in settings]
+    for name in sorted(frozenset().union(*unsure)):
+        words = [one.name for one in settings if name in one.unsure]
+        deciding = tuple(word for word in words if program.find(word) and _decides(program, word))
+        texts = [one.text for one in command.words if name in one.unsure]
+        has_options = any(not text or text.startswith("--") for text in texts)
+        options = [one for text in (*script.others[name], *texts) for one in _options_of(text)]
+        if has_options and any(_decides(program, _as_word(option)) for option in options):
+            source.open[name] = Guess(script.unsure[name])
+        elif deciding:
+            source.open[name] = Guess(script.unsure[name], deciding)
+
+
+def _options_of(text: str) -> Iterator[str]:
+    """Yield the options in a text, and what may become options: unknown words that are no value."""
+    before = ""
+    for word in text.split():
+        if word.startswith("--") or (word.startswith("$") and not before.startswith("--")):
+            yield word
+        before = word
+
+
+def _note_other_command(source: Source, other: Source) -> None:
+    """Open a point for each word that another command of the same script has with another value."""
+    for word, one in other.settings.items():
+        mine = source.settings.get(word)
+        is_known = word in _MEGATRON.index and _decides(_MEGATRON, word)
+        if is_known and (mine is None or str(mine.value) != str(one.value)):
+            shown = f"{mine.shown} ({mine.place})" if mine is not None else f"no {word}"
+            line = f"{one.shown} ({one.place}) in another command: {shown} is used"
+            source.open.setdefault(word, Guess(line, (word,)))
 
 
 def _known_options(command: Command) -> int:
-    return sum(_as_word(word) in _MEGATRON for word in command.words if word.startswith("--"))
+    words = [word.text for word in command.words if word.text.startswith("--")]
+    return sum(_as_word(word) in _MEGATRON.index for word in words)
 
 
 def _as_word(option: str) -> str:
@@ -471,35 +501,38 @@ def _options(command: Command, name: str) -> Iterator[Setting]:
     """Yield the options of a command, those of its launcher as well."""
     words = command.words
     place = f"{name}:{command.line}"
-    has_program = any(_PROGRAM.search(word) for word in words)
-    before_program = has_program
+    before_program = any(_PROGRAM.search(word.text) for word in words)
     position = 0
     while position < len(words):
         word = words[position]
         position += 1
-        if _PROGRAM.search(word):
+        if _PROGRAM.search(word.text):
             before_program = False
-        if not word.startswith("--") or len(word) < 3:
-            if word.startswith("$") and not before_program and not _OUTSIDE.fullmatch(word):
-                yield setting(_bounded(word), Unread("arguments"), place, option=_bounded(word))
+        if not word.text.startswith("--") or len(word.text) < 3:
+            is_outside = _OUTSIDE.fullmatch(word.text)
+            if word.text.startswith("$") and not before_program and not is_outside:
+                shown = _bounded(word.text)
+                yield setting(shown, Unread("arguments"), place, option=shown)
             continue
-        option, equals, value = word.partition("=")
-        values = [value] if equals else []
-        while not equals and position < len(words) and not words[position].startswith("--"):
-            is_outside = _OUTSIDE.fullmatch(words[position])
-            if before_program and (values or _PROGRAM.search(words[position])):
+        option, equals, value = word.text.partition("=")
+        values, unsure = [value] if equals else [], word.unsure
+        while not equals and position < len(words) and not words[position].text.startswith("--"):
+            text = words[position].text
+            is_outside = _OUTSIDE.fullmatch(text)
+            if before_program and (values or _PROGRAM.search(text)):
                 break  # the launcher's options have one value
-            if values and words[position].startswith("$") and not is_outside:
+            if values and text.startswith("$") and not is_outside:
                 break  # more arguments, which the file does not have
-            values += [] if is_outside else [words[position]]
+            values += [] if is_outside or (not text and words[position].unsure) else [text]
+            unsure |= words[position].unsure
             position += 1
-        spelled = _as_word(word)
+        spelled = _as_word(option)
         if before_program:
             spelled = _LAUNCHERS.get(spelled, spelled)
-        shown = values if values else True
-        yield setting(
+        found = setting(
             _bounded(spelled),
-            True if shown is True else " ".join(values),
+            " ".join(values) if values else True,
             place,
             option=one_line(option[:200]),
         )
+        yield found._replace(unsure=unsure)

@@ -1,72 +1,22 @@
 """Translate a configuration of torchtitan: a TOML file, or the JSON that it writes of a run."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from composer3d.imports.layout import read_layout, schedule_of, set_layout
-from composer3d.imports.shared import (
-    note_adamw,
-    note_linear_decay,
-    note_whole_experts,
-    take_betas,
-)
+from composer3d.imports.layout import Layout, read_layout, read_schedule, set_layout
+from composer3d.imports.shared import note_parameters, read_dtype, take_betas
 from composer3d.imports.translation import Translation
+from composer3d.imports.words import PROGRAMS
 from composer3d.models import registry
-from composer3d.recipe.schema import ParallelTable
-from composer3d.recipe.values import describe_type
 
-# The presets of torchtitan's flavors, by its name of the model.
-FLAVORS: dict[str, dict[str, str]] = {
-    "llama3": {"8B": "llama3-8b", "70B": "llama3-70b", "405B": "llama3-405b"},
-    "qwen3": {
-        "0.6B": "qwen3-0.6b",
-        "1.7B": "qwen3-1.7b",
-        "4B": "qwen3-4b",
-        "8B": "qwen3-8b",
-        "14B": "qwen3-14b",
-        "32B": "qwen3-32b",
-        "30B-A3B": "qwen3-30b-a3b",
-        "235B-A22B": "qwen3-235b-a22b",
-    },
-}
-# From torchtitan/models/llama3: a vocabulary of its test tokenizer, and no grouped queries.
-_DEBUG_LLAMA = {
-    "dim": 256,
-    "n_layers": 6,
-    "n_heads": 16,
-    "n_kv_heads": 16,
-    "ffn": 768,
-    "vocab": 2048,
-    "rope_theta": 500_000.0,
-}
-# Words that 0.1 and older versions have, and 0.2 has not.
-_OLD_WORDS = (
-    "training.compile",
-    "training.batch_size",
-    "training.warmup_steps",
-    "model.tokenizer_path",
-    "lr_scheduler.lr_min ",
-)
-
-_LAYOUT = {
-    "tp": "parallelism.tensor_parallel_degree",
-    "pp": "parallelism.pipeline_parallel_degree",
-    "cp": "parallelism.context_parallel_degree",
-    "ep": "parallelism.expert_parallel_degree",
-    "replicas": "parallelism.data_parallel_replicate_degree",
-    "global_batch": "training.global_batch_size",
-}
-
-
-# What the JSON has of a layer, by our field of the shape.
-_LAYER: dict[str, tuple[str, ...]] = {
-    "n_heads": ("attention", "n_heads"),
-    "n_kv_heads": ("attention", "n_kv_heads"),
-    "rope_theta": ("attention", "rope", "theta"),
-    "ffn": ("feed_forward", "w1", "out_features"),
-}
+_LAYER = PROGRAMS["torchtitan"].own["layer"]
 _MODEL = "model_spec.model"
 _GROUP = "optimizer.param_groups"
 _TOKENS = "training.num_tokens_per_microbatch_per_dp_rank"
+_LOCAL = "training.local_batch_size"
+_MICRO = "parallelism.pipeline_parallel_microbatch_size"
+_STEPS = "parallelism.num_pp_microbatches"
+_CHECKPOINTING = "activation_checkpoint."
 
 
 def flattened(tree: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +48,7 @@ def flattened(tree: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _at(tree: Any, path: tuple[str, ...]) -> Any:
+def _at(tree: Any, path: Sequence[str]) -> Any:
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
@@ -111,22 +61,8 @@ def translate(made: Translation, gpus: int | None) -> None:
         made: has the settings.
         gpus: the number of GPUs; None: what the mesh says.
     """
-    # These have -1 for "not given", "the rest" or "all", which is no size.
-    for name in (
-        "parallelism.data_parallel_shard_degree",
-        "training.global_batch_size",
-        "training.num_tokens_per_train_step",
-        "validation.steps",
-    ):
-        found = made.settings.get(name)
-        if found is not None and found.value == -1:
-            made.ignore(name)
-            made.settings.pop(name)
+    made.take_plain_words()
     _set_model(made)
-    made.copy_plain_words()
-    made.assume("precision.compute", "bfloat16", "the default of mixed_precision_param")
-    made.assume("run.steps", 10_000, "the default of training.steps")
-    made.assume("data.seq_len", 2048, "the default of training.seq_len")
     _set_layout(made, gpus)
     _set_precision(made)
     _set_memory(made)
@@ -141,9 +77,9 @@ def _set_model(made: Translation) -> None:
     made.ignore(*words)
     if made.model is not None or {"model.preset", "model.hf"} & made.overridden:
         return
-    preset = FLAVORS.get(name, {}).get(flavor)
+    preset = made.known.own["flavors"].get(name, {}).get(flavor)
     if name == "llama3" and flavor.startswith("debugmodel"):
-        for field, value in _DEBUG_LLAMA.items():
+        for field, value in made.known.own["debug_llama"].items():
             made.take(f"model.{field}", value, *words)
     elif preset is None:
         made.problems.append(
@@ -154,7 +90,8 @@ def _set_model(made: Translation) -> None:
     else:
         made.take("model.preset", preset, *words)
     if name == "llama3":
-        is_old = any(found.shown.startswith(_OLD_WORDS) for found in made.settings.values())
+        old = tuple(made.known.own["old_words"])
+        is_old = any(found.shown.startswith(old) for found in made.settings.values())
         if is_old and preset is None:
             made.ask("the sizes of this model have changed with the versions", "model.flavor")
         factor = 1.0 if is_old else 8.0
@@ -191,98 +128,90 @@ def _compare_model(made: Translation, preset: str | None) -> None:
 
 
 def _set_layout(made: Translation, gpus: int | None) -> None:
-    layout = read_layout(made, _LAYOUT)
-    pp, replicas = layout.pp or 1, layout.replicas or 1
+    layout = read_layout(made)
     shard_word = "parallelism.data_parallel_shard_degree"
     shards = made.number(shard_word)
     if shards is not None:
-        layout.set("dp", shards * replicas, shard_word)
-
+        layout.set("dp", shards * (layout.replicas or 1), shard_word)
     reshard_word = "parallelism.fsdp_reshard_after_forward"
     reshard = made.text(reshard_word) or "default"
-    zero = 3
-    if reshard == "never" or (reshard == "default" and pp > 1):
-        zero = 1 if pp > 1 else 2
-    if shards == 1 and (layout.cp or 1) == 1:
-        zero = 0 if replicas > 1 else zero  # DDP
-    layout.set("zero", zero, reshard_word)
-
-    batch_word = "training.local_batch_size"
-    micro_word = "parallelism.pipeline_parallel_microbatch_size"
-    local = made.number(batch_word) if batch_word in made.settings else 8
-    layout.set("micro_batch", local, batch_word)
-    steps_word = "parallelism.num_pp_microbatches"
+    layout.set("zero", _zero(layout, shards, reshard), reshard_word)
     if _TOKENS in made.settings:
-        layout.set("micro_batch", _samples(made, _TOKENS), _TOKENS)
-        word = "training.num_tokens_per_train_step"
-        if word in made.settings:
-            layout.set("global_batch", _samples(made, word), word)
-        elif pp > 1:
-            layout.set("accumulation", made.number(steps_word) or 1, steps_word)
-    elif pp > 1 and local:
-        steps = made.number(steps_word)  # of 2024, when a rank's batch was cut into so many
-        if steps and local % steps == 0:
-            made.settings[micro_word] = made.settings[steps_word]._replace(value=local // steps)
-        elif steps:
-            made.ask(f"does not divide a local batch of {local}", steps_word)
-        # A rank's batch is cut into micro-batches of the pipeline.
-        micro = made.number(micro_word) or 1
-        if local % micro:
-            made.contradict(
-                f"{made.words(micro_word)} does not divide a local batch of {local}: 1 is used",
-                micro_word,
-            )
-            micro = 1
-        layout.set("micro_batch", micro, micro_word)
-        if layout.global_batch is None:
-            layout.set("accumulation", local // micro, batch_word)
-    made.ignore(batch_word, micro_word, steps_word)
-
-    layout.set("schedule", _schedule(made, pp), "parallelism.pipeline_parallel_schedule")
+        _set_batch_of_tokens(made, layout)
+    else:
+        _set_batch(made, layout)
+    made.ignore(_LOCAL, _MICRO, _STEPS)
+    read_schedule(made, layout, "parallelism.pipeline_parallel_schedule")
+    _set_stages(made, layout)
     set_layout(made, layout, gpus)
-    note_whole_experts(made, "parallelism.expert_tensor_parallel_degree")
     word = "parallelism.disable_loss_parallel"
     if word in made.settings:
         is_positive = "enable_loss_parallel" in made.settings[word].shown  # of 2024
         made.take("parallel.loss_parallel", made.flag(word) is is_positive, word)
     word = "parallelism.context_parallel_rotate_method"
     method = "ring" if made.text(word) == "alltoall" else "allgather"
-    if (made.number("parallelism.context_parallel_degree") or 1) > 1:
+    if (layout.cp or 1) > 1:
         made.take("parallel.cp_method", method, word)
 
 
-def _schedule(made: Translation, pp: int) -> str:
-    name = made.text("parallelism.pipeline_parallel_schedule") or "1F1B"
-    schedule = schedule_of(name)
-    if schedule is None and pp > 1:
-        names = describe_type(ParallelTable.__dataclass_fields__["schedule"].type)
-        made.ask(
-            f'not there: parallel.schedule = "1F1B"; the schedules are {names}',
-            "parallelism.pipeline_parallel_schedule",
-            ours="parallel.schedule",
+def _zero(layout: Layout, shards: int | None, reshard: str) -> int:
+    """Return the level of ZeRO that FSDP2 has with such degrees."""
+    has_pp = (layout.pp or 1) > 1
+    if shards == 1 and (layout.cp or 1) == 1 and (layout.replicas or 1) > 1:
+        return 0  # DDP
+    if reshard == "never" or (reshard == "default" and has_pp):
+        return 1 if has_pp else 2
+    return 3
+
+
+def _set_batch_of_tokens(made: Translation, layout: Layout) -> None:
+    """Set the batch of a file of 2026, which counts tokens."""
+    layout.set("micro_batch", _samples(made, _TOKENS), _TOKENS)
+    word = "training.num_tokens_per_train_step"
+    if word in made.settings:
+        layout.set("global_batch", _samples(made, word), word)
+    elif (layout.pp or 1) > 1:
+        layout.set("accumulation", made.number(_STEPS) or 1, _STEPS)
+
+
+def _set_batch(made: Translation, layout: Layout) -> None:
+    """Set the batch of an older file, in which a pipeline cuts the batch of a rank."""
+    local = made.number(_LOCAL) if _LOCAL in made.settings else 8
+    layout.set("micro_batch", local, _LOCAL)
+    if (layout.pp or 1) == 1 or not local:
+        return
+    steps = made.number(_STEPS)  # of 2024, when a rank's batch was cut into so many
+    if steps and local % steps == 0:
+        made.settings[_MICRO] = made.settings[_STEPS]._replace(value=local // steps)
+    elif steps:
+        made.ask(f"does not divide a local batch of {local}", _STEPS)
+    micro = made.number(_MICRO) or 1
+    if local % micro:
+        made.contradict(
+            f"{made.words(_MICRO)} does not divide a local batch of {local}: 1 is used", _MICRO
         )
-    per_stage = made.number("parallelism.pipeline_parallel_layers_per_stage")
-    layers = made.value("model.n_layers")
+        micro = 1
+    layout.set("micro_batch", micro, _MICRO)
+    if layout.global_batch is None:
+        layout.set("accumulation", local // micro, _LOCAL)
+
+
+def _set_stages(made: Translation, layout: Layout) -> None:
+    """Set the virtual stages of a pipeline that is cut after so many layers."""
+    word, pp = "parallelism.pipeline_parallel_layers_per_stage", layout.pp or 1
+    per_stage, layers = made.number(word), made.value("model.n_layers")
+    key = "parallel.virtual_stages"
     if per_stage and layers and pp > 1:
-        made.take(
-            "parallel.virtual_stages",
-            max(1, -(-layers // per_stage) // pp),
-            "parallelism.pipeline_parallel_layers_per_stage",
-        )
+        made.take(key, max(1, -(-layers // per_stage) // pp), word)
     elif per_stage and pp > 1:
-        made.ask(
-            "the layers of a preset are not counted here: set parallel.virtual_stages",
-            "parallelism.pipeline_parallel_layers_per_stage",
-            ours="parallel.virtual_stages",
-        )
-    return schedule or "1F1B"
+        made.ask(f"the layers of a preset are not counted here: set {key}", word, ours=key)
 
 
 def _set_precision(made: Translation) -> None:
-    if made.text("training.dtype") == "bfloat16":
-        made.lose("parameters and optimizer are float32, compute is bfloat16", "training.dtype")
-    if made.text("training.mixed_precision_reduce") == "bfloat16":
-        made.take("precision.reduce", "bfloat16", "training.mixed_precision_reduce")
+    note_parameters(made, "training.dtype")
+    word = "training.mixed_precision_reduce"
+    if read_dtype(made, word) == "bfloat16":
+        made.take("precision.reduce", "bfloat16", word)
     converters = made.get("model.converters")
     names: Any = converters.value if converters is not None else []
     if isinstance(names, str):
@@ -292,68 +221,62 @@ def _set_precision(made: Translation) -> None:
             made.take("precision.matmul", "float8", "model.converters")
         if any("float8" not in str(name) for name in names):
             made.ask("float8 is the one converter that is there", "model.converters")
-    if made.flag("training.enable_float8_linear"):
-        made.take("precision.matmul", "float8", "training.enable_float8_linear")
-    for word in ("training.compile", "compile.enable"):
-        if word in made.settings:
-            made.take("compile.enabled", made.flag(word), word)
-    word = "parallelism.enable_async_tensor_parallel"
-    if made.flag(word):
-        made.take("parallel.async_tp", True, word)
 
 
 def _set_memory(made: Translation) -> None:
-    key = "memory.activation_checkpoint"
-    mode_word, option_word = (
-        "activation_checkpoint.mode",
-        "activation_checkpoint.selective_ac_option",
-    )
-    mode, option = made.text(mode_word) or "selective", made.settings.get(option_word)
-    words = (mode_word, option_word)
-    section = [name for name in made.settings if name.startswith("activation_checkpoint")]
-    if mode_word not in made.settings and _is_resolved(made):
-        # The JSON of 2026 has the fields of a class, and not its name: null is none.
-        selects = any("force_recompute" in name for name in section)
-        mode = "selective" if selects else "full" if len(section) > 1 else "none"
-        note = f"the section has {len(section)} keys"
-        budget = "activation_checkpoint.memory_budget"
-        if budget in made.settings:
-            made.ask("the compiler chooses: set memory.activation_checkpoint", budget, ours=key)
-            mode = "selective"
-        made.ignore(*section)
-        made.take(key, mode, *(section[:1] if mode != "none" else ()), note=note)
-        return
-    if _is_resolved(made) and option is None and mode == "selective":
+    """Set activation checkpointing, which the versions say in several ways."""
+    key, mode_word = "memory.activation_checkpoint", f"{_CHECKPOINTING}mode"
+    option_word = f"{_CHECKPOINTING}selective_ac_option"
+    mode = made.text(mode_word) or "selective"
+    if _is_resolved(made) and mode_word not in made.settings:
+        _set_memory_of_class(made, key)
+    elif _is_resolved(made) and mode == "selective" and option_word not in made.settings:
         made.take(key, "selective", mode_word, note="of operators, as since 2026")
-        return
-    budget = "activation_checkpoint.memory_budget"
-    if mode != "memory_budget":
-        made.ignore(budget)
-    if mode == "selective":
-        text = str(option.value) if option is not None else "2"
-        if text == "op":
-            made.take(key, "selective", *words)
-        elif text.isdecimal() and 0 < len(text) < 5 and int(text):
-            note = "" if option is not None else "the default"
-            value = "full" if text == "1" else f"every {int(text)} blocks"
-            made.take(key, value, *words, note=note)
-        else:
-            made.ask('neither op nor a number: "selective"', option_word, ours=key)
-            made.take(key, "selective", *words)
-    elif mode in ("full", "none"):
-        made.take(key, mode, mode_word)
     else:
-        made.ask(f'not there: {key} = "selective"', mode_word, ours=key)
-        made.take(key, "selective", mode_word)
-    made.ignore(option_word)
+        if mode != "memory_budget":
+            made.ignore(f"{_CHECKPOINTING}memory_budget")
+        if mode == "selective":
+            _set_selection(made, key, mode_word, option_word)
+        elif mode in ("full", "none"):
+            made.take(key, mode, mode_word)
+        else:
+            made.ask(f'not there: {key} = "selective"', mode_word, ours=key)
+            made.take(key, "selective", mode_word)
+        made.ignore(option_word)
+
+
+def _set_memory_of_class(made: Translation, key: str) -> None:
+    """Set it from the JSON of 2026: that has the fields of a class, and not its name."""
+    section = [name for name in made.settings if name.startswith("activation_checkpoint")]
+    selects = any("force_recompute" in name for name in section)
+    mode = "selective" if selects else "full" if len(section) > 1 else "none"  # null is none
+    budget = f"{_CHECKPOINTING}memory_budget"
+    if budget in made.settings:
+        made.ask(f"the compiler chooses: set {key}", budget, ours=key)
+        mode = "selective"
+    made.ignore(*section)
+    note = f"the section has {len(section)} keys"
+    made.take(key, mode, *(section[:1] if mode != "none" else ()), note=note)
+
+
+def _set_selection(made: Translation, key: str, mode_word: str, option_word: str) -> None:
+    """Set it from ``selective_ac_option``: operators, or every so many blocks."""
+    option = made.settings.get(option_word)
+    text = str(option.value) if option is not None else "2"
+    words = (mode_word, option_word)
+    if text.isdecimal() and 0 < len(text) < 5 and int(text):
+        value = "full" if text == "1" else f"every {int(text)} blocks"
+        made.take(key, value, *words, note="" if option is not None else "the default")
+        return
+    if text != "op":
+        made.ask('neither op nor a number: "selective"', option_word, ours=key)
+    made.take(key, "selective", *words)
 
 
 def _set_optimizer(made: Translation) -> None:
-    note_adamw(made, "optimizer.name", "adamw")
     if _GROUP in made.settings:
         made.ask("the recipe has AdamW for all parameters, and these rates for none", _GROUP)
-    made.assume("optim.lr", 8e-4, "the default of optimizer.lr")
-    lr, steps = made.value("optim.lr", 8e-4), made.value("run.steps", 10_000)
+    lr, steps = made.value("optim.lr"), made.value("run.steps")
     total = made.number("lr_scheduler.total_steps")
     if total:
         steps = total
@@ -366,18 +289,17 @@ def _set_optimizer(made: Translation) -> None:
     else:
         made.assume("optim.warmup", min(200, steps), "the default of lr_scheduler.warmup_steps")
     kind_word, ratio_word = "lr_scheduler.decay_type", "lr_scheduler.decay_ratio"
-    kind, ratio = made.text(kind_word) or "linear", made.real(ratio_word)
-    made.ignore(kind_word, ratio_word)
+    ratio = made.real(ratio_word)
+    made.ignore(ratio_word)
     if ratio is not None:
         used = min(warmup if warmup is not None else 200, steps)
         decay = min(max(1, round(steps * min(max(ratio, 0.0), 1.0))), max(1, steps - used))
+        if (made.text(kind_word) or "linear") != "linear":
+            made.ask("the decay of wsd is linear", kind_word)
         made.take("optim.schedule", "wsd", kind_word, ratio_word)
         made.take("optim.decay_steps", decay, ratio_word, note=f"of {steps} steps")
-        note_linear_decay(made, kind, kind_word)
     else:
-        made.take("optim.schedule", "cosine" if kind == "cosine" else "linear", kind_word)
-        if kind not in ("linear", "cosine"):
-            made.ask('not there: optim.schedule = "linear"', kind_word, ours="optim.schedule")
+        made.take("optim.schedule", made.choose(kind_word, "optim.schedule") or "linear", kind_word)
     factor = made.real("lr_scheduler.min_lr_factor")
     if factor is not None:
         made.take("optim.min_lr", factor * lr, "lr_scheduler.min_lr_factor", note=f"x {lr}")
@@ -390,7 +312,7 @@ def _is_resolved(made: Translation) -> bool:
 
 def _samples(made: Translation, word: str) -> int | None:
     """Return the whole samples in a number of tokens."""
-    tokens, length = made.number(word), made.value("data.seq_len", 2048)
+    tokens, length = made.number(word), made.value("data.seq_len")
     if tokens is None or length < 1:
         return None
     if tokens % length:

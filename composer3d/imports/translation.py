@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from composer3d.imports.literal import Unread
-from composer3d.imports.words import WORDS, Word, find_word, index_of
+from composer3d.imports.words import PROGRAMS, Program, Word
 from composer3d.recipe.schema import TABLES, model_table
 from composer3d.recipe.values import as_toml, coerce, entries_of, one_line, type_of
 
@@ -31,12 +31,14 @@ class Setting(NamedTuple):
         value: text of a script, or a typed value; ``Unread`` if it is an expression.
         shown: both as the file has them, for messages, such as ``--num-layers 96``.
         place: file and line, or the file.
+        unsure: variables of a script in it, whose value depends on what is not decided.
     """
 
     name: str
     value: Any
     shown: str
     place: str
+    unsure: frozenset[str] = frozenset()
 
 
 class Value(NamedTuple):
@@ -74,7 +76,7 @@ class Translation:
     """The recipe of a file, while it is made.
 
     Attributes:
-        program: a key of ``words.WORDS``.
+        program: a key of ``words.PROGRAMS``.
         file: the file, for messages.
         settings: what the file says, by word.
         has_defaults: whether the program uses its own value for what the file does not say. An
@@ -113,6 +115,11 @@ class Translation:
     _asked: set[str] = field(default_factory=set)
 
     @property
+    def known(self) -> Program:
+        """What is known of the program."""
+        return PROGRAMS[self.program]
+
+    @property
     def overridden(self) -> frozenset[str]:
         """The keys that ``--set`` gives."""
         return frozenset(self.overrides)
@@ -136,7 +143,7 @@ class Translation:
         first = name not in self._read
         self._read.add(name)
         if not is_known(found.value):
-            word = find_word(index_of(WORDS[self.program]), name)
+            word = self.known.find(name)
             keys = [key.strip() for key in word.ours.split(",")] if word and word.ours else []
             if first and not self.overridden.intersection(keys):
                 way_out = f"give it with --set {keys[0]}=VALUE" if keys else "write its value there"
@@ -187,8 +194,10 @@ class Translation:
         return ", ".join(self.settings[name].shown for name in names if name in self.settings)
 
     def value(self, key: str, default: Any = None) -> Any:
-        """Return the value that a key of the recipe has so far."""
-        return self.values[key].value if key in self.values else default
+        """Return the value that a key of the recipe has so far, or else the program's default."""
+        if key in self.values:
+            return self.values[key].value
+        return self.known.defaults[key][0] if key in self.known.defaults else default
 
     def take(self, key: str, value: Any, *names: str, note: str = "") -> None:
         """Set a key of the recipe from words of theirs. If the file has none, it is an assumption.
@@ -240,7 +249,9 @@ class Translation:
         words = self.words(*names)
         self.lost.append(f"{words}: {reason}" if words else reason)
 
-    def ask(self, reason: str, *names: str, key: str = "", ours: str = "") -> None:
+    def ask(
+        self, reason: str, *names: str, key: str = "", ours: str = "", is_settled: bool = False
+    ) -> None:
         """Leave a point open, unless the user accepts it or sets our key.
 
         Args:
@@ -248,13 +259,14 @@ class Translation:
             names: words; those that the file lacks do not count.
             key: the name of the point; by default the first word.
             ours: the key of the recipe that ``--set`` may give.
+            is_settled: whether the user has settled it otherwise.
         """
         self._read.update(names)
         words = self.words(*names)
         line = one_line(f"{words}: {reason}" if words else reason)
         key = point_name(key or names[0])
         self._asked.add(key)
-        if key in self.accepted or ours in self.overridden:
+        if is_settled or key in self.accepted or ours in self.overridden:
             self.lost.append(line)
         elif key not in self.open:
             self.open[key] = line
@@ -266,11 +278,48 @@ class Translation:
             if key:
                 self.ask(line, key=key)
 
-    def copy_plain_words(self) -> None:
-        """Take over the words whose value moves as it is."""
-        index = index_of(WORDS[self.program])
+    def choose(self, name: str, key: str) -> Any:
+        """Return our value of a word as ``[choices]`` has it; None if the file lacks the word.
+
+        A text that the table lacks is an open point of ``key``, and has the first value.
+        """
+        values, text = self.known.choices[name], self.text(name)
+        if text is None:
+            return None
+        first = next(iter(values.values()))
+        text = text.lower().rpartition(".")[2]  # the class of a path of Python
+        if text not in values:
+            self.ask(f"not there: {key} = {as_toml(first)}", name, ours=key)
+        return values.get(text, first)
+
+    def take_choice(self, key: str, name: str) -> None:
+        """Set a key to our value of a word, if the file has one."""
+        value = self.choose(name, key)
+        if value is not None:
+            self.take(key, value, name)
+
+    def take_plain_words(self) -> None:
+        """Take over the words that need no code: those that move, and switches."""
+        for name, values in self.known.absent.items():
+            found = self.settings.get(name)
+            if found is not None and str(found.value).lower() in values:
+                del self.settings[name]
+        self._copy_words()
+        for name, (on, *off) in self.known.flags.items():
+            if name in self.settings and (self.flag(name) or off):
+                value = on if self.flag(name) else off[0]
+                self.take(self.known.index[name].ours, value, name)
+
+    def assume_defaults(self) -> None:
+        """Set what the program has by default, unless the file or a preset says it."""
+        for key, (value, reason, *words) in self.known.defaults.items():
+            is_given = self.model is not None and key.startswith("model.")
+            if not is_given and not any(word in self.settings for word in words):
+                self.assume(key, value, reason)
+
+    def _copy_words(self) -> None:
         for name in list(self.settings):
-            word = index.get(name)
+            word = self.known.index.get(name)
             if word is None or not word.is_copied or name in self._read:
                 continue
             found = self.get(name)
@@ -297,13 +346,12 @@ class Translation:
 
     def finish(self) -> None:
         """Note the words that no code has read, and keep the lists short."""
-        index = index_of(WORDS[self.program])
         without_equal: dict[str, list[str]] = {}
         unknown = "not a word that this import knows; it may change what is trained"
         for name, found in self.settings.items():
             if name in self._read:
                 continue
-            word = find_word(index, name)
+            word = self.known.find(name)
             if self._is_automatic(found):
                 self.assumed.append(
                     f"{found.shown}: Hugging Face's Trainer chooses it, so it is absent"
@@ -417,10 +465,9 @@ def canonical(
 
     ``contradictions`` gets a line for each word that stands twice with different values, by word.
     """
-    index: Mapping[str, Word] = index_of(WORDS[program])
     result: dict[str, Setting] = {}
     for one in found:
-        word = index.get(one.name)
+        word = PROGRAMS[program].index.get(one.name)
         name = word.name if word is not None else one.name
         before = result.get(name)
         if before is not None and str(before.value) != str(one.value):

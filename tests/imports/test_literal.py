@@ -35,10 +35,6 @@ def test_other_arithmetic_is_refused(text: str) -> None:
         arithmetic(text)
 
 
-def test_a_shell_divides_whole() -> None:
-    assert arithmetic("7/2", divides_whole=True) == 3
-
-
 def test_dicts_and_keywords_are_read() -> None:
     text = (
         "import os\n"

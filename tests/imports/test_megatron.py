@@ -439,18 +439,63 @@ def test_the_ends_of_a_pipeline(more: str, stages: tuple[int, ...], tmp_path: Pa
         (MEGATRON + '  "$@"', []),
         (MEGATRON.rstrip() + " $MORE_ARGS", ["$MORE_ARGS"]),
         (MEGATRON.rstrip() + " &> log --lr 1", []),
-        # A condition that is not decided, and two commands with other values.
-        (MEGATRON.replace("TP=2", "TP=2\nif [ -f x ]; then TP=4; fi"), None),
+        # Conditions, loops and functions, and two commands with other values.
+        (MEGATRON.replace("TP=2", "TP=2\nif [ -f x ]; then TP=4; fi"), ["TP"]),
+        (MEGATRON.replace("TP=2", "if [ $1 = a ]; then TP=4; else TP=2; fi"), ["TP"]),
+        (MEGATRON.replace("NNODES=$", "NNODES=1\nmany() { NNODES=2; }\nX=$"), ["NNODES"]),
+        (
+            MEGATRON.replace(
+                "torchrun", "if x; then TRAIN_ARGS+=(--fp8-format e4m3); fi\ntorchrun"
+            ),
+            None,
+        ),
+        (
+            MEGATRON.replace("torchrun", "A=\nif x; then A=--qk-layernorm; fi\ntorchrun") + " $A",
+            ["A"],
+        ),
+        (MEGATRON.replace("torchrun", "A=\nif x; then A=$B; fi\ntorchrun") + " $A", ["A"]),
+        # What decides nothing, is not used, or is set again.
         (
             MEGATRON.replace("TP=2", "case $S in a) L=1;; esac\nif [ -f x ]; then Z=4; fi\nTP=2"),
             [],
         ),
-        (MEGATRON + MEGATRON.replace("--lr 3.0e-4", "--lr 1.0e-4"), None),
+        (MEGATRON.replace("TP=2", "if x; then TP=4; fi\nTP=2"), []),
+        (MEGATRON.replace("torchrun", "if x; then P=1; fi\ntorchrun") + " --save $P/a", []),
+        (
+            MEGATRON.replace("torchrun", "A=\nif x; then A='--save $B'; fi\ntorchrun")
+            + " --load x $A",
+            [],
+        ),
+        (MEGATRON + MEGATRON.replace("--lr 3.0e-4", "--lr 1.0e-4"), ["lr"]),
     ],
 )
 def test_a_script_is_not_guessed(text: str, keys: list[str] | None, tmp_path: Path) -> None:
+    text = text.replace("50257\n ", "50257 ")
     found = list(imported(tmp_path, "x.sh", text).made.open)
     assert found == keys if keys is not None else found
+
+
+def test_what_a_script_computes_is_refused_or_given(tmp_path: Path) -> None:
+    text = MEGATRON.replace("TP=2", "TP=$((1 * 2))").replace("NODE=8", "NODE=$(nproc)")
+    with pytest.raises(RecipeError) as error:
+        imported(tmp_path, "x.sh", text)
+    assert "$((1 * 2)): the value is not known here; give it with --set mesh.tp" in str(error.value)
+    made = imported(tmp_path, "x.sh", text, ["mesh.tp=2"], gpus=16)
+    assert (made.resolved.recipe.world_size, made.made.open) == (16, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "sets", "gpus"),
+    [("TP=2", ["mesh.tp=2"], None), ("NNODES=1", [], 16), ("TP=2", [], 16)],
+)
+def test_what_the_user_gives_settles_an_unsure_variable(
+    name: str, sets: list[str], gpus: int | None, tmp_path: Path
+) -> None:
+    text = MEGATRON.replace("NNODES=$", "NNODES=2\nX=$")
+    text = text.replace("torchrun", f"if x; then {name[:-1]}8; fi\ntorchrun")
+    text = text.replace("\nDISTRIBUTED", f"\nif x; then {name[:-1]}8; fi\nDISTRIBUTED")
+    is_open = not sets and name == "TP=2"
+    assert bool(imported(tmp_path, "x.sh", text, sets, gpus=gpus).made.open) is is_open
 
 
 def test_a_section_of_yaml_has_the_words_of_bridge(tmp_path: Path) -> None:

@@ -10,7 +10,13 @@ from composer3d.spec.errors import RecipeError
 
 def words(text: str) -> list[str]:
     """The words of the last command."""
-    return read_script(text, "x.sh").commands[-1].words
+    return [word.text for word in read_script(text, "x.sh").commands[-1].words]
+
+
+def unsure(text: str) -> dict[str, str]:
+    """Each word of the last command that has unsure variables, and these."""
+    found = read_script(text, "x.sh").commands[-1].words
+    return {word.text: " ".join(sorted(word.unsure)) for word in found if word.unsure}
 
 
 @pytest.mark.parametrize(
@@ -21,7 +27,7 @@ def words(text: str) -> list[str]:
         ("A=(1 '2 3')\nA+=(4)\nrun \"${A[@]}\"", ["run", "1", "2 3", "4"]),
         ("A=(--x 1 # no\n --y)\nrun ${A[@]} ${A[*]}", ["run", *(2 * ["--x", "1", "--y"])]),
         ("A=1; A=${A}2; A+=3\nrun $A", ["run", "123"]),
-        ("export N=4 M=2\nrun $((N*$M + 1)) $((N/3))", ["run", "9", "1"]),
+        ("export N=4 M=2\nrun $N $M", ["run", "4", "2"]),
         ('N=${X:-8} M=${1:-"a b"}\nrun $N "$M"', ["run", "8", "a b"]),
         (
             "run $UNSET ${UNSET} $1 $(date) `date` $((U*2))",
@@ -38,7 +44,11 @@ def words(text: str) -> list[str]:
             'D="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"\nA=1\nrun $A "$D"',
             ["run", "1", '$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)'],
         ),
-        ("A=$((2 * (3+4))) B=$(( (4 + 4) / 2 ))\nrun $A $B", ["run", "14", "4"]),
+        # Nothing is computed.
+        ("A=$((2 * (3+4))) N=2\nrun $A $((N/3))", ["run", "$((2 * (3+4)))", "$((N/3))"]),
+        ("A=1\nfor A in 1 2; do\nrun $A\ndone", ["run", "$A"]),
+        ("A=1 B=2\nread A\n((B += 1))\nrun $A $B", ["run", "$A", "$B"]),
+        ("A=1 B=(1 2)\nunset A; B[0]=3\nrun $A ${B[@]}", ["run", "$A", "${B[@]}"]),
         ("A=1 E=\nrun ${A:-${B}} ${C:-$A} ${E:-2} ${C:-$B}", ["run", "1", "1", "2", "$B"]),
         ("declare -a A=(--x 1)\nlocal -r B=2\nrun ${A[@]} $B", ["run", "--x", "1", "2"]),
         ("run a > log 2>&1", ["run", "a"]),
@@ -54,71 +64,54 @@ def test_words_of_a_command(text: str, expected: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("condition", "value"),
+    ("text", "expected"),
     [
-        ('[ "$SIZE" = "7b" ]', "4096"),
-        ('[[ $SIZE == "8b" ]]', "5120"),
-        ('[ "$SIZE" != "8b" ]', "4096"),
-        ('[ -n "$SIZE" ]', "4096"),
-        ("[ -z $SIZE ]", "5120"),
-        ('[[ "$SIZE" == "7b" ]] || [[ -n "$UNSET" ]]', "4096"),
-        ("[ -f x ] || [ $SIZE = 7b ]", "4096"),
-        ("[ $SIZE = 7b ] && [ -n $SIZE ] && [ $SIZE != 8b ]", "4096"),
-        ("[ $SIZE = 8b ] && [ -f x ]", "5120"),
+        # A value before is kept; else it is the last one.
+        ("A=1\nif [ 1 = 1 ]; then\nA=2\nfi\nrun $A", {"1": "A"}),
+        ("if [ 1 = 1 ]; then A=1; else A=2; fi\nrun $A", {"2": "A"}),
+        ("case $S in a) A=1;; b) A=2;; esac\nrun $A", {"2": "A"}),
+        ("A=1\nwhile true; do A=2; done\nrun $A", {"1": "A"}),
+        ("A=1\nset_a() { A=2; }\nrun $A", {"1": "A"}),
+        ("A=1\n( A=2 )\nrun $A", {"1": "A"}),
+        ("A=1\n[ -f x ] && A=2\nrun $A", {"1": "A"}),
+        ("A=1\ntrue || A=2\nrun $A", {"1": "A"}),
+        ("[ -f x ] && A=1 && B=2\nrun $A $B", {"1": "A", "2": "B"}),
+        # What is the same, or set again below, is sure; so is what follows an assignment and &&.
+        ("A=1\nif x; then A=1; fi\nrun $A", {}),
+        ("A=1\nif x; then A=2; fi\nA=3\nrun $A", {}),
+        ("A=1 && B=2\nrun $A $B", {}),
+        # Each word tells of what is in it, through other variables, quotes and arrays.
+        ('if x; then A=1; fi\nB="--a $A --b 2"\nrun $B', {"1": "A"}),
+        ('if x; then A=\'1 2\'; fi\nB=("$A" 3)\nrun "${B[@]}"', {"1 2": "A"}),
+        ("if x; then A=1; fi\nif y; then B=2$A; fi\nrun --x=$B", {"--x=21": "A B"}),
+        ("if x; then A=; fi\nrun ${A:-3} b", {"3": "A"}),
+        # A word that may be there or not.
+        ("A=\nif x; then A=--b; fi\nrun $A", {"": "A"}),
+        ('A=()\nif x; then A+=(--b); fi\nrun "${A[@]}"', {"": "A"}),
+        ("A=1\nif x; then A=2; fi\ncat <<E\n$A\nE\nrun 1", {}),
     ],
 )
-def test_known_conditions_are_decided(condition: str, value: str) -> None:
-    script = read_script(
-        f"SIZE=7b\nif {condition}; then\n  H=4096\nelse\n  H=5120\nfi\nrun $H", "x.sh"
-    )
-    assert script.commands[-1].words == ["run", value]
-    assert script.undecided == []
+def test_what_depends_on_a_condition_is_unsure(text: str, expected: dict[str, str]) -> None:
+    assert unsure(text) == expected
 
 
-@pytest.mark.parametrize(
-    "condition",
-    [
-        "[ -f data ]",
-        '[ "$UNSET" = 1 ]',
-        '[ "$A" = 1 ] && [ -f x ]',
-        '[ "$A" = 2 ] || [ -f x ]',
-        "[ -f x ] && [ $A = 1 ] || [ -f y ]",
-        "(( A > 0 ))",
-        "grep -q x y",
-    ],
-)
-def test_other_conditions_leave_a_variable_as_it_is(condition: str) -> None:
-    script = read_script(f"A=1\nH=1\nif {condition}; then\n  H=2\nfi\nrun $H", "x.sh")
-    assert script.commands[-1].words == ["run", "1"]
-    (line,) = script.undecided
-    assert line.startswith("x.sh:4: H is set again under a condition, which is not decided")
-    assert line.endswith("its value before, 1, is used")
-
-
-def test_an_assignment_after_a_test_is_not_decided() -> None:
-    script = read_script("H=1\n[ -f x ] && H=2\nrun $H", "x.sh")
-    assert script.commands[-1].words == ["run", "1"]
-    assert len(script.undecided) == 1
-
-
-def test_elif_and_nested_conditions() -> None:
-    text = "S=b\nif [ $S = a ]; then H=1\nelif [ $S = b ]; then\n"
-    text += " if [ $S = c ]; then H=9; fi\n H=2\nelse H=3\nfi\nrun $H"
-    assert words(text) == ["run", "2"]
-
-
-def test_else_after_an_undecided_branch_is_not_decided() -> None:
-    text = "S=b H=1\nif [ $S = a ]; then H=2\nelif [ -f x ]; then H=3\nelse H=4\nfi\nrun $H"
-    assert words(text) == ["run", "1"]
+def test_an_unsure_variable_has_a_line() -> None:
+    script = read_script("H=1\nif x; then\n  H=2\nfi\nif y; then\n  G=3\nfi\nrun $H $G", "x.sh")
+    assert list(script.unsure.values()) == [
+        "x.sh:3: H is set again under a condition, which is not decided: its value before, 1, is "
+        "used",
+        "x.sh:6: G is set under a condition, which is not decided: its last value, 3, is used",
+    ]
+    assert script.others == {"H": ["2"], "G": ["3"]}
 
 
 def test_here_documents_are_texts_with_variables() -> None:
     script = read_script(
         "B=8\ncat <<EOT > x.json\n{\"a\": $B}\nEOT\ncat <<'E'\n$B\nE\nrun 1", "x.sh"
     )
-    assert [text for _, text in script.documents] == ['{"a": 8}', "$B"]
+    assert [found.text for _, found in script.documents] == ['{"a": 8}', "$B"]
     assert script.documents[0][0] == 3
-    assert script.commands[-1].words == ["run", "1"]
+    assert [word.text for word in script.commands[-1].words] == ["run", "1"]
 
 
 def test_lines_of_commands() -> None:
