@@ -1,7 +1,5 @@
 """Attention on one process: sliding windows, and packed documents, each as if it were alone."""
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +10,7 @@ from composer3d.models.layers.attention import attend_sdpa
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.shape import ModelShape
 from composer3d.parallel.context.api import attend_over
+from tests.reference.attention import attend, visible_keys
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -122,17 +121,6 @@ def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def dense(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, window: int) -> Tensor:
-    """Attention with all scores: query q sees key k if 0 <= q - k < window."""
-    groups = q_BHTD.shape[1] // k_BKTD.shape[1]
-    k_BHTD, v_BHTD = (x.repeat_interleave(groups, dim=1) for x in (k_BKTD, v_BKTD))
-    scores = q_BHTD @ k_BHTD.mT / math.sqrt(q_BHTD.shape[-1])
-    positions = torch.arange(q_BHTD.shape[2])
-    distance = positions[:, None] - positions
-    hidden = (distance < 0) | (distance >= (window or len(positions)))
-    return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v_BHTD
-
-
 @pytest.mark.parametrize(
     ("length", "window"),
     [(12, 0), (12, 1), (12, 4), (13, 4), (15, 4), (5, 4), (7, 6), (12, 12), (4, 9), (1, 1)],
@@ -151,7 +139,7 @@ def test_window_is_exact(length: int, window: int, kv_heads: int) -> None:
     results = [out, *torch.autograd.grad(out, leaves, cotangent)]
 
     leaves = [x.detach().requires_grad_() for x in inputs]
-    out = dense(*leaves, window)
+    out = attend(*leaves, visible_keys(length, window=window))
     expected_results = [out, *torch.autograd.grad(out, leaves, cotangent)]
     for actual, expected in zip(results, expected_results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
@@ -163,7 +151,7 @@ def test_window_runs_in_narrow_dtypes(dtype: torch.dtype, bound: float) -> None:
     seq = SequenceInfo(torch.arange(19)[None])
     out = attend_sdpa(q.to(dtype), k.to(dtype), v.to(dtype), seq=seq, window=5)
     assert out.dtype == dtype
-    assert (out - dense(q, k, v, 5)).abs().max().item() < bound
+    assert (out - attend(q, k, v, visible_keys(19, window=5))).abs().max().item() < bound
 
 
 def test_window_saves_no_square_of_scores() -> None:

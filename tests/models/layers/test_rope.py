@@ -1,6 +1,5 @@
 """Rotary positions: the speeds of the pairs, their precision, and the table that blocks share."""
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +13,7 @@ from composer3d.models.layers import rope as rope_module
 from composer3d.models.layers.rope import Rope, rope_table, rotate, shared_rope_table
 from composer3d.models.llama.model import Llama, rope_of
 from composer3d.models.llama.shape import PRESETS, ModelShape
+from tests.reference import rotation
 
 LLAMA_3_1 = PRESETS["llama3.1-8b"]
 
@@ -37,17 +37,9 @@ def test_long_wavelengths_are_stretched_as_in_llama_3_1() -> None:
     That is more than 4 times for pairs 0 to 28, and less than once for pairs 35 to 63.
     """
     plain = [5e5 ** (-i / 64) for i in range(64)]
-    turns = [8192 * speed / (2 * math.pi) for speed in plain]
-    kept = [i for i in range(64) if turns[i] > 4]
-    stretched = [i for i in range(64) if turns[i] < 1]
-    assert (kept[-1], stretched[0]) == (28, 35)
-
-    kept_share = {i: (turns[i] - 1) / 3 for i in range(29, 35)}
-    expected = [
-        *(plain[i] for i in kept),
-        *(plain[i] * ((1 - share) / 8 + share) for i, share in kept_share.items()),
-        *(plain[i] / 8 for i in stretched),
-    ]
+    expected = rotation.speeds(LLAMA_3_1)
+    assert [i for i in range(64) if expected[i] == plain[i]] == [*range(29)]
+    assert [i for i in range(64) if expected[i] == plain[i] / 8] == [*range(35, 64)]
     assert speeds(LLAMA_3_1) == pytest.approx(expected, rel=1e-12)
     assert speeds(replace(LLAMA_3_1, rope_factor=1.0)) == pytest.approx(plain, rel=1e-12)
 

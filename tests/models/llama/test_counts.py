@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from composer3d.models.llama import counts
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.shape import PRESETS, ModelShape
+from tests.reference.attention import visible_keys
 
 UNEVEN = ModelShape(dim=48, n_layers=3, n_heads=6, n_kv_heads=2, ffn=100, vocab=77)
 SHAPES = {
@@ -74,9 +75,7 @@ def test_a_causal_mask_reduces_attention_and_nothing_else() -> None:
     ("seq_len", "window"), [(64, 0), (64, 1), (64, 10), (65, 64), (64, 64), (64, 100), (1, 3)]
 )
 def test_keys_seen_are_those_that_the_mask_shows(seq_len: int, window: int) -> None:
-    seen = torch.ones(seq_len, seq_len, dtype=torch.bool).tril()
-    if window:
-        seen = seen.triu(1 - window)
+    seen = visible_keys(seq_len, window=window)
     assert counts.keys_seen(seq_len, window) == pytest.approx(
         seen.sum().item() / seq_len, rel=1e-14
     )

@@ -12,7 +12,7 @@ from composer3d.models.llama import counts
 from composer3d.models.llama.model import First, Last, Llama
 from composer3d.models.llama.shape import PRESETS, ModelShape
 from composer3d.models.moe.shape import MoeShape
-from tools.prove import plain
+from tests.reference import llama as plain
 
 # The rotary base and the epsilon are such that they matter at 12 positions.
 SHAPE = ModelShape(

@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from composer3d.models.layers.rope import rope_table, rotate
 from composer3d.models.llama import names
 from composer3d.models.llama.model import Llama, rope_of
 from composer3d.models.llama.shape import PRESETS, ModelShape
 from composer3d.spec.errors import CheckpointError
+from tests.reference.rotation import rotations, turn_neighbours
 
 SHAPE = ModelShape(dim=48, n_layers=12, n_heads=4, n_kv_heads=2, ffn=80, vocab=99)
 WQ = "blocks.11.attn.wq.weight"
@@ -49,17 +49,6 @@ def test_shapes_are_those_of_the_model() -> None:
         assert list(names.parameter_shapes(shape).items()) == list(built.items())
 
 
-def interleaved(x_TD: Tensor, theta: float) -> Tensor:
-    """Rotate as Meta does: neighbours are the real and imaginary parts of a complex number."""
-    half = x_TD.shape[-1] // 2
-    speed_D = 1.0 / theta ** (torch.arange(half, dtype=torch.float64) / half)
-    angle_TD = torch.arange(x_TD.shape[0], dtype=torch.float64)[:, None] * speed_D
-    turned = torch.view_as_complex(x_TD.unflatten(-1, (half, 2))) * torch.polar(
-        torch.ones_like(angle_TD), angle_TD
-    )
-    return torch.view_as_real(turned).flatten(-2)
-
-
 def test_attention_scores_in_metas_layout_equal_ours() -> None:
     width = SHAPE.head_width
     x_TC = torch.randn(7, SHAPE.dim, dtype=torch.float64)
@@ -75,16 +64,16 @@ def test_attention_scores_in_metas_layout_equal_ours() -> None:
             names.to_meta(f"blocks.0.attn.{kind}.weight", meta[kind], SHAPE, inverse=True),
             ours[kind],
         )
-    table = rope_table(
-        rope_of(replace(SHAPE, rope_theta=100.0)), torch.arange(7)[None], torch.float64
-    )
+    shape = replace(SHAPE, rope_theta=100.0)
+    table = rope_table(rope_of(shape), torch.arange(7)[None], torch.float64)
     q, k = (rotate((x_TC @ ours[kind].T).view(1, 7, 4, width), table)[0] for kind in ("wq", "wk"))
+    turns = rotations(shape, range(7))
+    a, b = (
+        turn_neighbours((x_TC @ meta[kind].T).view(7, 4, width), turns) for kind in ("wq", "wk")
+    )
     for head in range(4):
-        a, b = (
-            interleaved((x_TC @ meta[kind].T).view(7, 4, width)[:, head], 100.0)
-            for kind in ("wq", "wk")
-        )
-        torch.testing.assert_close(q[:, head] @ k[:, head].T, a @ b.T, rtol=1e-12, atol=1e-12)
+        expected = a[:, head] @ b[:, head].T
+        torch.testing.assert_close(q[:, head] @ k[:, head].T, expected, rtol=1e-12, atol=1e-12)
 
 
 def width_in_meta(dim: int, params: dict[str, Any]) -> int:

@@ -13,7 +13,7 @@ from composer3d.models.moe import counts
 from composer3d.models.moe.model import MoeLlama
 from composer3d.models.moe.plan import sharding_plan
 from composer3d.models.moe.shape import PRESETS, MoeShape
-from tools.prove import plain
+from tests.reference import llama as plain
 
 SHAPE = MoeShape(24, 3, 4, 2, 40, 31, 100.0, 1e-3, experts=6, experts_per_token=2, expert_ffn=20)
 

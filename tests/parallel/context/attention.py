@@ -12,6 +12,7 @@ from torch import Tensor
 
 from composer3d.data.loader import number_documents
 from composer3d.parallel.context import api, ownership
+from tests.reference.attention import attend, visible_keys
 
 # Query and key-value heads: a key-value head for each query head, for several, and one for all.
 HEADS = [(4, 4), (4, 2), (3, 1)]
@@ -52,19 +53,10 @@ PLAIN = Mask()
 def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Mask = PLAIN) -> list[Tensor]:
     """The output and the gradients of q, k and v: the softmax of all scores behind a mask."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    repeat, tokens = q.shape[1] // k.shape[1], q.shape[2]
-    scores = q @ k.repeat_interleave(repeat, 1).mT / q.shape[-1] ** 0.5
-    visible = torch.ones(tokens, tokens, dtype=torch.bool)
-    if mask.causal:
-        visible = visible.tril()
-    if mask.window:
-        visible = visible.triu(1 - mask.window)
-    visible = visible[None, None]
-    if mask.documents is not None:
-        same_document = mask.documents[:, None, :, None] == mask.documents[:, None, None]
-        visible = visible & same_document
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-    out = weights @ v.repeat_interleave(repeat, 1)
+    visible = visible_keys(
+        q.shape[2], documents_BT=mask.documents, window=mask.window, is_causal=mask.causal
+    )
+    out = attend(q, k, v, visible)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
 

@@ -21,6 +21,7 @@ from tests.parallel.context.attention import (
     random_documents,
     reference,
 )
+from tests.reference.attention import visible_keys
 from tools.prove import varlen
 
 WINDOWS = (0, 1, 2, 5, 9, 16, 30, NOT_CAUSAL)
@@ -41,14 +42,9 @@ def check_plan(
     """Check that each visible score is computed once, and no other; return the most calls."""
     rows, length = 2, size * tokens
     starts = starts_of(documents)
-    same_document = torch.ones(rows, length, length, dtype=torch.bool)
-    if documents is not None:
-        same_document = documents[:, :, None] == documents[:, None]
-    visible = same_document
-    if window != NOT_CAUSAL:
-        visible = visible.tril()
-    if window > 0:
-        visible = visible.triu(1 - window)
+    visible = visible_keys(
+        length, documents_BT=documents, window=max(window, 0), is_causal=window != NOT_CAUSAL
+    ).expand(rows, -1, -1)
     for method, rank in product(("ring", "allgather"), range(size)):
         plan = packed.plan_calls(rank, size, rows, tokens, starts, window, method, balanced)
         own = places_of(rank, size, tokens, balanced)

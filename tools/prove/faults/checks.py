@@ -2,18 +2,17 @@
 
 They check models, initial weights, resuming, rollbacks and conversion. Each runs in a worker of one
 process, with or without a planted fault, and returns its findings: a line for each thing that is
-wrong. The right results are computed here, by code that shares nothing with the package.
+wrong. The right results are computed here and in ``tests/reference``, by code that shares nothing
+with the package.
 
 ``corruption`` and ``stragglers`` run in several workers (``RANKS``). Their fault is one of a
 machine, and their findings are what the training itself reports.
 """
 
-import hashlib
 import json
 import math
 import os
 import random
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -45,13 +44,14 @@ from composer3d.training.loop import train
 from composer3d.training.observers.observer import Observer
 from composer3d.verify import data as verify_data
 from composer3d.verify.data import corpus_batch, reference_learning_rate
-from tools.prove.plain import BOUND, SHAPES, compare, random_model
+from tests.reference.initial import initial_weight
+from tests.reference.llama import BOUND, SHAPES, compare, random_model
 
 Plant = Callable[[], None] | None
 
 
 def model(plant: Plant) -> list[str]:
-    """Compare models of every option with those of ``tools/prove/plain.py``."""
+    """Compare models of every option with those of ``tests/reference/llama.py``."""
     if plant is not None:
         plant()
     return [
@@ -63,7 +63,7 @@ def model(plant: Plant) -> list[str]:
 
 
 def weights(plant: Plant) -> list[str]:
-    """Compare initial weights with splitmix64 and Box-Muller in Python's own numbers."""
+    """Compare initial weights with those of ``tests/reference/initial.py``."""
     if plant is not None:
         plant()
     findings = []
@@ -80,25 +80,6 @@ def weights(plant: Plant) -> list[str]:
             if not torch.allclose(actual, expected.double(), rtol=1e-6, atol=1e-9):
                 findings.append(f"initial weights of {name} with seed {seed} break their rule")
     return findings
-
-
-def initial_weight(shape: ModelShape, seed: int, name: str, index: int) -> float:
-    """The initial value of element ``index`` of a parameter."""
-    if name.endswith("norm.weight"):
-        return 1.0
-    std = 0.02 / math.sqrt(2 * shape.n_layers) if re.search(r"\.(wo|w2)\.", name) else 0.02
-    mask = (1 << 64) - 1
-    key = int.from_bytes(
-        hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little"
-    )
-    x = ((index + 1) * 0x9E3779B97F4A7C15 + key) & mask
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-    x ^= x >> 31
-    # Box-Muller of two numbers between 0 and 1, each of 26 bits. The first is never 0.
-    first = ((x >> 38 & 0x3FFFFFF) + 0.5) / 2**26
-    second = (x >> 12 & 0x3FFFFFF) / 2**26
-    return std * math.sqrt(-2 * math.log(first)) * math.cos(2 * math.pi * second)
 
 
 RECIPE = """\

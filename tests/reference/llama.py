@@ -1,11 +1,10 @@
 """Llama and its mixtures of experts once more, as their papers write them.
 
 ``verify`` runs the model of composer3d on both of its sides. This one shares no code with it: it
-computes one sequence, one head and one token at a time, and rotates positions as complex numbers.
+computes one sequence at a time, in mixtures of experts one token, and rotates complex numbers.
 ``compare`` judges the model's logits, and all gradients, those of the routers' losses included.
 """
 
-import cmath
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +18,8 @@ from composer3d.models.llama.model import Llama
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.moe.model import MoeLlama
 from composer3d.models.moe.shape import MoeShape
+from tests.reference.attention import attend, visible_keys
+from tests.reference.rotation import rotations, turn_halves
 
 BOUND = 1e-9
 
@@ -224,51 +225,11 @@ def _attention(
     if shape.qk_norm:
         q = _norm(shape, q, weights["attn.q_norm.weight"])
         k = _norm(shape, k, weights["attn.k_norm.weight"])
-    q, k = turn(q, turns), turn(k, turns)
-    visible = torch.tensor(
-        [
-            [
-                key <= query
-                and row.documents[key] == row.documents[query]
-                and (shape.window == 0 or query - key < shape.window)
-                for key in range(n_tokens)
-            ]
-            for query in range(n_tokens)
-        ]
-    )
-    heads = []
-    for head in range(shape.n_heads):
-        shared = head // (shape.n_heads // shape.n_kv_heads)
-        scores = q[:, head] @ k[:, shared].T / math.sqrt(shape.head_width)
-        heads.append(scores.masked_fill(~visible, -math.inf).softmax(-1) @ v[:, shared])
-    return torch.cat(heads, -1) @ weights["attn.wo.weight"].T
-
-
-def rotations(shape: ModelShape, positions: Sequence[int]) -> Tensor:
-    """e^(i angle) of each position and pair, (T, D / 2), with Llama 3.1's stretched wavelengths."""
-    half = shape.head_width // 2
-    rows = []
-    for position in positions:
-        row = []
-        for pair in range(half):
-            speed = shape.rope_theta ** (-pair / half)
-            wavelength = 2 * math.pi / speed
-            if wavelength > shape.rope_context / shape.rope_low_freq:
-                speed /= shape.rope_factor
-            elif wavelength > shape.rope_context / shape.rope_high_freq:
-                low, high = shape.rope_low_freq, shape.rope_high_freq
-                unstretched = (shape.rope_context / wavelength - low) / (high - low)
-                speed = (1 - unstretched) * speed / shape.rope_factor + unstretched * speed
-            row.append(cmath.exp(1j * position * speed))
-        rows.append(row)
-    return torch.tensor(rows, dtype=torch.complex128)
-
-
-def turn(x: Tensor, turns: Tensor) -> Tensor:
-    """Multiply the pairs (x[i], x[i + D/2]) of (T, heads, D), as complex numbers, by ``turns``."""
-    a, b = x.chunk(2, -1)
-    turned = torch.complex(a, b) * turns[:, None]
-    return torch.cat((turned.real, turned.imag), -1)
+    q, k = turn_halves(q, turns), turn_halves(k, turns)
+    documents = torch.tensor([row.documents])
+    visible = visible_keys(n_tokens, documents_BT=documents, window=shape.window)
+    out = attend(*(x.transpose(0, 1)[None] for x in (q, k, v)), visible)[0]
+    return out.transpose(0, 1).flatten(1) @ weights["attn.wo.weight"].T
 
 
 def _mixture(
