@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from composer3d.models.registry import architecture, resolve
+from composer3d.models.registry import architecture
 from composer3d.planner.constants import SHIPPED, Constants
 from composer3d.planner.memory import GIB, RankMemory, predict_memory
 from composer3d.planner.setup import (
@@ -89,7 +89,7 @@ def mfu(setup: Setup, flops_per_token: float, tokens_s: float) -> float | None:
 
     Args:
         setup: the setup.
-        flops_per_token: model FLOPs of ``models.*.counts``, causal or not, as the caller likes.
+        flops_per_token: model FLOPs of ``models.counts``, causal or not, as the caller likes.
         tokens_s: tokens per second and device.
     """
     precision = setup.precision
@@ -202,7 +202,7 @@ def sizes_of(recipe: Recipe) -> Sizes:
         tied=model.tied,
         window=model.window,
         experts=model.experts,
-        experts_per_token=getattr(model, "experts_per_token", 1) if model.experts else 0,
+        experts_per_token=model.experts_per_token if model.experts else 0,
         expert_width=model.expert_width if model.experts else 0,
         shared_width=getattr(model, "shared_ffn", 0),
         expert_blocks=expert_blocks,
@@ -210,13 +210,9 @@ def sizes_of(recipe: Recipe) -> Sizes:
     )
 
 
-def model_flops_per_token(recipe: Recipe, *, causal: bool = True) -> float:
+def model_flops_per_token(recipe: Recipe) -> float:
     """Return the model FLOPs of a token, from the counts of the recipe's architecture."""
-    chosen = architecture(recipe.model.architecture)
-    count = resolve(chosen.flops_per_token)
-    if causal:
-        return float(count(recipe.model, recipe.data.seq_len))
-    return float(count(recipe.model, recipe.data.seq_len, causal=False))
+    return architecture(recipe.model.architecture).count_flops(recipe.model, recipe.data.seq_len)
 
 
 def _precision(recipe: Recipe) -> Precision:

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from composer3d.models.llama import counts
+from composer3d.models import counts
 from composer3d.models.llama.shape import PRESETS
+from composer3d.models.llama.table import table
 from composer3d.planner import compute
 from composer3d.planner.constants import FITTED, PRIORS, SHIPPED
 from composer3d.planner.setup import Recompute, Setup, Software
@@ -54,7 +55,7 @@ def test_products_are_those_that_mfu_counts(tp: int) -> None:
     keys = compute.keys_per_query(setup)
     assert keys == counts.keys_seen(setup.batch.seq_len)
     attention = 4.0 * setup.tokens * shape.n_layers * keys * shape.n_heads * shape.head_width
-    counted = counts.flops_per_token(shape, setup.batch.seq_len) * setup.tokens
+    counted = counts.flops_per_token(table(shape), shape, setup.batch.seq_len) * setup.tokens
     assert 3 * (tp * forward + attention) == pytest.approx(counted, rel=1e-12)
 
 
