@@ -58,6 +58,7 @@ class Row(NamedTuple):
         style: how tp cuts the module that it belongs to.
         init: its initial values.
         float8: whether it may multiply in float8.
+        is_unread: whether nothing in backward reads what its module returns (``ShardingPlan``).
         trains: whether it can have a gradient; the bias of a router cannot.
         tied_to: the global name of the parameter that it is, if that stands elsewhere in the table.
         hf: the name in files of Hugging Face. ``#`` stands for the number of the block, and ``@``
@@ -73,6 +74,7 @@ class Row(NamedTuple):
     style: ParameterStyle
     init: Normal | Constant
     float8: bool = False
+    is_unread: bool = False
     trains: bool = True
     tied_to: str = ""
     hf: str = ""
@@ -100,7 +102,9 @@ class Globs(NamedTuple):
 
     tensor: dict[str, Style]
     init: dict[str, Normal | Constant]
+    attend: str
     experts: str | None
+    unread: tuple[str, ...]
     float8: tuple[str, ...]
 
 
@@ -113,12 +117,14 @@ class ParameterTable:
         blocks: the parameters of each block. Blocks of a kind share one tuple.
         last: the parameters after the blocks.
         attention: the name, within a block, of the module that attends across tokens.
+        first_only_looks_up: whether ``first`` does nothing with its parameters but look up rows.
     """
 
     first: tuple[Row, ...]
     blocks: tuple[tuple[Row, ...], ...]
     last: tuple[Row, ...]
     attention: str
+    first_only_looks_up: bool = False
 
     def units(self) -> Iterator[tuple[str, tuple[Row, ...]]]:
         """Yield the name and the rows of ``first``, of each block and of ``last``."""
@@ -162,7 +168,8 @@ class ParameterTable:
         """
         tensor: dict[str, Style] = {}
         experts = None
-        float8: list[str] = []
+        unread: dict[str, None] = {}
+        float8: dict[str, None] = {}
         for name, row in self.kinds.items():
             module = name.rpartition(".")[0]
             if row.style == "experts":
@@ -171,7 +178,10 @@ class ParameterTable:
             if row.style in ("column", "kv_column"):
                 tensor[module.rpartition(".")[0]] = "gather"
             tensor[module] = row.style
-            if row.float8 and module not in float8:
-                float8.append(module)
+            if row.is_unread:
+                unread[module] = None
+            if row.float8:
+                float8[module] = None
         init = {name: row.init for name, row in self.kinds.items() if not row.tied_to}
-        return Globs(tensor, init, experts, tuple(float8))
+        attend = f"blocks.*.{self.attention}"
+        return Globs(tensor, init, attend, experts, tuple(unread), tuple(float8))

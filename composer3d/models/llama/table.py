@@ -48,6 +48,7 @@ def table(shape: ModelShape) -> ParameterTable:
             ),
         ),
         attention="attn",
+        first_only_looks_up=True,
     )
 
 
@@ -97,12 +98,15 @@ def attention_rows(shape: ModelShape) -> list[Row]:
 
 
 def feed_forward_rows(shape: ModelShape, module: str, width: int) -> list[Row]:
-    """Return the three matrices of a gated feed-forward layer, ``w1``, ``w2`` and ``w3``."""
-    return [
-        Row(f"{module}.w1.weight", (width, shape.dim), "column", _NORMAL),
-        Row(f"{module}.w2.weight", (shape.dim, width), "row", into_the_stream(shape)),
-        Row(f"{module}.w3.weight", (width, shape.dim), "column", _NORMAL),
-    ]
+    """Return the three matrices of a gated feed-forward layer, ``w1``, ``w2`` and ``w3``.
+
+    It is the last of its block, so what ``w2`` returns is only added to the residual stream.
+    """
+    w1 = Row(f"{module}.w1.weight", (width, shape.dim), "column", _NORMAL)
+    w2 = Row(
+        f"{module}.w2.weight", (shape.dim, width), "row", into_the_stream(shape), is_unread=True
+    )
+    return [w1, w2, w1._replace(name=f"{module}.w3.weight")]
 
 
 def into_the_stream(shape: ModelShape) -> Normal:
