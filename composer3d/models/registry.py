@@ -4,13 +4,14 @@ An architecture is one object that names everything the commands need of it. Our
 the same way as a user's: ``[model] architecture = "my_package.my_model:ARCHITECTURE"``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from typing import Any
 
-from composer3d.models import counts
+from composer3d.models import counts, locations
+from composer3d.models.locations import Location
 from composer3d.models.shape import DecoderShape
 from composer3d.models.table import ParameterTable
 from composer3d.spec.errors import ModelError, PlanError
@@ -44,8 +45,8 @@ class Architecture:
         presets: shapes by name, for ``[model] preset``.
         huggingface: the module that reads and writes Hugging Face's config.json, such as
             ``models.llama.huggingface``, or None. It needs no torch.
-        names: the module that finds parameters in the files of other formats, such as
-            ``models.llama.names``, or None. Only our own architectures have one.
+        names: the module that finds parameters in files of Hugging Face, such as
+            ``models.moe.names``. None: they have the names in the table.
     """
 
     shape: type[DecoderShape]
@@ -74,6 +75,23 @@ class Architecture:
                 "parameters are unknown here; `composer3d dryrun` counts what its model does"
             )
         return _table(self.table, shape)
+
+    def hf_locations(
+        self, shape: DecoderShape, in_files: Collection[str] = ()
+    ) -> dict[str, Location]:
+        """Return the place of each parameter in the files of Hugging Face, by our name.
+
+        Args:
+            shape: the shape of a model that ``huggingface.make_config`` accepts.
+            in_files: the names of tensors in the files, if they are there already.
+
+        Raises:
+            CheckpointError: the names do not fit the shape at all.
+        """
+        if self.names is None:
+            return locations.hf_locations(self.table_of(shape))
+        found: dict[str, Location] = resolve(self.names).hf_locations(shape, in_files)
+        return found
 
     def count_parameters(self, shape: DecoderShape) -> int:
         """Count the parameters of the whole model."""

@@ -140,6 +140,10 @@ class ParameterTable:
                 if not row.tied_to:
                     yield f"{unit}.{row.name}", row
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each parameter by its global name."""
+        return {name: row.shape for name, row in self.parameters()}
+
     def trainable_names(self) -> list[tuple[str, ...]]:
         """Return the global names of the parameters that can have a gradient, for each unit."""
         return [

@@ -10,5 +10,4 @@ ARCHITECTURE = Architecture(
     plan="composer3d.models.llama.plan:sharding_plan",
     table="composer3d.models.llama.table:table",
     huggingface="composer3d.models.llama.huggingface",
-    names="composer3d.models.llama.names",
 )
