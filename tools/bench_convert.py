@@ -23,8 +23,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from composer3d.models.llama.huggingface import make_config
-from composer3d.models.llama.names import hf_names, parameter_shapes
 from composer3d.models.llama.shape import ModelShape
+from composer3d.models.llama.table import table
+from composer3d.models.locations import hf_locations
 
 LEAST_SPEED = 0.3  # of that of cp
 MEMORY_LIMIT_GB = 1.0
@@ -99,7 +100,7 @@ def make_model(folder: Path, size_bytes: float) -> None:
     shape = ModelShape(dim=2048, n_layers=layers, n_heads=16, n_kv_heads=8, ffn=5632, vocab=32000)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(make_config(shape, "bfloat16")))
-    names = hf_names(shape)
+    locations = hf_locations(table(shape))
     weight_map = {}
     file_number = 1
     tensors: dict[str, Tensor] = {}
@@ -107,13 +108,13 @@ def make_model(folder: Path, size_bytes: float) -> None:
     def save_tensors() -> None:
         save_file(tensors, folder / file_name(file_number), metadata={"format": "pt"})
 
-    for name, sizes in parameter_shapes(shape).items():
+    for location in locations.values():
         if sum(tensor.nbytes for tensor in tensors.values()) > 5e8:
             save_tensors()
             tensors = {}
             file_number += 1
-        tensors[names[name]] = torch.empty(sizes, dtype=torch.bfloat16).normal_()
-        weight_map[names[name]] = file_name(file_number)
+        tensors[location.names[0]] = torch.empty(location.shape, dtype=torch.bfloat16).normal_()
+        weight_map[location.names[0]] = file_name(file_number)
     save_tensors()
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

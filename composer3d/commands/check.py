@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from composer3d.models.registry import architecture, resolve
+from composer3d.models.registry import architecture
 from composer3d.recipe.machine import folder_problem, shows_a_gpu, tracker_problems
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import AXES, Recipe
@@ -86,9 +86,9 @@ def _summary(recipe: Recipe) -> str:
     data, steps = recipe.data, recipe.run.steps
     tokens = data.global_batch * data.seq_len
     model_of = architecture(recipe.model.architecture)
-    parameters = f"{resolve(model_of.parameters)(recipe.model):,}"
-    if model_of.active_parameters is not None:
-        active = resolve(model_of.active_parameters)(recipe.model)
+    parameters = f"{model_of.count_parameters(recipe.model):,}"
+    active = model_of.count_active_parameters(recipe.model)
+    if active is not None:
         parameters += f", of which {active:,} compute each token"
     lines = {
         "world size": f"{recipe.world_size} ({mesh})",

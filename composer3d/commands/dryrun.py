@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from composer3d.dryrun.report import StageReport, memory_table, traffic_table
 from composer3d.dryrun.run import dry_run
-from composer3d.models.registry import architecture, resolve
+from composer3d.models.registry import architecture
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.spec import hardware
@@ -73,9 +73,9 @@ def _groups(stages: Sequence[StageReport]) -> list[tuple[int, int]]:
 
 def _compute_s(recipe: Recipe) -> float:
     """Return the seconds in which one GPU computes its share of a step."""
-    flops_per_token = resolve(architecture(recipe.model.architecture).flops_per_token)
+    model_of = architecture(recipe.model.architecture)
     tokens = recipe.data.global_batch * recipe.data.seq_len
-    flops = flops_per_token(recipe.model, recipe.data.seq_len) * tokens / recipe.world_size
+    flops = model_of.count_flops(recipe.model, recipe.data.seq_len) * tokens / recipe.world_size
     row = hardware.find(_GPU)
     assert row is not None
     dtype = "bfloat16" if recipe.precision.computes_in == "bfloat16" else "tf32"

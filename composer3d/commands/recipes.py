@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from composer3d.commands.parser import did_you_mean
-from composer3d.models.registry import architecture, resolve
+from composer3d.models.registry import architecture
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import AXES, Recipe
 from composer3d.recipe.values import one_line
@@ -87,7 +87,7 @@ def row_of(name: str) -> Row:
     return Row(
         name=name,
         processes=recipe.world_size,
-        parameters=resolve(model_of.parameters)(recipe.model),
+        parameters=model_of.count_parameters(recipe.model),
         model=recipe.model.preset or recipe.model.architecture,
         mesh=_mesh_of(recipe),
         description=_description_of(path.read_text(encoding="utf-8")),

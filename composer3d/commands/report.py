@@ -10,7 +10,7 @@ from composer3d.commands.plan import find_device
 from composer3d.commands.timeline import MOST_ACTIONS, UNIT_NOTE, of_recipe, page_of_run
 from composer3d.draw import layout_svg, timeline
 from composer3d.draw.layout import make_layout
-from composer3d.models.registry import architecture, resolve
+from composer3d.models.registry import architecture
 from composer3d.planner.search import Device, price
 from composer3d.recipe.changes import shown, values_of
 from composer3d.recipe.schema import Recipe
@@ -139,7 +139,7 @@ def _subject(
 
 def _facts(recipe: Recipe) -> dict[str, str]:
     model, data = recipe.model, recipe.data
-    count = resolve(architecture(model.architecture).parameters)(model)
+    count = architecture(model.architecture).count_parameters(model)
     return {
         "model": f"{count / 1e6:,.4g}M parameters, {model.n_layers} blocks of width {model.dim}",
         "mesh": mesh_words(recipe),

@@ -16,7 +16,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
@@ -207,14 +207,14 @@ class Source:
     read_counts: Counter[str] = field(default_factory=Counter)
 
     @property
-    def names(self) -> Any:
-        """The module that knows the names of the model's parameters."""
-        return registry.resolve(registry.architecture(self.architecture).names)
+    def model_of(self) -> registry.Architecture:
+        """The architecture of the model."""
+        return registry.architecture(self.architecture)
 
     @property
     def huggingface(self) -> Any:
         """The module that knows the config.json of the model."""
-        return registry.resolve(registry.architecture(self.architecture).huggingface)
+        return registry.resolve(self.model_of.huggingface)
 
     def specs(self) -> dict[str, TensorSpec]:
         """Return the spec of each tensor, by our names."""
@@ -296,13 +296,13 @@ class Source:
                 Tensors of an optimizer have our names in every format.
         """
         has_optimizer = any(name.startswith("optim.") for name in self.tensors)
-        globs = self._trained_globs()
+        globs, trainable = self._trained_globs(), self._trainable()
         optimizer = OPTIMIZERS[DEFAULT]  # no recipe names another one
         locations: dict[str, Location] = {}
         for name, location in parameters.items():
             locations[f"model.{name}"] = location
             was_trained = any(fnmatchcase(name, glob) for glob in globs)
-            if has_optimizer and was_trained and self._is_trained(name):
+            if has_optimizer and was_trained and name in trainable:
                 shape = location.whole_shape
                 for state in optimizer.state_of(name, shape):
                     state_name = f"optim.{name}.{state.name}"
@@ -350,11 +350,12 @@ class Source:
                 globs = values_of(manifest.recipe).get("optim.train")
         return globs if isinstance(globs, tuple) else ("*",)
 
-    def _is_trained(self, name: str) -> bool:
-        """Return whether a parameter has an optimizer's state, by its name without ``model.``."""
+    def _trainable(self) -> Collection[str]:
+        """Return the parameters that can have an optimizer's state, without ``model.``."""
         if self.own is not None and self.architecture == self.own.architecture:
-            return name in self.own.trained
-        return self.names.is_trained(name)
+            return self.own.trained
+        table = self.model_of.table_of(self.shape)
+        return {name for unit in table.trainable_names() for name in unit}
 
     def _match_to_location(self, location: Location, found: dict[str, list[str]]) -> None:
         """Compare tensors in the files with those that one of our tensors requires.
@@ -604,7 +605,7 @@ def _open_hf(source: Source) -> None:
     _require_layers(source)
 
     try:
-        parameters = source.names.hf_locations(source.shape, source.tensors)
+        parameters = source.model_of.hf_locations(source.shape, source.tensors)
     except CheckpointError as error:
         raise CheckpointError([f"{folder}: {line}" for line in error.lines]) from None
     head = "lm_head.weight"
@@ -898,8 +899,9 @@ def _open_meta(source: Source) -> None:
     source.manifest = Manifest(step=0, model={})
     _require_layers(source)
 
+    sizes = source.model_of.table_of(shape).shapes()
     parameters = {
-        name: Location((in_file,), llama_names.parameter_shapes(shape)[name])
+        name: Location((in_file,), sizes[name])
         for name, in_file in llama_names.meta_names(shape).items()
     }
     if len(files) > 1:
@@ -1087,7 +1089,7 @@ def _open_with_our_names(source: Source, manifest: Manifest) -> None:
     except CheckpointError as error:
         raise CheckpointError([f"{source.path}: model.{line}" for line in error.lines]) from None
     _require_layers(source)
-    sizes = source.names.parameter_shapes(source.shape)
+    sizes = source.model_of.table_of(source.shape).shapes()
     source.match_to_model(
         {name: Location((f"model.{name}",), size) for name, size in sizes.items()}
     )

@@ -9,7 +9,7 @@ from composer3d.checkpoint.manifest import Manifest
 from composer3d.checkpoint.pickles import reading
 from composer3d.convert.formats import Source, count_not_finite, inspect_source, nbytes
 from composer3d.models.llama.shape import ModelShape
-from composer3d.models.registry import architecture, resolve
+from composer3d.models.registry import architecture
 from composer3d.runtime.progress import Progress
 from composer3d.spec.errors import CheckpointError
 
@@ -54,7 +54,7 @@ def inspect(path: Path) -> dict[str, Any]:
     # Either attribute is missing if a problem prevented it from being read.
     shape: ModelShape | None = getattr(source, "shape", None)
     manifest: Manifest | None = getattr(source, "manifest", None)
-    count_parameters = resolve(architecture(source.architecture).parameters)
+    count_parameters = architecture(source.architecture).count_parameters
     specs = {name: tensor.spec for name, tensor in source.tensors.items()}
     return {
         "path": str(source.path),

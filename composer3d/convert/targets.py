@@ -141,7 +141,7 @@ def _write_hf(
 
     locations = {
         f"model.{name}": location
-        for name, location in source.names.hf_locations(source.shape).items()
+        for name, location in source.model_of.hf_locations(source.shape).items()
     }
     in_files = {
         in_file: TensorSpec(locations[name].shape, spec.dtype)

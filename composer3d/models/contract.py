@@ -8,11 +8,12 @@ cut. A seam is an attribute of a module that holds a function, which a paralleli
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from composer3d.models.table import Constant, Normal, Style
 from composer3d.spec.errors import PlanError
 
 # The label of a token that is left out of the loss: the default of ``F.cross_entropy``.
@@ -137,41 +138,6 @@ class Decoder(nn.Module):
         return logits_of(self.hidden(tokens_BT, seq))
 
 
-# How tensor parallelism cuts a module. ``parallel.tensor.styles`` has the placements of each style.
-#   embedding  The rows of the vocabulary are cut. A rank gives 0 for the tokens of other ranks'
-#              rows, and the outputs of all ranks are summed.
-#   norm       Not cut. Under sequence parallelism, it runs on this rank's part of the sequence.
-#   router     Not cut. It chooses experts for this rank's part of the sequence.
-#   head_norm  Not cut. It runs on this rank's heads.
-#   gather     A module that contains columns and has no parameters of its own. It gathers their
-#              input once, for all of them.
-#   column     The output features are cut. It must lie below a module of style "gather".
-#   kv_column  As column, but cut by key-value heads, which may be fewer than ranks.
-#   row        The input features are cut. The outputs of all ranks are summed, so it can have no
-#              bias.
-#   head       The rows of the vocabulary are cut. It is called with (h_BTC, labels_BT) and returns
-#              the summed loss. It has ``weight`` and the seam ``cross_entropy(logits_NV,
-#              labels_N)``. To compute the loss in parts, it also needs ``chunks``, as
-#              ``models.layers.head.Head`` has.
-Style = Literal[
-    "embedding", "norm", "router", "head_norm", "gather", "column", "kv_column", "row", "head"
-]
-
-
-@dataclass(frozen=True)
-class Normal:
-    """Initial values from a normal distribution with mean 0."""
-
-    std: float
-
-
-@dataclass(frozen=True)
-class Constant:
-    """The same initial value for all elements."""
-
-    value: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class ShardingPlan:
     """A table that says how a model may be cut and how it is initialised.
@@ -180,8 +146,8 @@ class ShardingPlan:
     the first one counts.
 
     Attributes:
-        tensor: globs of module names, each with a style. The module of every parameter must have a
-            style other than "gather".
+        tensor: globs of module names, each with a style (``models.table``). The module of every
+            parameter must have a style other than "gather".
         init: globs of parameter names, each with initial values. Every parameter must match one.
         kv_heads: the number of key-value heads that modules of style "kv_column" project to. It is
             required if the plan has this style.

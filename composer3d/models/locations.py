@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from composer3d.models.table import ParameterTable
+
 
 class Location(NamedTuple):
     """The place of one of our tensors in the files of a format.
@@ -30,3 +32,26 @@ class Location(NamedTuple):
             begin, end = self.rows
             return (self.shape[0], end - begin, *self.shape[2:])
         return self.shape
+
+
+def hf_locations(table: ParameterTable) -> dict[str, Location]:
+    """Return the place of each parameter in the published files of Hugging Face, by our name.
+
+    Args:
+        table: of a model that ``huggingface.make_config`` accepts.
+    """
+    locations = {}
+    for name, row in table.parameters():
+        in_files = in_block(row.hf, name)
+        if "@" not in in_files:
+            locations[name] = Location((in_files,), row.shape)
+            continue
+        of_experts = tuple(in_files.replace("@", str(expert)) for expert in range(row.shape[0]))
+        locations[name] = Location(of_experts, row.shape[1:], is_stack=True)
+    return locations
+
+
+def in_block(name_in_files: str, name: str) -> str:
+    """Put the number of the block of the parameter ``name`` into its name in files."""
+    assert name_in_files, f"{name} has no place in these files"
+    return name_in_files.replace("#", name.split(".")[1])

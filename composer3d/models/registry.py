@@ -4,14 +4,17 @@ An architecture is one object that names everything the commands need of it. Our
 the same way as a user's: ``[model] architecture = "my_package.my_model:ARCHITECTURE"``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from typing import Any
 
+from composer3d.models import counts, locations
+from composer3d.models.locations import Location
 from composer3d.models.shape import DecoderShape
-from composer3d.spec.errors import ModelError
+from composer3d.models.table import ParameterTable
+from composer3d.spec.errors import ModelError, PlanError
 
 # A function, class or module: the object itself, or its name as "module:name" or "module". A name
 # is imported when it is needed, so that a shape can be read without torch.
@@ -34,24 +37,24 @@ class Architecture:
         shape: a frozen dataclass derived from ``DecoderShape``. Its fields are keys of ``[model]``.
         model: ``model(shape, *, dtype, device) -> Decoder``, with uninitialised parameters.
         plan: ``plan(shape) -> ShardingPlan``.
+        table: ``table(shape) -> ParameterTable``, the parameters of the model, without torch.
         parameters: ``parameters(shape) -> int``, the number of parameters of the whole model.
+            None: the table counts them.
         flops_per_token: ``flops_per_token(shape, seq_len) -> float``, the FLOPs of forward and
-            backward for one training token.
-        active_parameters: ``active_parameters(shape) -> int``, the number of parameters that
-            compute a token. None: all of them do.
+            backward for one training token. None: the table counts them.
         presets: shapes by name, for ``[model] preset``.
         huggingface: the module that reads and writes Hugging Face's config.json, such as
             ``models.llama.huggingface``, or None. It needs no torch.
-        names: the module that finds parameters in the files of other formats, such as
-            ``models.llama.names``, or None. Only our own architectures have one.
+        names: the module that finds parameters in files of Hugging Face, such as
+            ``models.moe.names``. None: they have the names in the table.
     """
 
     shape: type[DecoderShape]
     model: Reference
     plan: Reference
-    parameters: Reference
-    flops_per_token: Reference
-    active_parameters: Reference = None
+    table: Reference = None
+    parameters: Reference = None
+    flops_per_token: Reference = None
     presets: Mapping[str, DecoderShape] = field(default_factory=dict)
     huggingface: Reference = None
     names: Reference = None
@@ -59,6 +62,60 @@ class Architecture:
     def build(self, shape: DecoderShape, **options: Any) -> Any:
         """Build the model. ``options`` are the keywords of ``model``: ``dtype`` and ``device``."""
         return resolve(self.model)(shape, **options)
+
+    def table_of(self, shape: DecoderShape) -> ParameterTable:
+        """Return the table of the parameters of a model with this shape.
+
+        Raises:
+            PlanError: the architecture is a user's own, and has no table.
+        """
+        if self.table is None:
+            raise PlanError(
+                f"{type(shape).__name__} is not an architecture of composer3d: the shapes of its "
+                "parameters are unknown here; `composer3d dryrun` counts what its model does"
+            )
+        return _table(self.table, shape)
+
+    def hf_locations(
+        self, shape: DecoderShape, in_files: Collection[str] = ()
+    ) -> dict[str, Location]:
+        """Return the place of each parameter in the files of Hugging Face, by our name.
+
+        Args:
+            shape: the shape of a model that ``huggingface.make_config`` accepts.
+            in_files: the names of tensors in the files, if they are there already.
+
+        Raises:
+            CheckpointError: the names do not fit the shape at all.
+        """
+        if self.names is None:
+            return locations.hf_locations(self.table_of(shape))
+        found: dict[str, Location] = resolve(self.names).hf_locations(shape, in_files)
+        return found
+
+    def count_parameters(self, shape: DecoderShape) -> int:
+        """Count the parameters of the whole model."""
+        if self.parameters is not None:
+            return int(resolve(self.parameters)(shape))
+        return counts.parameters(self.table_of(shape))
+
+    def count_active_parameters(self, shape: DecoderShape) -> int | None:
+        """Count the parameters that compute a token. None: all of them do."""
+        if self.table is None or not shape.experts:
+            return None
+        return counts.active_parameters(self.table_of(shape), shape)
+
+    def count_flops(self, shape: DecoderShape, seq_len: int) -> float:
+        """Count the FLOPs of one training token, forward and backward, of causal attention."""
+        if self.flops_per_token is not None:
+            return float(resolve(self.flops_per_token)(shape, seq_len))
+        return counts.flops_per_token(self.table_of(shape), shape, seq_len)
+
+
+@cache
+def _table(reference: Reference, shape: DecoderShape) -> ParameterTable:
+    table: ParameterTable = resolve(reference)(shape)
+    return table
 
 
 # Architectures of the user that this process has imported, by name.

@@ -51,6 +51,11 @@ class DecoderShape:
         return 0
 
     @property
+    def experts_per_token(self) -> int:
+        """The number of experts that compute a token."""
+        return 1
+
+    @property
     def training_fields(self) -> tuple[str, ...]:
         """The fields that training alone reads: a run may change them when it resumes."""
         return ()

@@ -1,8 +1,12 @@
 """Time, memory and efficiency of a setup, and the setup that a recipe describes. No torch here."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
+from itertools import filterfalse
 
-from composer3d.models.registry import architecture, resolve
+from composer3d.models.registry import architecture
+from composer3d.models.table import Row
 from composer3d.planner.constants import SHIPPED, Constants
 from composer3d.planner.memory import GIB, RankMemory, predict_memory
 from composer3d.planner.setup import (
@@ -18,7 +22,7 @@ from composer3d.planner.setup import (
 from composer3d.planner.time import StepTime, predict_time
 from composer3d.planner.torch_facts import is_since_2_15
 from composer3d.planner.trained import trained_of
-from composer3d.recipe.schema import Recipe
+from composer3d.recipe.schema import Model, Recipe
 from composer3d.recipe.stages import stage_ranges
 from composer3d.spec.errors import DeviceError
 from composer3d.spec.hardware import Hardware
@@ -89,7 +93,7 @@ def mfu(setup: Setup, flops_per_token: float, tokens_s: float) -> float | None:
 
     Args:
         setup: the setup.
-        flops_per_token: model FLOPs of ``models.*.counts``, causal or not, as the caller likes.
+        flops_per_token: model FLOPs of ``models.counts``, causal or not, as the caller likes.
         tokens_s: tokens per second and device.
     """
     precision = setup.precision
@@ -189,7 +193,22 @@ def of_recipe(
 
 def sizes_of(recipe: Recipe) -> Sizes:
     """Return the sizes of a recipe's model."""
-    model = recipe.model
+    return _sizes(recipe.model)
+
+
+@cache
+def _sizes(model: Model) -> Sizes:
+    table = architecture(model.architecture).table_of(model)
+
+    def is_attention(row: Row) -> bool:
+        return row.name.startswith(f"{table.attention}.")
+
+    def is_expert(row: Row) -> bool:
+        return row.style == "experts"
+
+    kinds = [rows for rows, _ in table.block_kinds]
+    with_experts = next((rows for rows in kinds if any(map(is_expert, rows))), ())
+    dense = next((rows for rows in kinds if not any(map(is_expert, rows))), ())
     expert_blocks = getattr(model, "moe_layers", model.n_layers) if model.experts else 0
     return Sizes(
         layers=model.n_layers,
@@ -199,10 +218,18 @@ def sizes_of(recipe: Recipe) -> Sizes:
         head_width=model.head_width,
         ffn=model.ffn,
         vocab=model.vocab,
+        attention_parameters=_elements(filter(is_attention, kinds[0])),
+        dense_parameters=_elements(filterfalse(is_attention, dense)),
+        embedding_parameters=_elements(table.first),
+        head_parameters=_elements(table.last),
+        expert_parameters=_elements(filter(is_expert, with_experts)),
+        shared_parameters=_elements(
+            row for row in with_experts if not is_attention(row) and not is_expert(row)
+        ),
         tied=model.tied,
         window=model.window,
         experts=model.experts,
-        experts_per_token=getattr(model, "experts_per_token", 1) if model.experts else 0,
+        experts_per_token=model.experts_per_token if model.experts else 0,
         expert_width=model.expert_width if model.experts else 0,
         shared_width=getattr(model, "shared_ffn", 0),
         expert_blocks=expert_blocks,
@@ -210,13 +237,13 @@ def sizes_of(recipe: Recipe) -> Sizes:
     )
 
 
-def model_flops_per_token(recipe: Recipe, *, causal: bool = True) -> float:
+def _elements(rows: Iterable[Row]) -> int:
+    return sum(row.elements for row in rows if row.is_matrix)
+
+
+def model_flops_per_token(recipe: Recipe) -> float:
     """Return the model FLOPs of a token, from the counts of the recipe's architecture."""
-    chosen = architecture(recipe.model.architecture)
-    count = resolve(chosen.flops_per_token)
-    if causal:
-        return float(count(recipe.model, recipe.data.seq_len))
-    return float(count(recipe.model, recipe.data.seq_len, causal=False))
+    return architecture(recipe.model.architecture).count_flops(recipe.model, recipe.data.seq_len)
 
 
 def _precision(recipe: Recipe) -> Precision:

@@ -25,9 +25,16 @@ Zero = Literal[0, 1, 2, 3]
 class Sizes:
     """The shape of a decoder, as far as its cost depends on it.
 
+    Parameters are those of matrices: norms and biases cost next to nothing.
+
     Attributes:
+        attention_parameters: of the projections of queries, keys, values and outputs of a block.
+        dense_parameters: of a feed-forward layer without experts.
+        embedding_parameters: of what stands before the blocks.
+        head_parameters: of the head, also if they are the embedding's.
+        expert_parameters: of all experts of a block, without the shared one.
+        shared_parameters: of the router and the shared expert of a block.
         gated: whether the feed-forward layer has three matrices (SwiGLU) and not two.
-        positions: learned position embeddings; 0: none.
         window: the sliding window of attention in tokens; 0: none.
         causal: whether masked scores are skipped by kernels that can skip them.
         expert_blocks: the number of blocks with experts.
@@ -44,9 +51,14 @@ class Sizes:
     head_width: int
     ffn: int
     vocab: int
+    attention_parameters: int
+    dense_parameters: int
+    embedding_parameters: int
+    head_parameters: int
+    expert_parameters: int = 0
+    shared_parameters: int = 0
     gated: bool = True
     tied: bool = False
-    positions: int = 0
     window: int = 0
     experts: int = 0
     experts_per_token: int = 0
@@ -69,41 +81,6 @@ class Sizes:
     def kv_width(self) -> int:
         """The width of all keys, or of all values."""
         return self.kv_heads * self.head_width
-
-    @property
-    def attention_parameters(self) -> int:
-        """The parameters of the projections of queries, keys, values and outputs of a block."""
-        return 2 * self.dim * (self.query_width + self.kv_width)
-
-    @property
-    def ffn_matrices(self) -> int:
-        """The number of matrices in a feed-forward layer."""
-        return 3 if self.gated else 2
-
-    @property
-    def dense_parameters(self) -> int:
-        """The parameters of a dense feed-forward layer."""
-        return self.ffn_matrices * self.dim * self.ffn
-
-    @property
-    def expert_parameters(self) -> int:
-        """The parameters of all experts of a block, without the shared one."""
-        return self.ffn_matrices * self.dim * self.expert_width * self.experts
-
-    @property
-    def shared_parameters(self) -> int:
-        """The parameters of the router and the shared expert of a block."""
-        return self.experts * self.dim + self.ffn_matrices * self.dim * self.shared_width
-
-    @property
-    def embedding_parameters(self) -> int:
-        """The parameters of the embeddings of tokens and positions."""
-        return (self.vocab + self.positions) * self.dim
-
-    @property
-    def head_parameters(self) -> int:
-        """The parameters of the head, also if they are the embedding's."""
-        return self.vocab * self.dim
 
     @property
     def parameters(self) -> int:

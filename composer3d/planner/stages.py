@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from composer3d.models.parameters import known_shape
 from composer3d.planner.schedule import recipe_actions
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.stages import stage_ranges
@@ -31,14 +30,12 @@ def stage_layers(recipe: Recipe, cut: Sequence[range] | None = None) -> list[Sta
 
     Args:
         recipe: a resolved recipe.
-        cut: the blocks of each stage; None: those of a model whose parameters are known here.
+        cut: the blocks of each stage; None: as ``stage_ranges`` cuts them.
 
     Raises:
-        PlanError: there are fewer blocks than stages; or the architecture is a user's own, and
-            ``cut`` is None.
+        PlanError: there are fewer blocks than stages.
     """
     if cut is None:
-        known_shape(recipe.model)
         cut = stage_ranges(recipe)
     last = len(cut) - 1
     return [

@@ -15,13 +15,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from composer3d.models.moe.shape import MoeShape
-from composer3d.models.parameters import (
-    Parameter,
-    block_parameters,
-    first_parameters,
-    known_shape,
-    last_parameters,
-)
+from composer3d.models.shape import DecoderShape
+from composer3d.models.table import Row
 from composer3d.planner.schedule import recipe_actions
 from composer3d.planner.stages import StageLayers, stage_layers, stages_by_rank
 from composer3d.planner.trained import is_trained
@@ -134,6 +129,45 @@ def flows(recipe: Recipe, pp_rank: int = 0) -> list[Flow]:
     return _Rank(recipe, pp_rank).flows()
 
 
+# How tp cuts a parameter: by rows, by columns, not at all (every rank has the whole gradient), not
+# at all (each rank has a part of the gradient's sum), or as experts, which tp never cuts.
+Cut = Literal["rows", "columns", "whole", "whole_partial", "experts"]
+
+
+def cut_of(row: Row, shape: DecoderShape, *, tp: int, sequence_parallel: bool) -> Cut:
+    """Return how tp cuts a parameter, as ``parallel.tensor.styles`` does.
+
+    With fewer key-value heads than tp ranks, every rank holds all key-value heads.
+    """
+    match row.style:
+        case "experts":
+            return "experts"
+        case "row":
+            return "columns"
+        case "norm":
+            return "whole_partial" if sequence_parallel else "whole"
+        case "router" | "head_norm":
+            return "whole_partial" if row.trains else "whole"
+        case "kv_column":
+            return "rows" if shape.n_kv_heads % tp == 0 else "whole_partial"
+        case _:
+            return "rows"
+
+
+class _Parameter(NamedTuple):
+    """One parameter of a unit.
+
+    Attributes:
+        row: its row in the model's table.
+        cut: what tensor parallelism does with it.
+        is_frozen: whether ``optim.train`` leaves it out, so that it has no gradient.
+    """
+
+    row: Row
+    cut: Cut
+    is_frozen: bool
+
+
 class _Unit(NamedTuple):
     """A unit of FSDP: the parameters that it gathers and reduces at once.
 
@@ -142,7 +176,7 @@ class _Unit(NamedTuple):
     """
 
     name: str
-    parameters: list[Parameter]
+    parameters: list[_Parameter]
     drops: bool
     backward_reads: bool = True
 
@@ -160,7 +194,7 @@ class _Rank:
     def __init__(self, recipe: Recipe, pp_rank: int) -> None:
         self.recipe, self.pp_rank = recipe, pp_rank
         self.mesh, self.parallel = recipe.mesh, recipe.parallel
-        self.shape = known_shape(recipe.model)
+        self.shape, self.table = recipe.model, recipe.parameters
         held = stages_by_rank(recipe)
         layers = stage_layers(recipe)
         self.stages = [layers[stage] for stage in held[pp_rank]]
@@ -397,7 +431,7 @@ class _Rank:
         is_split = self.rank_of[0] != self.rank_of[self.n_stages - 1]
         if not self.shape.tied or not is_split:
             return
-        (embedding,) = first_parameters(self.shape)
+        (embedding,) = self._of_unit("first", self.table.first)
         ranks = self._shard_sizes(embedding)[0] if self._has_fsdp() else 1
         shard_bytes = self._gathered_elements(embedding, ranks) // ranks * self.p
         for stage in self.stages:
@@ -420,14 +454,14 @@ class _Rank:
             return
         for unit in self._units(stage):
             gathers = self._gathers(stage, unit)
-            dense = [p for p in unit.parameters if p.trains and p.cut != "experts"]
+            dense = [p for p in unit.parameters if p.row.trains and p.cut != "experts"]
             experts = [p for p in unit.parameters if p.cut == "experts"]
             shares_ranks = self.mesh.ep == self.mesh.tp == 1
             for parameters in [[*dense, *experts]] if shares_ranks else [dense, experts]:
                 if parameters:
                     self._unit_flows(parameters, gathers)
 
-    def _unit_flows(self, parameters: list[Parameter], gathers: _Gathers) -> None:
+    def _unit_flows(self, parameters: list[_Parameter], gathers: _Gathers) -> None:
         of_experts = parameters[0].cut == "experts"
         shards, replicas = self._shard_sizes(parameters[0])
         elements = sum(self._gathered_elements(parameter, shards) for parameter in parameters)
@@ -464,7 +498,7 @@ class _Rank:
             or self.recipe.memory.cpu_offload
         )
 
-    def _shard_sizes(self, parameter: Parameter) -> tuple[int, int]:
+    def _shard_sizes(self, parameter: _Parameter) -> tuple[int, int]:
         """Return the ranks that shard a parameter, and those that replicate its shards."""
         mesh = self.mesh
         shards = mesh.efsdp if parameter.cut == "experts" else mesh.dp_shard * mesh.cp
@@ -472,9 +506,9 @@ class _Rank:
             return 1, mesh.dp_replicate * shards
         return shards, mesh.dp_replicate
 
-    def _gathered_elements(self, parameter: Parameter, shards: int) -> int:
+    def _gathered_elements(self, parameter: _Parameter, shards: int) -> int:
         """Return the elements of a parameter after its gather, on one tp rank, with the padding."""
-        size = list(parameter.shape)
+        size = list(parameter.row.shape)
         dim = 0
         match parameter.cut:
             case "rows":
@@ -506,39 +540,40 @@ class _Rank:
 
     def _units(self, stage: StageLayers) -> list[_Unit]:
         """Return the units of a stage: ``first``, those of blocks, ``last``; tied are one unit."""
-        shape, sequence_parallel = self.shape, self.parallel.sequence_parallel
+        table = self.table
         units = [
             _Unit(
                 f"blocks {layers[0]} to {layers[-1]}",
-                [parameter for layer in layers for parameter in self._of_block(layer)],
+                [
+                    parameter
+                    for layer in layers
+                    for parameter in self._of_unit(f"blocks.{layer}", table.blocks[layer])
+                ],
                 drops=True,
             )
             for layers in units_of_blocks(stage.blocks, self.parallel.fsdp_blocks)
         ]
-        first = self._marked("first", first_parameters(shape))
-        last = self._marked("last", last_parameters(shape, sequence_parallel=sequence_parallel))
-        if shape.tied and stage.has_first and stage.has_last:
+        first, last = self._of_unit("first", table.first), self._of_unit("last", table.last)
+        if self.shape.tied and stage.has_first and stage.has_last:
             # The head is the embedding: it is gathered once for both.
-            return [*units, _Unit("stage", [*first, last[0]], drops=False)]
+            untied = [parameter for parameter in last if not parameter.row.tied_to]
+            return [*units, _Unit("stage", [*first, *untied], drops=False)]
         if stage.has_first:
             units.insert(0, _Unit("first", first, drops=True, backward_reads=False))
         if stage.has_last:
             units.append(_Unit("last", last, drops=False))
         return units
 
-    def _of_block(self, layer: int) -> list[Parameter]:
-        """Return the parameters of a block."""
-        sequence_parallel = self.parallel.sequence_parallel
-        parameters = block_parameters(
-            self.shape, layer, tp=self.mesh.tp, sequence_parallel=sequence_parallel
-        )
-        return self._marked(f"blocks.{layer}", parameters)
-
-    def _marked(self, unit: str, parameters: list[Parameter]) -> list[Parameter]:
-        """Mark the parameters that the recipe does not train."""
+    def _of_unit(self, unit: str, rows: Sequence[Row]) -> list[_Parameter]:
+        """Return the parameters of a block, of ``first`` or of ``last``."""
+        tp, sequence_parallel = self.mesh.tp, self.parallel.sequence_parallel
         return [
-            parameter._replace(is_frozen=not is_trained(self.recipe, f"{unit}.{parameter.name}"))
-            for parameter in parameters
+            _Parameter(
+                row,
+                cut_of(row, self.shape, tp=tp, sequence_parallel=sequence_parallel),
+                is_frozen=not is_trained(self.recipe, f"{unit}.{row.name}"),
+            )
+            for row in rows
         ]
 
     # --- the world ---

@@ -1,17 +1,12 @@
 """The share of each part of a model that ``optim.train`` trains. No torch here."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from composer3d.models.llama.shape import ModelShape
-from composer3d.models.parameters import (
-    Parameter,
-    block_parameters,
-    first_parameters,
-    last_parameters,
-)
+from composer3d.models.registry import architecture
+from composer3d.models.table import Row
 from composer3d.recipe.schema import Recipe
 
 
@@ -52,24 +47,20 @@ def is_trained(recipe: Recipe, name: str) -> bool:
 
 def trained_of(recipe: Recipe) -> Trained:
     """Return what a recipe trains. The parameters of a user's own architecture count as trained."""
-    shape = recipe.model
-    if recipe.optim.train is None or not isinstance(shape, ModelShape):
+    if recipe.optim.train is None or architecture(recipe.model.architecture).table is None:
         return EVERYTHING
 
-    def share(
-        unit: str, parameters: Iterable[Parameter], wanted: Callable[[Parameter], bool]
-    ) -> float:
-        matrices = [p for p in parameters if len(p.shape) > 1 and wanted(p)]
-        trained = sum(p.elements for p in matrices if is_trained(recipe, f"{unit}.{p.name}"))
-        return trained / max(1, sum(p.elements for p in matrices))
+    def share(unit: str, rows: Iterable[Row]) -> float:
+        matrices = [row for row in rows if row.is_matrix]
+        trained = sum(row.elements for row in matrices if is_trained(recipe, f"{unit}.{row.name}"))
+        return trained / max(1, sum(row.elements for row in matrices))
 
-    first = share("first", first_parameters(shape), lambda _: True)
-    last = share("last", last_parameters(shape, sequence_parallel=False), lambda _: True)
+    table = recipe.parameters
+    first, last = share("first", table.first), share("last", table.last)
     blocks = []
-    for layer in range(shape.n_layers):
-        parameters = block_parameters(shape, layer, tp=1, sequence_parallel=False)
-        dense = share(f"blocks.{layer}", parameters, lambda p: p.cut != "experts")
-        experts = share(f"blocks.{layer}", parameters, lambda p: p.cut == "experts")
+    for layer, rows in enumerate(table.blocks):
+        dense = share(f"blocks.{layer}", (row for row in rows if row.style != "experts"))
+        experts = share(f"blocks.{layer}", (row for row in rows if row.style == "experts"))
         blocks.append(Share(dense, experts))
     # A tied head is the embedding, under the embedding's name.
-    return Trained(first, first if shape.tied else last, tuple(blocks))
+    return Trained(first, first if recipe.model.tied else last, tuple(blocks))

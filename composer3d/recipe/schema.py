@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from composer3d.models import registry
 from composer3d.models.llama.shape import ModelShape
+from composer3d.models.table import ParameterTable
 from composer3d.recipe.optimizers import DEFAULT, OPTIMIZERS, OptimizerFacts
 from composer3d.spec.checkpointing import CHECKPOINTING, Checkpointing, parse_checkpointing
 from composer3d.spec.ranges import MOST_LAYERS, MOST_TOKENS, Range, above, between, key
@@ -621,6 +622,14 @@ class Recipe:
     def micro_batches(self) -> int:
         """Micro-batches that one rank runs in an optimizer step."""
         return self.data.global_batch // (self.data.micro_batch * self.mesh.batch_ranks)
+
+    @property
+    def parameters(self) -> ParameterTable:
+        """The table of the model's parameters.
+
+        Raises PlanError as ``Architecture.table_of``.
+        """
+        return registry.architecture(self.model.architecture).table_of(self.model)
 
 
 TABLES: dict[str, Any] = {table.name: table.type for table in fields(Recipe)}

@@ -1,17 +1,12 @@
 """The blocks of each pipeline stage, as ``parallel.compose`` cuts them. No torch here."""
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 
-from composer3d.models.llama.shape import ModelShape
-from composer3d.models.parameters import (
-    Parameter,
-    block_parameters,
-    first_parameters,
-    last_parameters,
-)
-from composer3d.models.shape import DecoderShape
-from composer3d.recipe.schema import Recipe
+from composer3d.models.registry import architecture
+from composer3d.models.table import Row
+from composer3d.recipe.schema import Model, Recipe
 from composer3d.spec.schedules import balanced_cut
 
 
@@ -29,19 +24,17 @@ def stage_ranges(recipe: Recipe) -> tuple[range, ...]:
 
 
 @cache
-def _cut(shape: DecoderShape, n_stages: int) -> tuple[range, ...]:
+def _cut(shape: Model, n_stages: int) -> tuple[range, ...]:
     """Cut the blocks into stages of about equal parameters.
 
     The embedding counts half, because forward only looks its parameters up; ``compose`` has the
     same rule. The blocks of a user's own architecture count as alike, with a Llama's parameters.
     """
-    if isinstance(shape, ModelShape):
-        blocks = [
-            _elements(block_parameters(shape, layer, tp=1, sequence_parallel=True))
-            for layer in range(shape.n_layers)
-        ]
-        first = _elements(first_parameters(shape)) / 2
-        last = _elements(last_parameters(shape, sequence_parallel=True))
+    model_of = architecture(shape.architecture)
+    if model_of.table is not None:
+        table = model_of.table_of(shape)
+        blocks = list(map(_elements, table.blocks))
+        first, last = _elements(table.first) / 2, _elements(table.last)
     else:
         attention = 2 * shape.dim * shape.head_width * (shape.n_heads + shape.n_kv_heads)
         ffn = 3 * shape.dim * max(shape.ffn, shape.experts * shape.expert_width)
@@ -56,5 +49,5 @@ def n_stages_of(recipe: Recipe) -> int:
     return 1 if pp == 1 else pp * recipe.parallel.stages_per_rank
 
 
-def _elements(parameters: list[Parameter]) -> int:
-    return sum(parameter.elements for parameter in parameters)
+def _elements(rows: Sequence[Row]) -> int:
+    return sum(row.elements for row in rows)

@@ -292,14 +292,14 @@ def _make_metrics(
 ) -> Metrics:
     mesh = stages.mesh
     row = hardware.find(_device_name(mesh.device))
-    flops_per_token = resolve(architecture(recipe.model.architecture).flops_per_token)
+    model_of = architecture(recipe.model.architecture)
     return Metrics(
         recipe.run.folder,
         recipe.metrics,
         total_steps=recipe.run.steps,
         tokens_per_step=recipe.data.global_batch * recipe.data.seq_len,
         world_size=mesh.world_size,
-        flops_per_token=flops_per_token(recipe.model, recipe.data.seq_len),
+        flops_per_token=model_of.count_flops(recipe.model, recipe.data.seq_len),
         peak_flops=hardware.peak_flops(row, recipe.precision.computes_in) if row else None,
         device_type=mesh.device.type,
         main=mesh.rank == 0,

@@ -22,7 +22,7 @@ from composer3d.cli import main
 from composer3d.convert.convert import convert
 from composer3d.convert.formats import open_source
 from composer3d.convert.inspect import inspect
-from composer3d.models.llama.names import hf_names, meta_names, to_meta
+from composer3d.models.llama.names import meta_names, to_meta
 from composer3d.models.llama.shape import ModelShape
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
@@ -37,6 +37,7 @@ from tests.convert.sample_checkpoints import (
     tensors,
     weights,
 )
+from tests.models.names_in_files import hf_names
 
 FORMATS = ("hf", "meta", "torch", "dcp")
 TIED = replace(SHAPE, tied=True, rope_factor=32.0, head_dim=8)

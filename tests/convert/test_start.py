@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from composer3d.convert import start
 from composer3d.convert.formats import Source, open_source
 from composer3d.models.llama.huggingface import make_config
-from composer3d.models.llama.names import hf_names, parameter_shapes
 from composer3d.models.llama.shape import ModelShape
+from composer3d.models.llama.table import table
 from composer3d.parallel.init import local_part
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
@@ -23,6 +23,7 @@ from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.spec.errors import CheckpointError
 from composer3d.training.build import build_stages
+from tests.models.names_in_files import hf_names
 
 # The sizes are not divisible by 3 ranks.
 SHAPE: dict[str, Any] = {
@@ -47,7 +48,7 @@ def write_model(
     names = hf_names(shape)
     tensors = {
         names[name]: torch.randn(size, generator=generator).to(dtype)
-        for name, size in parameter_shapes(shape).items()
+        for name, size in table(shape).shapes().items()
     }
     folder.mkdir(exist_ok=True)
     (folder / "x.toml").write_text(

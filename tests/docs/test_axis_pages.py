@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from composer3d.cli import main
-from composer3d.models.llama.counts import parameters
+from composer3d.models.counts import parameters
 from composer3d.planner.traffic import DTYPE_BYTES, flows
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
@@ -45,7 +45,7 @@ def table(page: str, title: str) -> tuple[str, list[Row]]:
 def symbols(recipe: Recipe) -> dict[str, float]:
     """The values of the letters on the pages."""
     shape, mesh = recipe.model, recipe.mesh
-    blocks = parameters(shape) - 2 * shape.vocab * shape.dim - shape.dim
+    blocks = parameters(recipe.parameters) - 2 * shape.vocab * shape.dim - shape.dim
     values = {
         "B": recipe.data.micro_batch,
         "T": recipe.data.seq_len,
@@ -56,7 +56,7 @@ def symbols(recipe: Recipe) -> dict[str, float]:
         "K": shape.n_kv_heads,
         "D": shape.head_width,
         "V": recipe.parallel.stages_per_rank,
-        "N": parameters(shape),
+        "N": parameters(recipe.parameters),
         "N_blocks": blocks,
         "e": DTYPE_BYTES[recipe.precision.computes_in],
         "p": DTYPE_BYTES[recipe.precision.params],

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from composer3d.dryrun.memory import Kind, MemoryLedger
-from composer3d.models.llama.counts import parameters
+from composer3d.models.counts import parameters
 from composer3d.runtime.launch import Pool
 from tests.dryrun.jobs import dry_run_of, measure_real_memory, recipe_of
 from tools.prove.paths import ROOT
@@ -136,7 +136,7 @@ def test_a_gpu_has_one_kernel_for_a_norm(pool: Pool) -> None:
 def test_state_is_that_of_the_parameters(pool: Pool) -> None:
     recipe = recipe_of(BASE, (*SIZES, "mesh.dp_shard=8", "parallel.zero=3"))
     memory = dry_run_of(pool, recipe).memory
-    shards = parameters(recipe.model) / 8 * 4
+    shards = parameters(recipe.parameters) / 8 * 4
     # Two moments; and a step counter of 4 bytes for each parameter.
     assert 2 * shards < memory.optimizer < 2 * shards + 1000
     assert memory.params > shards

@@ -13,8 +13,37 @@ from composer3d.planner.trained import Share
 from composer3d.spec import hardware
 
 PLAIN = replace(PRIORS, activation_share=1.0, context_gib=1e-9, slack_share=1.0)
-SIZES = Sizes(
-    layers=8, dim=1024, heads=16, kv_heads=16, head_width=64, ffn=4096, vocab=1000, gated=False
+
+
+def resized(sizes: Sizes, **fields: int) -> Sizes:
+    """Return other sizes of a decoder with two feed-forward matrices, with its parameters."""
+    new = replace(sizes, **fields)  # type: ignore[arg-type]
+    return replace(
+        new,
+        attention_parameters=2 * new.dim * (new.query_width + new.kv_width),
+        dense_parameters=2 * new.dim * new.ffn,
+        embedding_parameters=new.vocab * new.dim,
+        head_parameters=new.vocab * new.dim,
+        expert_parameters=2 * new.dim * new.expert_width * new.experts,
+        shared_parameters=new.experts * new.dim,
+    )
+
+
+SIZES = resized(
+    Sizes(
+        layers=8,
+        dim=1024,
+        heads=16,
+        kv_heads=16,
+        head_width=64,
+        ffn=4096,
+        vocab=1000,
+        attention_parameters=0,
+        dense_parameters=0,
+        embedding_parameters=0,
+        head_parameters=0,
+        gated=False,
+    )
 )
 BLOCK = 12 * 1024 * 1024
 
@@ -92,7 +121,7 @@ def test_loss_in_parts_holds_one_part() -> None:
 
 
 def test_experts_are_shared_by_ep() -> None:
-    sizes = replace(SIZES, experts=8, experts_per_token=2, expert_width=4096, expert_blocks=8)
+    sizes = resized(SIZES, experts=8, experts_per_token=2, expert_width=4096, expert_blocks=8)
     alone = peak(setup_of(sizes=sizes, dp_shard=8, zero=1), PLAIN)
     shared = peak(setup_of(sizes=sizes, dp_shard=8, ep=8, zero=1), PLAIN)
     experts = 8 * 8 * 2 * 1024 * 4096

@@ -1,12 +1,12 @@
 """Recipes as setups, and whole predictions."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from composer3d.models import counts
 from composer3d.models.moe.shape import PRESETS
-from composer3d.models.registry import architecture, resolve
 from composer3d.planner.compute import block_work
 from composer3d.planner.constants import SHIPPED
 from composer3d.planner.predict import (
@@ -50,7 +50,7 @@ def setup_for(preset: str, tp: int = 1) -> Setup:
 def test_every_recipe_is_a_setup_with_its_parameters_and_ranks(path: Path) -> None:
     recipe = recipe_of(path)
     sizes = sizes_of(recipe)
-    count = resolve(architecture(recipe.model.architecture).parameters)(recipe.model)
+    count = counts.parameters(recipe.parameters)
     # Norms and biases are not counted here; they are less than 0.1 % of a real model.
     assert sizes.parameters == pytest.approx(count, rel=5e-3)
     row = hardware.by_name("H200")
@@ -67,7 +67,7 @@ def test_every_recipe_is_a_setup_with_its_parameters_and_ranks(path: Path) -> No
 @pytest.mark.parametrize("preset", ["gshard-like-top2", "deepseek-v3-gqa", "mixtral-8x7b"])
 def test_sizes_know_which_blocks_have_experts(preset: str) -> None:
     base = recipe_of(ROOT / "recipes" / "mixtral-8x7b-64-ep-tp.toml")
-    model = PRESETS[preset]
+    model = replace(base.model, **asdict(PRESETS[preset]))
     sizes = sizes_of(replace(base, model=model))
     found = [sizes.has_experts(layer) for layer in range(model.n_layers)]
     assert found == [model.has_experts(layer) for layer in range(model.n_layers)]
@@ -76,7 +76,8 @@ def test_sizes_know_which_blocks_have_experts(preset: str) -> None:
 def test_mfu_of_a_8b_model_on_a_node_of_h100_is_plausible() -> None:
     setup = setup_for("llama3-8b")
     recipe = recipe_of(ROOT / "recipes" / "llama3-8b-8-fsdp.toml")
-    flops = model_flops_per_token(recipe, causal=False)
+    model, seq_len = recipe.model, recipe.data.seq_len
+    flops = counts.flops_per_token(recipe.parameters, model, seq_len, causal=False)
     assert flops > model_flops_per_token(recipe)
     prediction = predict(setup)
     found = mfu(setup, flops, prediction.tokens_s)

@@ -1,4 +1,4 @@
-"""Shapes of parameters, stages and groups, compared with the models, ``compose`` and the mesh."""
+"""Stages and groups, compared with ``compose`` and the mesh."""
 
 from collections import defaultdict
 from math import prod
@@ -6,18 +6,7 @@ from math import prod
 import pytest
 import torch
 
-from composer3d.models.llama import counts
-from composer3d.models.llama.shape import PRESETS
-from composer3d.models.moe import counts as moe_counts
-from composer3d.models.moe.shape import PRESETS as MOE_PRESETS
-from composer3d.models.parameters import (
-    block_parameters,
-    first_parameters,
-    known_shape,
-    last_parameters,
-    trainable_names,
-)
-from composer3d.models.registry import architecture
+from composer3d.models.registry import Architecture, architecture
 from composer3d.models.shape import DecoderShape
 from composer3d.parallel.compose import cut_into_stages
 from composer3d.parallel.pipeline.runtime import place_stages
@@ -31,55 +20,14 @@ from composer3d.runtime.ranks import coordinates
 from composer3d.spec.errors import PlanError
 from tools.prove.paths import ROOT
 
-SHAPES = {**PRESETS, **MOE_PRESETS}
 RECIPES = ROOT / "recipes"
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_the_shapes_add_up_to_the_counts(name: str) -> None:
-    shape = SHAPES[name]
-    units = [first_parameters(shape), last_parameters(shape, sequence_parallel=True)]
-    units += [
-        block_parameters(shape, layer, tp=1, sequence_parallel=True)
-        for layer in range(shape.n_layers)
-    ]
-    total = sum(parameter.elements for unit in units for parameter in unit)
-    if shape.tied:
-        total -= shape.vocab * shape.dim
-    expected = moe_counts.parameters if name in MOE_PRESETS else counts.parameters
-    assert total == expected(shape)
-
-
-@pytest.mark.parametrize(
-    ("name", "presets"),
-    [
-        ("llama", "debug-tiny"),
-        ("llama", "qwen3-0.6b"),
-        ("moe", "debug-moe-shared"),
-        ("moe", "deepseek-v3-gqa"),
-    ],
-)
-def test_the_shapes_are_those_of_the_model(name: str, presets: str) -> None:
-    shape = SHAPES[presets]
-    model = architecture(name).build(shape, dtype=torch.float32, device="meta")
-    found = {
-        name: tuple(parameter.shape)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
-    listed = {f"first.{p.name}": p.shape for p in first_parameters(shape)}
-    listed |= {f"last.{p.name}": p.shape for p in last_parameters(shape, sequence_parallel=True)}
-    for layer in range(shape.n_layers):
-        for p in block_parameters(shape, layer, tp=1, sequence_parallel=True):
-            listed[f"blocks.{layer}.{p.name}"] = p.shape
-    assert listed == found
-    trainable = [name for name, value in model.named_parameters() if value.requires_grad]
-    assert [name for unit in trainable_names(shape) for name in unit] == trainable
 
 
 def test_a_model_of_a_user_has_no_known_shapes() -> None:
     shape = DecoderShape(dim=8, n_layers=2, n_heads=2, n_kv_heads=2, ffn=16, vocab=32)
+    own = Architecture(shape=DecoderShape, model=None, plan=None)
     with pytest.raises(PlanError, match="DecoderShape is not an architecture of composer3d"):
-        known_shape(shape)
+        own.table_of(shape)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer3d.models.llama.counts import parts
 from composer3d.models.llama.shape import PRESETS
+from composer3d.models.llama.table import table
 from composer3d.spec.errors import PlanError
 from composer3d.spec.schedules import (
     balanced_cut,
@@ -58,8 +58,8 @@ def test_room_is_left_for_the_embedding_and_the_head() -> None:
     assert [len(stage) for stage in balanced_cut(1.0, [1.0] * 6, 1.0, 4)] == [1, 2, 2, 1]
     # The cut of the Llama 3 report, section 3.3.2: the first and the last stage have a layer less.
     shape = PRESETS["llama3-405b"]
-    p = parts(shape)
-    cut = balanced_cut(p.embedding / 2, [p.block] * shape.n_layers, p.last_norm + p.head, 16)
+    first, *blocks, last = (sum(row.elements for row in rows) for _, rows in table(shape).units())
+    cut = balanced_cut(first / 2, blocks, last, 16)
     assert [len(stage) for stage in cut] == [7, *[8] * 14, 7]
 
 

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from composer3d.models.llama import counts
+from composer3d.planner.predict import model_flops_per_token
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from composer3d.spec import hardware
@@ -301,7 +301,7 @@ def gpu(args: argparse.Namespace) -> int:
             "composer3d": ours(args, GPU_RECIPE, sets),
         }
         row = compare(precision, sides, args.repeats)
-        flops_per_token = counts.flops_per_token(recipe.model, recipe.data.seq_len)
+        flops_per_token = model_flops_per_token(recipe)
         peak_flops = hardware.peak_flops(device, precision) if device else None
         for figures in row.get("sides", {}).values():
             flops = figures["tokens_per_s"]["median"] * flops_per_token

@@ -430,20 +430,35 @@ def _sizes(values: _Values) -> Sizes | str:
         )
     experts = values.whole("n_experts")
     dense_blocks = values.whole("n_dense_layers")
+    kv_heads = values.whole("n_kv_heads") or heads
+    head_width = values.whole("head_dim") or max(1, dim // heads)
+    ffn = values.whole("ffn") or 4 * dim
+    vocab = values.whole("vocab") or 50_432
+    gated = values.flag("gated")
+    expert_width = values.whole("moe_ffn") or ffn
+    shared_width = values.whole("shared_ffn")
+    # A published row gives sizes and no table of parameters.
+    parameters_of_width = (3 if gated else 2) * dim
     return Sizes(
         layers=layers,
         dim=dim,
         heads=heads,
-        kv_heads=values.whole("n_kv_heads") or heads,
-        head_width=values.whole("head_dim") or max(1, dim // heads),
-        ffn=values.whole("ffn") or 4 * dim,
-        gated=values.flag("gated"),
-        vocab=values.whole("vocab") or 50_432,
+        kv_heads=kv_heads,
+        head_width=head_width,
+        ffn=ffn,
+        vocab=vocab,
+        attention_parameters=2 * dim * (heads + kv_heads) * head_width,
+        dense_parameters=parameters_of_width * ffn,
+        embedding_parameters=vocab * dim,
+        head_parameters=vocab * dim,
+        expert_parameters=parameters_of_width * expert_width * experts,
+        shared_parameters=experts * dim + parameters_of_width * shared_width,
+        gated=gated,
         tied=values.flag("tied_emb"),
         experts=experts,
         experts_per_token=values.whole("topk") or 1,
-        expert_width=values.whole("moe_ffn") or values.whole("ffn") or 4 * dim,
-        shared_width=values.whole("shared_ffn"),
+        expert_width=expert_width,
+        shared_width=shared_width,
         expert_blocks=max(0, layers - dense_blocks) if experts else 0,
     )
 

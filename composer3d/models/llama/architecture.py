@@ -8,8 +8,6 @@ ARCHITECTURE = Architecture(
     presets=PRESETS,
     model="composer3d.models.llama.model:Llama",
     plan="composer3d.models.llama.plan:sharding_plan",
-    parameters="composer3d.models.llama.counts:parameters",
-    flops_per_token="composer3d.models.llama.counts:flops_per_token",
+    table="composer3d.models.llama.table:table",
     huggingface="composer3d.models.llama.huggingface",
-    names="composer3d.models.llama.names",
 )

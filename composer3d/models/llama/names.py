@@ -1,51 +1,21 @@
-"""Translate names and layouts of parameters between our format, Hugging Face's and Meta's.
+"""Translate names and layouts of parameters between our format and Meta's.
 
 Our names are used without the ``model.`` of checkpoints: ``blocks.7.attn.wq.weight``. The values
-are the same in all three formats. But Meta orders the rows of the query and key projections in
-another way: its rotary pairs are neighbours, (x[2i], x[2i + 1]). Our pairs and Hugging Face's are
+are the same in both formats. But Meta orders the rows of the query and key projections in another
+way: its rotary pairs are neighbours, (x[2i], x[2i + 1]). Our pairs and Hugging Face's are
 (x[i], x[i + D/2]).
 """
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
-from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from composer3d.models.llama.huggingface import make_shape
-from composer3d.models.llama.model import Llama
 from composer3d.models.llama.shape import ModelShape
-from composer3d.models.locations import Location
+from composer3d.models.llama.table import table
+from composer3d.models.locations import in_block
 from composer3d.models.untrusted import short_json
 from composer3d.spec.errors import CheckpointError
-
-
-class _Names(NamedTuple):
-    """The names of one module. ``#`` is the number of a block; "" means that there is none."""
-
-    hf: str
-    meta: str
-
-
-_TABLE = {
-    "first.embed": _Names("model.embed_tokens", "tok_embeddings"),
-    "blocks.#.attn_norm": _Names("model.layers.#.input_layernorm", "layers.#.attention_norm"),
-    "blocks.#.attn.wq": _Names("model.layers.#.self_attn.q_proj", "layers.#.attention.wq"),
-    "blocks.#.attn.wk": _Names("model.layers.#.self_attn.k_proj", "layers.#.attention.wk"),
-    "blocks.#.attn.wv": _Names("model.layers.#.self_attn.v_proj", "layers.#.attention.wv"),
-    "blocks.#.attn.wo": _Names("model.layers.#.self_attn.o_proj", "layers.#.attention.wo"),
-    "blocks.#.attn.q_norm": _Names("model.layers.#.self_attn.q_norm", ""),
-    "blocks.#.attn.k_norm": _Names("model.layers.#.self_attn.k_norm", ""),
-    "blocks.#.ffn_norm": _Names("model.layers.#.post_attention_layernorm", "layers.#.ffn_norm"),
-    "blocks.#.ffn.w1": _Names("model.layers.#.mlp.gate_proj", "layers.#.feed_forward.w1"),
-    "blocks.#.ffn.w2": _Names("model.layers.#.mlp.down_proj", "layers.#.feed_forward.w2"),
-    "blocks.#.ffn.w3": _Names("model.layers.#.mlp.up_proj", "layers.#.feed_forward.w3"),
-    "last.norm": _Names("model.norm", "norm"),
-    "last.head": _Names("lm_head", "output"),
-}
-
-_FIRST_BLOCK = "blocks.0."
 
 # The fields of ModelShape that params.json has under the same name.
 _SHARED_PARAMS = ("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta")
@@ -53,71 +23,6 @@ _SHARED_PARAMS = ("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_
 # The stretched positions of Llama 3.1 and 3.2, the only ones that Meta's code can compute:
 # (rope_factor, rope_low_freq, rope_high_freq, rope_context).
 _STRETCHES = ((8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192))
-
-
-# Shapes of parameters by their names.
-Sizes = Mapping[str, tuple[int, ...]]
-
-
-@cache
-def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter by our name, in the model's order.
-
-    A tied head is not a parameter of its own. Only one block is built, because all blocks are the
-    same, and a config.json may ask for thousands. The caller must not change the result, which is
-    cached.
-    """
-    sizes = sizes_of(Llama(replace(shape, n_layers=1)))
-    return repeat_blocks(sizes, [sizes] * shape.n_layers)
-
-
-def sizes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter of a model, by its name."""
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def repeat_blocks(sizes: Sizes, blocks: Iterable[Sizes]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all parameters of a model of many blocks.
-
-    Args:
-        sizes: of a model of one block. Those of ``first`` and ``last`` are taken.
-        blocks: for each block of the whole model, the sizes of a model of one such block.
-    """
-    result = {name: size for name, size in sizes.items() if name.startswith("first.")}
-    for number, block in enumerate(blocks):
-        result |= {
-            f"blocks.{number}.{name.removeprefix(_FIRST_BLOCK)}": size
-            for name, size in block.items()
-            if name.startswith(_FIRST_BLOCK)
-        }
-    return result | {name: size for name, size in sizes.items() if name.startswith("last.")}
-
-
-def is_trained(name: str) -> bool:
-    """Return whether the parameter of this name has a gradient, and so a state of the optimizer."""
-    return True
-
-
-def hf_names(shape: ModelShape) -> dict[str, str]:
-    """Map our name of each parameter to Hugging Face's."""
-    return {name: hf_name(name) for name in parameter_shapes(shape)}
-
-
-def hf_name(name: str) -> str:
-    """Return Hugging Face's name of a parameter."""
-    return _translate(name, "hf")
-
-
-def hf_locations(shape: ModelShape, in_files: Collection[str] = ()) -> dict[str, Location]:
-    """Return the place of each parameter in the files of Hugging Face, by our name.
-
-    Args:
-        shape: the shape of the model.
-        in_files: the names of tensors in the files. They make no difference here: there is one form
-            only.
-    """
-    sizes = parameter_shapes(shape)
-    return {name: Location((hf_name(name),), size) for name, size in sizes.items()}
 
 
 def meta_names(shape: ModelShape) -> dict[str, str]:
@@ -129,15 +34,7 @@ def meta_names(shape: ModelShape) -> dict[str, str]:
     Raises CheckpointError as ``make_meta_params`` does.
     """
     make_meta_params(shape)
-    return {name: _translate(name, "meta") for name in parameter_shapes(shape)}
-
-
-def _translate(name: str, column: Literal["hf", "meta"]) -> str:
-    """Return the name of one parameter in a column of the table."""
-    number = name.split(".")[1]  # the number of the block, if the parameter is in a block
-    module, _, leaf = name.replace(f"blocks.{number}.", "blocks.#.").rpartition(".")
-    translated = getattr(_TABLE[module], column)
-    return f"{translated.replace('#', number)}.{leaf}"
+    return {name: in_block(row.meta, name) for name, row in table(shape).parameters()}
 
 
 def to_meta(name: str, whole: Tensor, shape: ModelShape, *, inverse: bool = False) -> Tensor:
@@ -155,7 +52,8 @@ def to_meta(name: str, whole: Tensor, shape: ModelShape, *, inverse: bool = Fals
     Returns:
         A tensor with the shape of ``whole``.
     """
-    if not name.endswith(("attn.wq.weight", "attn.wk.weight")):
+    rows = table(shape).blocks[0]
+    if not any(row.is_rotary and name.endswith(f".{row.name}") for row in rows):
         return whole
     half = shape.head_width // 2
     # A head has 2 halves of D/2 rows in our layout, and D/2 pairs of 2 rows in Meta's.

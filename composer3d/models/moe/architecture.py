@@ -8,9 +8,7 @@ ARCHITECTURE = Architecture(
     presets=PRESETS,
     model="composer3d.models.moe.model:MoeLlama",
     plan="composer3d.models.moe.plan:sharding_plan",
-    parameters="composer3d.models.moe.counts:parameters",
-    active_parameters="composer3d.models.moe.counts:active_parameters",
-    flops_per_token="composer3d.models.moe.counts:flops_per_token",
+    table="composer3d.models.moe.table:table",
     huggingface="composer3d.models.moe.huggingface",
     names="composer3d.models.moe.names",
 )

@@ -7,8 +7,7 @@ architecture has no table of its parameters, so only ``compose`` can check it.
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
-from composer3d.models.llama.shape import ModelShape
-from composer3d.models.parameters import trainable_names
+from composer3d.models.registry import architecture
 from composer3d.recipe.rules.rule import Rule, rule
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.stages import stage_ranges
@@ -19,9 +18,9 @@ _SHOWN = 6  # names of parameters in a message
 @rule("optim.train")
 def globs_match_parameters(recipe: Recipe) -> Iterator[str]:
     """Each glob of ``optim.train`` matches a parameter that can train."""
-    if recipe.optim.train is None or not isinstance(recipe.model, ModelShape):
+    if recipe.optim.train is None or not _has_table(recipe):
         return
-    names = [name for unit in trainable_names(recipe.model) for name in unit]
+    names = [name for unit in recipe.parameters.trainable_names() for name in unit]
     shown = ", ".join([*names[:_SHOWN], "..."])
     for number, glob in enumerate(recipe.optim.train, 1):
         if not _matches(names, [glob]):
@@ -43,12 +42,12 @@ def globs_match_parameters(recipe: Recipe) -> Iterator[str]:
 )
 def every_stage_trains(recipe: Recipe) -> Iterator[str]:
     """Each pipeline stage has a parameter that trains: torch asks every stage for gradients."""
-    globs, shape = recipe.optim.train, recipe.model
-    if globs is None or recipe.mesh.pp == 1 or not isinstance(shape, ModelShape):
+    globs = recipe.optim.train
+    if globs is None or recipe.mesh.pp == 1 or not _has_table(recipe):
         return
     if not _is_cut(recipe):
         return  # other rules report it
-    first, *of_blocks, last = trainable_names(shape)
+    first, *of_blocks, last = recipe.parameters.trainable_names()
     cut = stage_ranges(recipe)
     for stage, blocks in enumerate(cut):
         names = [name for block in blocks for name in of_blocks[block]]
@@ -66,6 +65,10 @@ def every_stage_trains(recipe: Recipe) -> Iterator[str]:
 
 def _matches(names: Sequence[str], globs: Sequence[str]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs for name in names)
+
+
+def _has_table(recipe: Recipe) -> bool:
+    return architecture(recipe.model.architecture).table is not None
 
 
 def _is_cut(recipe: Recipe) -> bool:

@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.llama import huggingface as hf
 from composer3d.models.llama.model import Last, Llama
-from composer3d.models.llama.names import hf_names, parameter_shapes
 from composer3d.models.llama.shape import PRESETS, ModelShape
+from composer3d.models.llama.table import table
 from composer3d.spec.errors import CheckpointError
+from tests.models.names_in_files import hf_names
 
 transformers = pytest.importorskip("transformers")
 
@@ -91,7 +92,7 @@ def load_ours(folder: Path) -> Llama:
         model.last.head.weight = model.first.embed.weight
     tensors, names = load_file(folder / "model.safetensors"), hf_names(shape)
     assert set(names.values()) == tensors.keys()
-    assert {name: tuple(tensors[names[name]].shape) for name in names} == parameter_shapes(shape)
+    assert {name: tuple(tensors[names[name]].shape) for name in names} == table(shape).shapes()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[names[name]])

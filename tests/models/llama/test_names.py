@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from composer3d.models.layers.rope import rope_table, rotate
 from composer3d.models.llama import names
-from composer3d.models.llama.model import Llama, rope_of
+from composer3d.models.llama.model import rope_of
 from composer3d.models.llama.shape import PRESETS, ModelShape
+from composer3d.models.llama.table import table
 from composer3d.spec.errors import CheckpointError
+from tests.models.names_in_files import hf_names
 from tests.reference.rotation import rotations, turn_neighbours
 
 SHAPE = ModelShape(dim=48, n_layers=12, n_heads=4, n_kv_heads=2, ffn=80, vocab=99)
@@ -21,12 +23,12 @@ WQ = "blocks.11.attn.wq.weight"
 
 def test_every_parameter_has_a_name_of_its_own() -> None:
     shape = replace(SHAPE, qk_norm=True, qkv_bias=True)
-    found = names.hf_names(shape)
-    assert list(found) == list(names.parameter_shapes(shape))
+    found = hf_names(shape)
+    assert list(found) == list(table(shape).shapes())
     assert len(set(found.values())) == len(found) == 12 * 14 + 3
     assert found[WQ] == "model.layers.11.self_attn.q_proj.weight"
     assert found["blocks.2.attn.wk.bias"] == "model.layers.2.self_attn.k_proj.bias"
-    assert "last.head.weight" not in names.hf_names(replace(SHAPE, tied=True))
+    assert "last.head.weight" not in hf_names(replace(SHAPE, tied=True))
     meta = names.meta_names(SHAPE)
     assert len(set(meta.values())) == len(meta) == 12 * 9 + 3
     assert meta[WQ] == "layers.11.attention.wq.weight"
@@ -37,16 +39,6 @@ def test_every_parameter_has_a_name_of_its_own() -> None:
         "norm.weight",
         "output.weight",
     ]
-
-
-def test_shapes_are_those_of_the_model() -> None:
-    """The shapes are computed from one block, and compared with a whole model."""
-    for fields in ({}, {"qk_norm": True, "qkv_bias": True, "head_dim": 6}, {"tied": True}):
-        shape = replace(SHAPE, **fields)
-        built = {
-            name: tuple(parameter.shape) for name, parameter in Llama(shape).named_parameters()
-        }
-        assert list(names.parameter_shapes(shape).items()) == list(built.items())
 
 
 def test_attention_scores_in_metas_layout_equal_ours() -> None:

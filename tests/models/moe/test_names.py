@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from composer3d.models.locations import Location
-from composer3d.models.moe.names import hf_locations, is_trained
-from composer3d.models.moe.shape import PRESETS, MoeShape
+from composer3d.models.moe.names import hf_locations
+from composer3d.models.moe.shape import MoeShape
 from composer3d.spec.errors import CheckpointError
 
 MIXTRAL = MoeShape(
@@ -90,10 +90,3 @@ def test_files_without_most_experts_are_refused() -> None:
         "there are 80 tensors of experts, but the model of config.json has 180; "
         "copy the missing files",
     )
-
-
-def test_the_bias_of_a_router_is_not_trained() -> None:
-    names = hf_locations(MIXTRAL)
-    assert all(map(is_trained, names))
-    assert not is_trained("blocks.1.moe.router.bias")
-    assert PRESETS["debug-moe-shared"].router_bias

@@ -1,0 +1,62 @@
+"""The parameters of a Llama with experts, one row each. No torch here."""
+
+from dataclasses import replace
+
+from composer3d.models.llama.table import attention_rows, feed_forward_rows, into_the_stream
+from composer3d.models.llama.table import table as llama_table
+from composer3d.models.moe.shape import MoeShape
+from composer3d.models.table import Constant, Normal, ParameterTable, Row
+
+
+def table(shape: MoeShape) -> ParameterTable:
+    """Return the parameters of a Llama with experts of this shape.
+
+    A block without experts is one of Llama. A block with experts has a router, experts and perhaps
+    a shared expert in place of the feed-forward layer. No layer multiplies in float8: recipes
+    refuse it with experts.
+    """
+    dense = llama_table(shape)
+    of_dense = tuple(row._replace(float8=False) for row in dense.blocks[0])
+    attention = (row._replace(float8=False) for row in attention_rows(shape))
+    of_experts = (*attention, *_expert_rows(shape))
+    blocks = tuple(
+        of_experts if shape.has_experts(layer) else of_dense for layer in range(shape.n_layers)
+    )
+    return replace(dense, blocks=blocks)
+
+
+class _HuggingFaceNames:
+    """The names of one family's mixture in published files."""
+
+    def __init__(self, block: str, w1: str, w2: str, w3: str) -> None:
+        self.router = f"model.layers.#.{block}.gate.weight"
+        self.experts = {
+            name: f"model.layers.#.{block}.experts.@.{in_files}.weight"
+            for name, in_files in (("w1", w1), ("w2", w2), ("w3", w3))
+        }
+
+
+_MIXTRAL = _HuggingFaceNames("block_sparse_moe", w1="w1", w2="w2", w3="w3")
+_QWEN_3 = _HuggingFaceNames("mlp", w1="gate_proj", w2="down_proj", w3="up_proj")
+
+
+def _expert_rows(shape: MoeShape) -> list[Row]:
+    """Return the parameters of a mixture of experts."""
+    dim, experts, width = shape.dim, shape.experts, shape.expert_width
+    hf = _QWEN_3 if shape.qk_norm else _MIXTRAL
+    normal = Normal(0.02)
+    rows = [Row("moe.router.weight", (experts, dim), "router", normal, hf=hf.router)]
+    if shape.router_bias:
+        rows.append(Row("moe.router.bias", (experts,), "router", Constant(0.0), trains=False))
+    matrices: tuple[tuple[str, tuple[int, ...], Normal], ...] = (
+        ("w1", (experts, width, dim), normal),
+        ("w2", (experts, dim, width), into_the_stream(shape)),
+        ("w3", (experts, width, dim), normal),
+    )
+    rows += [
+        Row(f"moe.experts.{name}", size, "experts", init, hf=hf.experts[name])
+        for name, size, init in matrices
+    ]
+    if shape.shared_ffn:
+        rows += feed_forward_rows(shape, "moe.shared", shape.shared_ffn)
+    return rows
