@@ -161,13 +161,13 @@ class ShardingPlan:
         unread: globs of modules whose outputs nothing in a block's backward reads, such as the last
             projection of a block. Selective activation checkpointing does not keep what operators
             in them return. They must be the last to compute: backward computes the others again, up
-            to the last tensor that it reads.
+            to the last tensor that it reads. ``models.claims`` checks both.
         float8: globs of the linear layers in ``blocks`` that ``precision.matmul = "float8"`` lets
             multiply in float8. Each is a ``torch.nn.Linear`` of style "column", "kv_column" or
             "row".
         first_only_looks_up: whether ``first`` does nothing with its parameters but look up rows of
             embeddings, so that its backward reads none of them. FSDP then does not gather them for
-            backward. If it is wrongly true, a step fails or has wrong gradients.
+            backward. ``models.claims`` checks it.
     """
 
     tensor: Mapping[str, Style]

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from composer3d.models import claims
 from composer3d.models.contract import Decoder, SequenceInfo, ShardingPlan
 from composer3d.parallel import checkpointing, compile, float8, init
 from composer3d.parallel.context import api as context
@@ -66,8 +67,9 @@ def compose(
         host memory with ``memory.cpu_offload``.
 
     Raises:
-        PlanError: the plan does not fit the model; there are fewer blocks than stages; tied
-            parameters cannot be sharded or separated; or the pipeline schedule cannot run.
+        PlanError: the plan does not fit the model, or claims what is untrue; there are fewer blocks
+            than stages; tied parameters cannot be sharded or separated; or the pipeline schedule
+            cannot run.
         MeshError: ranks have read different schedules from ``parallel.schedule_csv``.
         DeviceError: ``compiling`` is enabled, and this machine has no compiler, or cannot run
             ``parallel.async_tp``; or the GPU has no products in float8.
@@ -83,6 +85,7 @@ def compose(
             "expert changes in every step; use compile.enabled = false"
         )
     plan.check(model)
+    claims.check(model, plan)
     float8.check(model, plan, mesh.sizes, precision, mesh.device)
 
     # b. Note what only the whole model tells: the message between stages, ties and routers.
