@@ -11,7 +11,8 @@ from composer3d.planner.constants import FITTED, PRIORS, SHIPPED
 from composer3d.planner.setup import Recompute, Setup, Software
 from composer3d.planner.time import predict_time
 from composer3d.spec.errors import PlanError
-from tests.planner.test_memory import SIZES, setup_of
+from tests.tools.test_planner_foreign import SIZES, setup_of
+from tools.planner.foreign import ForeignSoftware
 
 FREE = replace(
     PRIORS,
@@ -152,7 +153,7 @@ def test_reductions_run_behind_the_other_stages_of_a_rank() -> None:
             micro_batches=16,
         )
         slow = setup.machine._replace(nic_bytes_s=5e9)
-        software = Software(overlaps_gathers=True)
+        software = ForeignSoftware(overlaps_gathers=True)
         return predict_time(replace(setup, machine=slow, software=software), FREE).exposed_s["dp"]
 
     assert visible_s(2, "Interleaved1F1B") < 0.8 * visible_s(1, "1F1B")
