@@ -10,6 +10,7 @@ from composer3d.planner.setup import Setup
 from composer3d.planner.trained import Share
 
 _WIDE = 4.0  # bytes of a float32
+_LOSS_COPIES = 3 * _WIDE  # of a logit that no tp rank shares, at the loss's peak
 
 
 class Unit(NamedTuple):
@@ -170,7 +171,7 @@ def block_bytes(
         rows=rows * sizes.dim,
         expert_width=rows * sizes.expert_width,
         ffn_gradients=gradient_width(setup) * (ffn + experts),
-        matrix=gradient_width(setup) * linear / (7 if sizes.gated else 6),
+        matrix=gradient_width(setup) * linear / (4 + sizes.ffn_matrices),
     )
     is_ulysses = layout.cp > 1 and layout.cp_method == "ulysses"
     # What an exchange over cp returns: queries, keys and values; and the output.
@@ -272,7 +273,7 @@ def head_bytes(setup: Setup) -> HeadBytes:
         loss = (2 * _WIDE + (e if e < _WIDE else 0.0)) * logits
         saved, gradient = e * logits, _WIDE * logits
     else:
-        loss = setup.software.loss_copies * logits
+        loss = _LOSS_COPIES * logits
         saved, gradient = _WIDE * logits, e * logits
         if layout.tp > 1:
             gradient += e * logits / layout.tp

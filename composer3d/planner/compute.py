@@ -188,7 +188,7 @@ def attention_products(setup: Setup) -> list[Product]:
 def ffn_products(setup: Setup, has_experts: bool) -> list[Product]:
     """Return the products of a feed-forward layer on one rank."""
     sizes, layout, tokens = setup.sizes, setup.layout, setup.tokens
-    inner = 2 if sizes.gated else 1
+    inner = sizes.ffn_matrices - 1
     if not has_experts:
         dense_width = sizes.ffn / layout.tp
         return [
@@ -384,7 +384,7 @@ def elementwise_bytes(setup: Setup, *, has_experts: bool) -> float:
     stream_tokens = tokens / tp if layout.sequence_parallel else tokens
     moved = 20.0 * sizes.dim * stream_tokens
     moved += (12.0 * sizes.query_width + 12.0 * sizes.kv_width) * tokens / tp
-    per_width = 8.0 if sizes.gated else 4.0
+    per_width = 4.0 * (sizes.ffn_matrices - 1)
     if has_experts:
         width = sizes.expert_width * sizes.experts_per_token + sizes.shared_width
         # Tokens are sorted by expert, and their results are added.

@@ -374,7 +374,6 @@ def _pipeline_moments(rank: _Rank, number: int) -> list[Moment]:
         layout.stages_per_rank,
         micro_batches,
         layout.zero == 3,
-        layout.in_flight,
         layout.schedule_csv,
     )[number]
     pipeline = _PipelineRank(rank)

@@ -176,9 +176,7 @@ def of_recipe(
             attention="unfused" if hardware.generation == "cpu" else "flash2",
             fuses_elementwise=recipe.compile.enabled,
             fuses_norms=hardware.generation != "cpu",
-            frees_by_block=True,
             since_torch_2_15=is_since_2_15(),
-            step_copies=recipe.optim.optimizer.step_copies,
             stops_recompute_early=True,
             # Backward fuses its gathers, but not its reductions; no time of it is priced.
             overlaps_tp="forward" if parallel.async_tp else "none",

@@ -1,7 +1,9 @@
 """The inputs of a prediction: facts about a model, a layout, the software and the machine.
 
-Every field is a fact that a person can look up. No field names a framework or a publication, so
-that a constant of the cost model cannot belong to one. No torch here.
+Every field is a fact that a person can look up, and that a recipe or a device sets. Facts in which
+other programs differ are class attributes with the value of ours; ``tools.planner.foreign`` makes
+them fields. None names a framework or a publication, so that a constant of the cost model cannot
+belong to one. No torch here.
 """
 
 from collections import Counter
@@ -10,6 +12,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
+from composer3d.planner.pipeline import Compiled, compiled
 from composer3d.planner.trained import EVERYTHING, Trained
 from composer3d.spec.errors import PlanError
 from composer3d.spec.hardware import Hardware
@@ -34,9 +37,8 @@ class Sizes:
         head_parameters: of the head, also if they are the embedding's.
         expert_parameters: of all experts of a block, without the shared one.
         shared_parameters: of the router and the shared expert of a block.
-        gated: whether the feed-forward layer has three matrices (SwiGLU) and not two.
+        ffn_matrices: the matrices of a feed-forward layer; a gated one (SwiGLU) has three.
         window: the sliding window of attention in tokens; 0: none.
-        causal: whether masked scores are skipped by kernels that can skip them.
         expert_blocks: the number of blocks with experts.
         expert_every: the distance between two of them; they are the last ones that fit, so that
             with 1 all dense blocks come first.
@@ -57,7 +59,6 @@ class Sizes:
     head_parameters: int
     expert_parameters: int = 0
     shared_parameters: int = 0
-    gated: bool = True
     tied: bool = False
     window: int = 0
     experts: int = 0
@@ -66,6 +67,8 @@ class Sizes:
     shared_width: int = 0
     expert_blocks: int = 0
     expert_every: int = 1
+
+    ffn_matrices = 3
 
     def has_experts(self, block: int) -> bool:
         """Return whether a block, counted from 0, has experts."""
@@ -112,10 +115,8 @@ class Layout:
         stage_blocks: the blocks of each pipeline stage, in order.
         zero: 0 replicates over dp_shard; 1 shards optimizer state; 2 also gradients; 3 parameters.
         fsdp_blocks: consecutive blocks of a stage that FSDP gathers and reduces together.
-        schedule: a name of ``spec.schedules``, or ``ZeroBubble`` with ``in_flight``.
-        in_flight: micro-batches that the first rank holds at once under ``ZeroBubble``, as a
-            multiple of pp: 1 for the memory of 1F1B, 2 for twice as much.
-        outermost: the outermost axis of the ranks.
+        schedule: a name of ``spec.schedules``.
+        expert_tp: whether tp cuts each expert.
     """
 
     tp: int = 1
@@ -124,7 +125,6 @@ class Layout:
     cp: int = 1
     cp_method: ContextMethod = "ring"
     ep: int = 1
-    expert_tp: bool = False
     dp_shard: int = 1
     dp_replicate: int = 1
     zero: Zero = 3
@@ -132,10 +132,10 @@ class Layout:
     pp: int = 1
     stages_per_rank: int = 1
     schedule: str = "1F1B"
-    in_flight: int = 1
     schedule_csv: str | None = None
     stage_blocks: tuple[int, ...] = ()
-    outermost: Literal["pp", "dp_replicate"] = "pp"
+
+    expert_tp = False
 
     @property
     def world_size(self) -> int:
@@ -162,6 +162,16 @@ class Layout:
         """Return the number of FSDP's units of a stage of ``blocks`` blocks, without its ends."""
         return len(units_of_blocks(range(blocks), self.fsdp_blocks))
 
+    def compiled(self, micro_batches: int) -> Compiled:
+        """Compile the schedule for a number of micro-batches.
+
+        Raises:
+            PlanError: the schedule cannot run with these numbers, or its file cannot be read.
+        """
+        return compiled(
+            self.schedule, self.pp, self.stages_per_rank, micro_batches, self.schedule_csv
+        )
+
     def ranks_of(self, axis: str) -> AxisRanks:
         """Return the number and the distance of the ranks of an axis, or of axes together.
 
@@ -170,16 +180,13 @@ class Layout:
         """
         shards = self.dp_shard * self.cp
         inner = self.tp * shards
-        replicas, stages = inner, inner * self.dp_replicate
-        if self.outermost == "dp_replicate":
-            replicas, stages = inner * self.pp, inner
         # Experts are spread over neighbouring ranks: those of tp, then cp, then dp_shard. If tp
         # cuts each expert, without those of tp.
         expert_stride, expert_ranks = (self.tp, shards) if self.expert_tp else (1, inner)
         expert_shards = max(1, expert_ranks // self.ep)
         size, stride = {
-            "pp": (self.pp, stages),
-            "dp_replicate": (self.dp_replicate, replicas),
+            "pp": (self.pp, inner * self.dp_replicate),
+            "dp_replicate": (self.dp_replicate, inner),
             "dp_shard": (self.dp_shard, self.tp * self.cp),
             "fsdp": (shards, self.tp),
             "replicas": (self.dp_replicate * shards, self.tp),
@@ -218,28 +225,22 @@ class Precision:
             None: that of ``matrix``.
         weights: bytes per parameter of the copy that forward reads.
         gradients: bytes per parameter of the gradients that are summed over micro-batches.
-        extra_gradients: bytes per parameter of a second copy of the gradients, such as 16-bit ones
-            beside a 32-bit sum.
         optimizer: bytes per parameter of the optimizer: moments, and the master copy, if the
             weights are not one.
         reduced: bytes per parameter of the gradient's reduction.
         exchanged: bytes per parameter of the gradients that ranks exchange by an all-to-all, and
             then add up; 0: a reduce-scatter sums them on their way, in ``reduced`` bytes.
         gathered: bytes per parameter of a gather.
-        sharded_weights: bytes per parameter of the shard that is gathered; 0: the optimizer's
-            master copy is that shard.
     """
 
     matrix: str = "bfloat16"
     weight_products: str | None = None
     weights: float = 2.0
     gradients: float = 2.0
-    extra_gradients: float = 0.0
     optimizer: float = 12.0
     reduced: float = 2.0
     exchanged: float = 0.0
     gathered: float = 2.0
-    sharded_weights: float = 0.0
 
     @property
     def activations(self) -> float:
@@ -258,18 +259,12 @@ class Software:
             fused kernels (by a compiler or by hand).
         fuses_norms: whether a norm keeps only its input for backward. Otherwise it also keeps two
             copies in float32.
-        frees_by_block: whether blocks are gathered, computed again, reduced and freed one after the
-            other, so that the largest parts of memory are not there at one time (``moments``).
-            If not, or if nothing is known, the largest parts of all kinds are added.
         since_torch_2_15: what torch 2.15 changed (``torch_facts.is_since_2_15``).
         fuses_loss: whether the loss never writes all logits in float32.
-        loss_copies: the copies of the logits, in bytes per logit, that the loss holds at its peak.
         fuses_weight_gradients: whether the product that makes a weight's gradient adds to the sum.
         dropout: whether residual streams have dropout.
         stops_recompute_early: whether recomputation ends when the last saved tensor is there: the
             last product of a block is not repeated.
-        step_copies: temporaries of the optimizer's step, in bytes per updated parameter.
-        bucket_bytes: buffers in which gradients are copied for their reduction.
         overlaps_tp: in which passes the collectives of tp run beside products. "backward": the
             gradients of inputs travel while those of weights are computed. "both": products and
             collectives are cut into parts that overlap. "forward": the same, in forward only.
@@ -284,22 +279,19 @@ class Software:
     attention: AttentionKernel = "flash2"
     fuses_elementwise: bool = False
     fuses_norms: bool = True
-    frees_by_block: bool = False
     since_torch_2_15: bool = False
-    fuses_loss: bool = False
-    loss_copies: float = 12.0
-    fuses_weight_gradients: bool = False
-    dropout: bool = False
     stops_recompute_early: bool = False
-    step_copies: float = 8.0
-    bucket_bytes: float = 0.0
     overlaps_tp: Literal["none", "forward", "backward", "both"] = "none"
     overlaps_sends: bool = False
-    overlaps_gradients: bool = True
-    overlaps_gathers: bool = False
-    gathers_tensors: bool = False
-    launches_synchronously: bool = False
     offloads: bool = False
+
+    fuses_loss = False
+    fuses_weight_gradients = False
+    dropout = False
+    overlaps_gradients = True
+    overlaps_gathers = False
+    gathers_tensors = False
+    launches_synchronously = False
 
 
 class Machine(NamedTuple):

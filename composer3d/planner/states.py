@@ -56,18 +56,17 @@ def states_of_ranks(
     stages_per_rank: int,
     micro_batches: int,
     drops: bool,
-    in_flight: int = 1,
     path: str | None = None,
 ) -> list[list[State]]:
     """Return the states of each rank, without those that another one exceeds.
 
     Args:
-        schedule, pp, stages_per_rank, micro_batches, in_flight, path: as in ``cells_of``.
+        schedule, pp, stages_per_rank, micro_batches, path: as in ``cells_of``.
         drops: whether parameters are dropped after a forward (zero = 3). After a backward they
             stay gathered, whatever ``zero`` is.
     """
     has_windows = schedule not in ("GPipe", "1F1B")
-    ranks = cells_of(schedule, pp, stages_per_rank, micro_batches, in_flight, path)
+    ranks = cells_of(schedule, pp, stages_per_rank, micro_batches, path)
     return [
         _largest(_Walk(drops, has_windows).states([action for cell in cells for action in cell]))
         for cells in ranks

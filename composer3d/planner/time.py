@@ -14,7 +14,7 @@ from composer3d.planner import compute
 from composer3d.planner.collectives import Group, all_to_all_s, collective_s, send_s
 from composer3d.planner.compute import Work
 from composer3d.planner.constants import SHIPPED, Constants
-from composer3d.planner.pipeline import Compiled, compiled, length_s
+from composer3d.planner.pipeline import Compiled, length_s
 from composer3d.planner.setup import Setup
 from composer3d.planner.simulate import StageTimes
 
@@ -401,15 +401,7 @@ def _simulated_s(
     layout, count = setup.layout, setup.batch.micro_batches
 
     def steps(micro_batches: int) -> float:
-        schedule = compiled(
-            layout.schedule,
-            layout.pp,
-            layout.stages_per_rank,
-            micro_batches,
-            layout.in_flight,
-            layout.schedule_csv,
-        )
-        return length(schedule, times, sends)
+        return length(layout.compiled(micro_batches), times, sends)
 
     small = 3 * layout.pp
     if layout.schedule == "csv" or count <= small + layout.pp or count % layout.pp:

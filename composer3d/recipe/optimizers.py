@@ -33,7 +33,6 @@ class OptimizerFacts:
     Attributes:
         title: its name in texts for people.
         state: what it keeps for a parameter, in the order of checkpoints.
-        step_copies: temporaries of its step, in bytes per updated parameter.
         code: its class, derived from ``training.optimizers.contract.Optimizer``.
         proof: what ``verify`` compares its step with: a class derived from
             ``training.optimizers.proof.OptimizerProof``.
@@ -41,7 +40,6 @@ class OptimizerFacts:
 
     title: str
     state: tuple[StateTensor, ...]
-    step_copies: float = 0.0
     code: Reference
     proof: Reference
 

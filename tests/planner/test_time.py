@@ -12,7 +12,8 @@ from composer3d.planner.constants import FITTED, PRIORS, SHIPPED
 from composer3d.planner.setup import Recompute, Setup, Software
 from composer3d.planner.time import predict_time
 from composer3d.spec.errors import PlanError
-from tests.planner.test_memory import SIZES, resized, setup_of
+from tests.tools.test_planner_foreign import SIZES, setup_of
+from tools.planner.foreign import ForeignSoftware
 
 FREE = replace(
     PRIORS,
@@ -24,7 +25,7 @@ FREE = replace(
 
 
 # Large enough for the device, not the host, to set the pace.
-BIG = resized(SIZES, dim=8192, heads=64, kv_heads=64, head_width=128, ffn=32768)
+BIG = replace(SIZES, dim=8192, heads=64, kv_heads=64, head_width=128, ffn=32768)
 
 
 def big(**options: object) -> Setup:
@@ -105,7 +106,7 @@ def test_unfused_attention_of_unaligned_heads_runs_on_vector_units() -> None:
     rate = compute.rates(setup, PRIORS)
 
     def forward_s(head_width: int) -> float:
-        sizes = resized(BIG, head_width=head_width)
+        sizes = replace(BIG, head_width=head_width)
         return compute.attend_s(replace(setup, sizes=sizes), rate)[0]
 
     # The traffic of the scores bounds aligned heads, so that narrower ones are hardly faster.
@@ -153,7 +154,7 @@ def test_reductions_run_behind_the_other_stages_of_a_rank() -> None:
             micro_batches=16,
         )
         slow = setup.machine._replace(nic_bytes_s=5e9)
-        software = Software(overlaps_gathers=True)
+        software = ForeignSoftware(overlaps_gathers=True)
         return predict_time(replace(setup, machine=slow, software=software), FREE).exposed_s["dp"]
 
     assert visible_s(2, "Interleaved1F1B") < 0.8 * visible_s(1, "1F1B")
@@ -161,7 +162,7 @@ def test_reductions_run_behind_the_other_stages_of_a_rank() -> None:
 
 def test_blocks_with_experts_are_priced_where_they_are() -> None:
     """A pipeline whose stages have as many blocks with experts as without is balanced."""
-    sizes = resized(
+    sizes = replace(
         BIG, experts=8, experts_per_token=4, expert_width=32768, expert_blocks=4, vocab=1
     )
     first = big(zero=0, pp=4, micro_batches=16, sizes=sizes)
@@ -181,7 +182,7 @@ def test_tp_over_nodes_is_slower_than_inside() -> None:
 
 
 def test_the_bubble_of_1f1b_is_that_of_the_closed_form() -> None:
-    setup = big(zero=0, pp=4, micro_batches=16, sizes=resized(BIG, vocab=1))
+    setup = big(zero=0, pp=4, micro_batches=16, sizes=replace(BIG, vocab=1))
     fast = setup.machine._replace(ring_bytes_s=1e18, nic_bytes_s=1e18)
     time = predict_time(replace(setup, machine=fast, software=Software(overlaps_sends=True)), FREE)
     assert time.bubble_s / time.compute_s == pytest.approx(3 / 16, rel=0.02)
@@ -265,7 +266,7 @@ def with_units_of(blocks: int, setup: Setup) -> Setup:
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_small_blocks_of_one_unit_share_a_latency(zero: int) -> None:
-    tiny = resized(SIZES, dim=64, heads=1, kv_heads=1, ffn=256)
+    tiny = replace(SIZES, dim=64, heads=1, kv_heads=1, ffn=256)
     setup = setup_of(sizes=tiny, dp_shard=512, zero=zero)
     exposed = [
         predict_time(with_units_of(blocks, setup), FREE).exposed_s["dp"] for blocks in (1, 2, 4)

@@ -1,7 +1,7 @@
 """Reads published training runs from a CSV file, and says what each one ran on and with what.
 
 A row gives the model, the devices and the layout as numbers, and the software as text. This module
-turns that text into facts of ``composer3d.planner.setup``: which attention kernel, what is fused,
+turns that text into facts of ``tools.planner.foreign``: which attention kernel, what is fused,
 what overlaps. The cost model sees the facts only.
 """
 
@@ -16,17 +16,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from composer3d.planner.constants import Constants
-from composer3d.planner.memory import GIB, predict_memory
+from composer3d.planner.memory import GIB
 from composer3d.planner.pipeline import length_s
 from composer3d.planner.setup import (
     Batch,
-    Layout,
     Machine,
-    Precision,
     Recompute,
-    Setup,
-    Sizes,
-    Software,
     Zero,
 )
 from composer3d.planner.time import LengthOf, predict_time
@@ -34,6 +29,14 @@ from composer3d.spec import hardware
 from composer3d.spec.errors import UserError
 from composer3d.spec.files import read_plain
 from composer3d.spec.schedules import balanced_cut, micro_batch_requirement
+from tools.planner.foreign import (
+    ForeignLayout,
+    ForeignPrecision,
+    ForeignSetup,
+    ForeignSizes,
+    ForeignSoftware,
+)
+from tools.planner.memory import predict_memory
 
 MemoryMetric = Literal["allocated", "reserved", "device"]
 
@@ -78,7 +81,7 @@ class Row:
     family: str
     model: str
     gpu: str
-    setup: Setup
+    setup: ForeignSetup
     tokens_s: float | None
     memory_gib: float | None
     metric: MemoryMetric
@@ -257,7 +260,7 @@ class Facts(NamedTuple):
         gathers_context: whether cp gathers keys and values before attention, and has no ring.
     """
 
-    software: Software
+    software: ForeignSoftware
     splits_by_cost: bool
     sums_wide: bool
     communicates_wide: bool
@@ -293,7 +296,7 @@ def software_facts(framework: str, notes: str) -> Facts:
     else:
         attention = "flash2"
     fused = core or compiled or says("megatron", "fused", "meta internal")
-    software = Software(
+    software = ForeignSoftware(
         attention=attention,  # type: ignore[arg-type]
         fuses_elementwise=fused,
         fuses_loss=compiled or core or says("composer"),
@@ -350,7 +353,7 @@ CORRECTIONS = (
 )
 
 
-def _setup(values: _Values, device: hardware.Hardware, facts: Facts) -> Setup | str:
+def _setup(values: _Values, device: hardware.Hardware, facts: Facts) -> ForeignSetup | str:
     sizes = _sizes(values)
     if isinstance(sizes, str):
         return sizes
@@ -394,9 +397,9 @@ def _setup(values: _Values, device: hardware.Hardware, facts: Facts) -> Setup | 
         software = replace(software, offloads=True)
     if gpus < 160:  # the note says "at >= 20 nodes"
         software = replace(software, launches_synchronously=False)
-    return Setup(
+    return ForeignSetup(
         sizes=sizes,
-        layout=Layout(
+        layout=ForeignLayout(
             tp=tp,
             sequence_parallel=values.flag("sp"),
             cp=cp,
@@ -420,7 +423,7 @@ def _setup(values: _Values, device: hardware.Hardware, facts: Facts) -> Setup | 
     )
 
 
-def _sizes(values: _Values) -> Sizes | str:
+def _sizes(values: _Values) -> ForeignSizes | str:
     layers, dim, heads = (values.whole(name) for name in ("n_layers", "hidden", "n_heads"))
     if not (layers and dim and heads):
         return "n_layers, hidden or n_heads is missing"
@@ -430,35 +433,20 @@ def _sizes(values: _Values) -> Sizes | str:
         )
     experts = values.whole("n_experts")
     dense_blocks = values.whole("n_dense_layers")
-    kv_heads = values.whole("n_kv_heads") or heads
-    head_width = values.whole("head_dim") or max(1, dim // heads)
-    ffn = values.whole("ffn") or 4 * dim
-    vocab = values.whole("vocab") or 50_432
-    gated = values.flag("gated")
-    expert_width = values.whole("moe_ffn") or ffn
-    shared_width = values.whole("shared_ffn")
-    # A published row gives sizes and no table of parameters.
-    parameters_of_width = (3 if gated else 2) * dim
-    return Sizes(
+    return ForeignSizes(
         layers=layers,
         dim=dim,
         heads=heads,
-        kv_heads=kv_heads,
-        head_width=head_width,
-        ffn=ffn,
-        vocab=vocab,
-        attention_parameters=2 * dim * (heads + kv_heads) * head_width,
-        dense_parameters=parameters_of_width * ffn,
-        embedding_parameters=vocab * dim,
-        head_parameters=vocab * dim,
-        expert_parameters=parameters_of_width * expert_width * experts,
-        shared_parameters=experts * dim + parameters_of_width * shared_width,
-        gated=gated,
+        kv_heads=values.whole("n_kv_heads") or heads,
+        head_width=values.whole("head_dim") or max(1, dim // heads),
+        ffn=values.whole("ffn") or 4 * dim,
+        ffn_matrices=3 if values.flag("gated") else 2,
+        vocab=values.whole("vocab") or 50_432,
         tied=values.flag("tied_emb"),
         experts=experts,
         experts_per_token=values.whole("topk") or 1,
-        expert_width=expert_width,
-        shared_width=shared_width,
+        expert_width=values.whole("moe_ffn") or values.whole("ffn") or 4 * dim,
+        shared_width=values.whole("shared_ffn"),
         expert_blocks=max(0, layers - dense_blocks) if experts else 0,
     )
 
@@ -480,7 +468,7 @@ def _schedule(values: _Values, pp: int) -> tuple[str, int, int]:
 
 
 @cache
-def _stage_blocks(sizes: Sizes, stages: int, splits_by_cost: bool) -> tuple[int, ...]:
+def _stage_blocks(sizes: ForeignSizes, stages: int, splits_by_cost: bool) -> tuple[int, ...]:
     """Return the blocks of each stage.
 
     Even if the layers divide; with embedding and head as one layer each if that divides; else full
@@ -528,12 +516,12 @@ def _recompute(text: str) -> Recompute:
     return "full" if text.startswith("full") else "none"
 
 
-def _precision(text: str, zero: int, facts: Facts, offloads: bool) -> Precision:
+def _precision(text: str, zero: int, facts: Facts, offloads: bool) -> ForeignPrecision:
     text = text.lower()
     matrix = "fp8" if "fp8" in text or "float8" in text else "bfloat16"
     sums_wide = facts.sums_wide or "fp32 grad" in text
     # FSDP keeps no copy in 16 bits: it gathers one from the float32 shards.
-    return Precision(
+    return ForeignPrecision(
         matrix=matrix,
         weights=2.0,
         gradients=4.0 if sums_wide or zero == 3 else 2.0,
