@@ -29,6 +29,7 @@ from tools.prove.paths import ROOT
 README = ROOT / "README.md"
 PAGES = [
     README,
+    ROOT / "AGENTS.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "tools" / "bench" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
