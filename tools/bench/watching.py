@@ -19,6 +19,7 @@ from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
 from composer3d.training.build import Run, build
 from composer3d.training.loop import do_step
+from composer3d.training.observers.stragglers import StragglerWatch
 
 # All that a run can watch in each step, with a window that fills at once; and nothing.
 WATCHED = (
@@ -84,10 +85,11 @@ def step_in_turns(
             own = [f"run.out_dir={folder}/{side}", f"run.steps={steps}", "checkpoint.every=0"]
             resolved = load(recipe, [*sets, *further, *own])
             runs.append(build(resolved.recipe, device, resolved.to_toml()))
+        watches = [found for run in runs if (found := run.observers.find(StragglerWatch))]
         for step in range(steps):
             # Each one is the first in every second turn.
             for side in (0, 1) if step % 2 else (1, 0):
-                with runs[side].observers.training():
+                with watches[side].watching():
                     begin_s = time.process_time()
                     do_step(runs[side])
                     times[side].append(1000 * (time.process_time() - begin_s))

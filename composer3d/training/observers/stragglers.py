@@ -4,7 +4,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from composer3d.recipe.schema import ReliabilityTable
 from composer3d.reliability.report import Report
@@ -59,12 +59,13 @@ class StragglerWatch(Observer):
         self._sizes = mesh.sizes
         self._host = socket.gethostname().encode()
 
+    def watching(self) -> AbstractContextManager[None]:
+        """Return the context within which the waits of this thread are measured."""
+        return watch_waits(self._add_wait) if self.is_on else nullcontext()
+
     @contextmanager
     def training(self) -> Iterator[None]:
-        if not self.is_on:
-            yield
-            return
-        with watch_waits(self._add_wait):
+        with self.watching():
             yield
         if self._gathering is not None:
             self._receive()
