@@ -209,6 +209,8 @@ def _sizes(model: Model) -> Sizes:
     kinds = [rows for rows, _ in table.block_kinds]
     with_experts = next((rows for rows in kinds if any(map(is_expert, rows))), ())
     dense = next((rows for rows in kinds if not any(map(is_expert, rows))), ())
+    feed_forward = [row for row in kinds[0] if not is_attention(row) and row.is_matrix]
+    inner = sum(row.style == "column" for row in feed_forward)
     expert_blocks = getattr(model, "moe_layers", model.n_layers) if model.experts else 0
     return Sizes(
         layers=model.n_layers,
@@ -226,6 +228,7 @@ def _sizes(model: Model) -> Sizes:
         shared_parameters=_elements(
             row for row in with_experts if not is_attention(row) and not is_expert(row)
         ),
+        gated=inner != 1,  # a gate, and what it gates; experts alone have no columns
         tied=model.tied,
         window=model.window,
         experts=model.experts,
