@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from composer3d.models.llama import counts
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
+from composer3d.recipe.stages import stage_ranges
 from composer3d.runtime.ranks import coordinates
-from composer3d.spec.schedules import balanced_cut
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "quickstart.toml"
@@ -95,7 +94,7 @@ def draw(recipe: Recipe) -> str:
         return Box(x, y, cell.width, cell.height)
 
     parts = [_title(recipe, width)]
-    for stage, blocks in enumerate(stage_blocks(recipe)):
+    for stage, blocks in enumerate(stage_ranges(recipe)):
         parts.append(_stage_heading(cell_at(stage, 0), stage, mesh.pp, blocks))
     for batch_rank in range(mesh.dp_shard):
         parts.append(_batch_heading(cell_at(0, batch_rank), recipe, batch_rank))
@@ -119,18 +118,6 @@ def draw(recipe: Recipe) -> str:
     )
     page = f'<rect width="{width:g}" height="{height:g}" rx="10" fill="{PAGE}"/>'
     return "\n".join([head, page, *parts, "</svg>"]) + "\n"
-
-
-def stage_blocks(recipe: Recipe) -> list[range]:
-    """The blocks of each pipeline stage, cut as ``compose`` cuts them: evenly by parameters.
-
-    As there, the embedding counts half.
-    """
-    shape = recipe.model
-    part = counts.parts(shape)
-    head = shape.vocab * shape.dim  # also where it is tied: it multiplies by all of them
-    blocks = [part.block] * shape.n_layers
-    return balanced_cut(part.embedding / 2, blocks, part.last_norm + head, recipe.mesh.pp)
 
 
 def _title(recipe: Recipe, width: float) -> str:

@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 import pytest
 
 from composer3d.recipe.resolve import load
-from tools.draw_run import PICTURE, RECIPE, draw, main, stage_blocks
+from composer3d.recipe.stages import stage_ranges
+from tools.draw_run import PICTURE, RECIPE, draw, main
 from tools.prove.paths import ROOT
 
 RUN = load(RECIPE).recipe
@@ -41,7 +42,7 @@ def test_the_picture_is_xml_that_shows_every_rank_inside_of_the_page() -> None:
 
 
 def test_stages_are_cut_as_compose_cuts_them() -> None:
-    assert stage_blocks(RUN) == [range(2), range(2, 4)]
+    assert stage_ranges(RUN) == (range(2), range(2, 4))
 
 
 def test_other_axes_are_refused() -> None:
