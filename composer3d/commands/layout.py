@@ -13,10 +13,8 @@ from composer3d.draw import layout_svg, layout_text
 from composer3d.draw.files import write_picture
 from composer3d.draw.layout import AxisTraffic, Layout, make_layout
 from composer3d.draw.terminal import style_of
-from composer3d.models.registry import architecture, is_ours
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import AXES, Recipe
-from composer3d.recipe.stages import n_stages_of
 from composer3d.recipe.values import one_line
 
 
@@ -46,8 +44,7 @@ def run(
         UserError: the recipe cannot be used, or the file cannot be written.
     """
     chosen = load(recipe, sets, world_size=gpus, may_import=True).recipe
-    own_cut = None if is_ours(chosen.model.architecture) else _own_cut(chosen)
-    layout = make_layout(chosen, gpus_per_node, own_cut)
+    layout = make_layout(chosen, gpus_per_node)
     heading = f"{os.path.basename(recipe)}: {mesh_words(chosen)}"
     note = note_of(layout)
     if out is not None:
@@ -59,20 +56,6 @@ def run(
     else:
         print(f"wrote {one_line(out)}")
     return 0
-
-
-def _own_cut(recipe: Recipe) -> list[range]:
-    """Return the blocks of each stage of a user's own architecture, as ``compose`` cuts them.
-
-    Only its model says how many parameters a block has. It is built without memory.
-    """
-    import torch
-
-    from composer3d.parallel.compose import blocks_of_stages
-
-    chosen = architecture(recipe.model.architecture)
-    model = chosen.build(recipe.model, dtype=torch.float32, device="meta")
-    return blocks_of_stages(model, n_stages_of(recipe), recipe.parallel)
 
 
 def mesh_words(recipe: Recipe) -> str:
@@ -107,7 +90,7 @@ def _as_json(layout: Layout) -> dict[str, Any]:
         "world_size": mesh.world_size,
         "nodes": layout.nodes,
         "gpus_per_node": layout.gpus_per_node,
-        "traffic_is_known": layout.knows_traffic,
+        "traffic_is_known": True,
         "mesh": asdict(mesh),
         "pp_ranks": [
             {

@@ -25,8 +25,8 @@ from composer3d.spec.errors import DeviceError, UserError
 
 _SCALING = (8, 64, 512, 2048)
 _OWN_ARCHITECTURE = (
-    "The architecture is your own: memory and time are those of a Llama of the same sizes. "
-    "MFU uses your flops_per_token."
+    "The architecture is your own: parameters and messages are those of your model; activations "
+    "and the time of products are those of a Llama of the same sizes."
 )
 _FROZEN = (
     "optim.train: gradients and the state of the optimizer are those of what it trains; "

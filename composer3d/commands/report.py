@@ -196,7 +196,7 @@ def _layout(run: RunFolder, per_node: int) -> Picture:
         words = f"No drawing: counting the traffic of {actions:,} actions would take too long; "
         return Picture(title, "", words + "composer3d layout draws them.")
     try:
-        layout = make_layout(run.recipe, per_node, None, is_on_cpu=_is_on_cpu(run))
+        layout = make_layout(run.recipe, per_node, is_on_cpu=_is_on_cpu(run))
         heading = f"{one_line(run.name)}: {mesh_words(run.recipe)}"
         return Picture(title, layout_svg.draw(layout, heading=heading, notes=[note_of(layout)]), "")
     except UserError as error:

@@ -80,14 +80,11 @@ class Layout:
     Attributes:
         recipe: a resolved recipe.
         gpus_per_node: ranks of a node.
-        own_cut: the blocks of each stage, if the architecture is a user's own. Its traffic is not
-            known then.
         is_on_cpu: whether the ranks are processes on CPUs, not GPUs.
     """
 
     recipe: Recipe
     gpus_per_node: int
-    own_cut: Sequence[range] | None = None
     is_on_cpu: bool = False
 
     @property
@@ -95,34 +92,15 @@ class Layout:
         """The name of the link inside a node."""
         return "host" if self.is_on_cpu else "NVLink"
 
-    @property
-    def knows_traffic(self) -> bool:
-        """Whether the traffic is known: that of our own architectures."""
-        return self.own_cut is None
-
     @cached_property
     def stages(self) -> list[StageLayers]:
         """What each pipeline stage holds, in the order of stages."""
-        return stage_layers(self.recipe, self.own_cut)
+        return stage_layers(self.recipe)
 
     @property
     def axes(self) -> list[Axis]:
         """The axes on which a rank sends something."""
-        if self.knows_traffic:
-            return [row.axis for row in self.traffic(self.busiest)]
-        mesh = self.recipe.mesh
-        shards = mesh.dp_shard * mesh.cp
-        is_replicated = self.recipe.parallel.zero == 0
-        sizes: tuple[tuple[Axis, int], ...] = (
-            ("tp", mesh.tp),
-            ("cp", mesh.cp),
-            ("ep", mesh.ep),
-            ("fsdp", 1 if is_replicated else shards),
-            ("dp_replicate", 1 if is_replicated else mesh.dp_replicate),
-            ("replicas", shards * mesh.dp_replicate if is_replicated else 1),
-            ("pp", mesh.pp),
-        )
-        return [axis for axis, size in sizes if size > 1]
+        return [row.axis for row in self.traffic(self.busiest)]
 
     @cached_property
     def held_stages(self) -> list[list[int]]:
@@ -205,8 +183,6 @@ class Layout:
         return [self._traffic_of(pp_rank) for pp_rank in range(self.recipe.mesh.pp)]
 
     def _traffic_of(self, pp_rank: int) -> list[AxisTraffic]:
-        if not self.knows_traffic:
-            return []
         found = flows(self.recipe, pp_rank)
         rows = []
         for axis in AXIS_WORDS:
@@ -240,35 +216,20 @@ class Layout:
         )
 
 
-# What pictures say in place of the table of traffic.
-UNKNOWN_TRAFFIC = (
-    "The bytes of each axis are not known before a run, because the architecture is your own: "
-    "`composer3d dryrun` counts them."
-)
-
-
-def make_layout(
-    recipe: Recipe,
-    gpus_per_node: int,
-    own_cut: Sequence[range] | None = None,
-    *,
-    is_on_cpu: bool | None = None,
-) -> Layout:
+def make_layout(recipe: Recipe, gpus_per_node: int, *, is_on_cpu: bool | None = None) -> Layout:
     """Return the layout of a recipe.
 
     Args:
         recipe: a resolved recipe.
         gpus_per_node: ranks of a node.
-        own_cut: the blocks of each stage, for a user's own architecture.
         is_on_cpu: whether the ranks are on CPUs; None: if the recipe says so.
 
     Raises:
-        PlanError: the schedule cannot run; or the architecture is a user's own, and ``own_cut`` is
-            None.
+        PlanError: the schedule cannot run.
     """
     if is_on_cpu is None:
         is_on_cpu = recipe.run.device == "cpu"
-    layout = Layout(recipe, gpus_per_node, own_cut, is_on_cpu)
+    layout = Layout(recipe, gpus_per_node, is_on_cpu)
     _ = layout.busiest  # raises here what the pictures would raise later
     return layout
 

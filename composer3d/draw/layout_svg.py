@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from composer3d.draw.layout import (
     AXIS_WORDS,
-    UNKNOWN_TRAFFIC,
     AxisTraffic,
     Folded,
     Layout,
@@ -310,7 +309,7 @@ def _arrows(picture: Picture, layout: Layout, grid: _Grid, top: float) -> None:
         for gap in gaps:
             forward_bytes, backward_bytes = layout.most_sent(gap.axis)
             words: tuple[str, ...] = ()
-            if gap.axis not in labelled and layout.knows_traffic:
+            if gap.axis not in labelled:
                 words = (bytes_words(forward_bytes), bytes_words(backward_bytes))
                 labelled.add(gap.axis)
             draw_gap(picture, gap, words)
@@ -381,12 +380,10 @@ def _legend(picture: Picture, layout: Layout, y: float) -> float:
     picture.rectangle(Box(x, y, 22, 12), fill="none", stroke=QUIET_INK, radius=3, dashed=True)
     picture.text(x + 28, y + 10, words, size=12)
     y += 18
-    rule = UNKNOWN_TRAFFIC
-    if layout.knows_traffic:
-        rule = (
-            "Bytes at an arrow: the most that a rank sends on the axis in a step, first in "
-            "forward, then in backward."
-        )
+    rule = (
+        "Bytes at an arrow: the most that a rank sends on the axis in a step, first in forward, "
+        "then in backward."
+    )
     picture.text(MARGIN, y + 12, rule, size=12)
     return y + 22
 
@@ -422,8 +419,6 @@ _NUMBERS = (800.0, 890.0, 980.0, 1070.0)
 
 def _traffic_table(picture: Picture, layout: Layout, y: float) -> float:
     """List the traffic of the busiest pipeline rank by axis; return the y below."""
-    if not layout.knows_traffic:
-        return y
     title = "What one rank sends in a step"
     if layout.recipe.mesh.pp > 1:
         title += f" (a rank of pp {layout.busiest}, which sends the most)"

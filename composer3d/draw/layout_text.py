@@ -1,7 +1,6 @@
 """Print who holds what, and who sends what, with characters."""
 
 from composer3d.draw.layout import (
-    UNKNOWN_TRAFFIC,
     Layout,
     bytes_words,
     fold,
@@ -62,8 +61,6 @@ def _rank(layout: Layout, rank: int) -> str:
 
 
 def _traffic(layout: Layout) -> list[str]:
-    if not layout.knows_traffic:
-        return [UNKNOWN_TRAFFIC]
     title = "bytes that one rank sends in a step"
     if layout.recipe.mesh.pp > 1:
         title += f" (a rank of pp {layout.busiest}, which sends the most)"

@@ -33,7 +33,8 @@ def check(model: Decoder, plan: ShardingPlan) -> None:
             "the plan says first_only_looks_up, but backward reads a parameter of `first`; leave "
             "first_only_looks_up out"
         )
-    for number, block in _blocks_by_kind(model).items() if plan.unread else ():
+    for number in sorted(set(first_of_kind(model).values())) if plan.unread else ():
+        block = model.blocks[number]
         unread = unread_modules(model, block)
         lines += [
             f"the plan's unread names 'blocks.{number}.{name}', but backward reads what it "
@@ -86,13 +87,14 @@ def unread_modules(model: Decoder, block: nn.Module) -> frozenset[str] | None:
     )
 
 
-def _blocks_by_kind(model: Decoder) -> dict[str, nn.Module]:
-    """Return one block of each kind, by its number. Blocks of a kind have equal parameters."""
+def first_of_kind(model: Decoder) -> dict[str, str]:
+    """Return the first block of each block's kind, by number. A kind has equal parameters."""
     found: dict[Any, str] = {}
+    kinds = {}
     for number, block in model.blocks.items():
         parameters = tuple((name, weight.shape) for name, weight in block.named_parameters())
-        found.setdefault((type(block), parameters), number)
-    return {number: model.blocks[number] for number in found.values()}
+        kinds[number] = found.setdefault((type(block), parameters), number)
+    return kinds
 
 
 def _first_reads_parameters(model: Decoder) -> bool:

@@ -14,7 +14,7 @@ from composer3d.models import counts, locations
 from composer3d.models.locations import Location
 from composer3d.models.shape import DecoderShape
 from composer3d.models.table import ParameterTable
-from composer3d.spec.errors import ModelError, PlanError
+from composer3d.spec.errors import ModelError
 
 # A function, class or module: the object itself, or its name as "module:name" or "module". A name
 # is imported when it is needed, so that a shape can be read without torch.
@@ -38,6 +38,7 @@ class Architecture:
         model: ``model(shape, *, dtype, device) -> Decoder``, with uninitialised parameters.
         plan: ``plan(shape) -> ShardingPlan``.
         table: ``table(shape) -> ParameterTable``, the parameters of the model, without torch.
+            None: it is read from the model and its plan.
         parameters: ``parameters(shape) -> int``, the number of parameters of the whole model.
             None: the table counts them.
         flops_per_token: ``flops_per_token(shape, seq_len) -> float``, the FLOPs of forward and
@@ -66,14 +67,13 @@ class Architecture:
     def table_of(self, shape: DecoderShape) -> ParameterTable:
         """Return the table of the parameters of a model with this shape.
 
+        Without ``table``, the model is built on the meta device, which needs torch.
+
         Raises:
-            PlanError: the architecture is a user's own, and has no table.
+            PlanError: the plan does not fit the model that is built.
         """
         if self.table is None:
-            raise PlanError(
-                f"{type(shape).__name__} is not an architecture of composer3d: the shapes of its "
-                "parameters are unknown here; `composer3d dryrun` counts what its model does"
-            )
+            return _read_table(self.model, self.plan, shape)
         return _table(self.table, shape)
 
     def hf_locations(
@@ -115,6 +115,13 @@ class Architecture:
 @cache
 def _table(reference: Reference, shape: DecoderShape) -> ParameterTable:
     table: ParameterTable = resolve(reference)(shape)
+    return table
+
+
+@cache
+def _read_table(model: Reference, plan: Reference, shape: DecoderShape) -> ParameterTable:
+    read_table = resolve("composer3d.models.module_table:read_table")
+    table: ParameterTable = read_table(model, plan, shape)
     return table
 
 

@@ -57,6 +57,8 @@ class Row(NamedTuple):
         shape: of the whole parameter.
         style: how tp cuts the module that it belongs to.
         init: its initial values.
+        gather: the module within the unit that gathers the input of its module, if that is not the
+            one that holds its module.
         float8: whether it may multiply in float8.
         is_unread: whether nothing in backward reads what its module returns (``ShardingPlan``).
         trains: whether it can have a gradient; the bias of a router cannot.
@@ -73,6 +75,7 @@ class Row(NamedTuple):
     shape: tuple[int, ...]
     style: ParameterStyle
     init: Normal | Constant
+    gather: str = ""
     float8: bool = False
     is_unread: bool = False
     trains: bool = True
@@ -95,6 +98,11 @@ class Row(NamedTuple):
     def module(self) -> str:
         """The name of its module within the unit."""
         return self.name.rpartition(".")[0]
+
+    @property
+    def gathers(self) -> str:
+        """The name within the unit of the module that gathers the input of its module."""
+        return self.gather or self.module.rpartition(".")[0]
 
 
 class Globs(NamedTuple):
@@ -180,7 +188,7 @@ class ParameterTable:
                 experts = module
                 continue
             if row.style in ("column", "kv_column"):
-                tensor[module.rpartition(".")[0]] = "gather"
+                tensor[name.removesuffix(row.name) + row.gathers] = "gather"
             tensor[module] = row.style
             if row.is_unread:
                 unread[module] = None

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import filterfalse
-from typing import Any
 
 from composer3d.models.registry import architecture
 from composer3d.models.table import Row
@@ -197,45 +196,7 @@ def sizes_of(recipe: Recipe) -> Sizes:
 
 @cache
 def _sizes(model: Model) -> Sizes:
-    expert_blocks = getattr(model, "moe_layers", model.n_layers) if model.experts else 0
-    return Sizes(
-        **_parameters_of(model),
-        layers=model.n_layers,
-        dim=model.dim,
-        heads=model.n_heads,
-        kv_heads=model.n_kv_heads,
-        head_width=model.head_width,
-        ffn=model.ffn,
-        vocab=model.vocab,
-        tied=model.tied,
-        window=model.window,
-        experts=model.experts,
-        experts_per_token=model.experts_per_token if model.experts else 0,
-        expert_width=model.expert_width if model.experts else 0,
-        shared_width=getattr(model, "shared_ffn", 0),
-        expert_blocks=expert_blocks,
-        expert_every=getattr(model, "moe_every", 1),
-    )
-
-
-def _parameters_of(model: Model) -> dict[str, Any]:
-    """Return the fields of ``Sizes`` that count parameters.
-
-    Those of a user's own architecture without a table are a Llama's of the same shape.
-    """
-    model_of = architecture(model.architecture)
-    if model_of.table is None:
-        experts, shared = model.experts, getattr(model, "shared_ffn", 0)
-        widths = (model.n_heads + model.n_kv_heads) * model.head_width
-        return {
-            "attention_parameters": 2 * model.dim * widths,
-            "dense_parameters": 3 * model.dim * model.ffn,
-            "embedding_parameters": model.vocab * model.dim,
-            "head_parameters": model.vocab * model.dim,
-            "expert_parameters": 3 * model.dim * model.expert_width * experts,
-            "shared_parameters": model.dim * (experts + 3 * shared) if experts else 0,
-        }
-    table = model_of.table_of(model)
+    table = architecture(model.architecture).table_of(model)
 
     def is_attention(row: Row) -> bool:
         return row.name.startswith(f"{table.attention}.")
@@ -246,16 +207,37 @@ def _parameters_of(model: Model) -> dict[str, Any]:
     kinds = [rows for rows, _ in table.block_kinds]
     with_experts = next((rows for rows in kinds if any(map(is_expert, rows))), ())
     dense = next((rows for rows in kinds if not any(map(is_expert, rows))), ())
-    return {
-        "attention_parameters": _elements(filter(is_attention, kinds[0])),
-        "dense_parameters": _elements(filterfalse(is_attention, dense)),
-        "embedding_parameters": _elements(table.first),
-        "head_parameters": _elements(table.last),
-        "expert_parameters": _elements(filter(is_expert, with_experts)),
-        "shared_parameters": _elements(
+    feed_forward = [row for row in kinds[0] if not is_attention(row) and row.is_matrix]
+    inner = sum(row.style == "column" for row in feed_forward)
+    expert_blocks = getattr(model, "moe_layers", model.n_layers) if model.experts else 0
+    return Sizes(
+        layers=model.n_layers,
+        dim=model.dim,
+        heads=model.n_heads,
+        kv_heads=model.n_kv_heads,
+        head_width=model.head_width,
+        ffn=model.ffn,
+        vocab=model.vocab,
+        attention_parameters=_elements(filter(is_attention, kinds[0])),
+        dense_parameters=_elements(filterfalse(is_attention, dense)),
+        embedding_parameters=_elements(table.first),
+        head_parameters=_elements(table.last),
+        expert_parameters=_elements(filter(is_expert, with_experts)),
+        shared_parameters=_elements(
             row for row in with_experts if not is_attention(row) and not is_expert(row)
         ),
-    }
+        ffn_matrices=3
+        if inner != 1
+        else 2,  # a gate, and what it gates; experts alone have no columns
+        tied=model.tied,
+        window=model.window,
+        experts=model.experts,
+        experts_per_token=model.experts_per_token if model.experts else 0,
+        expert_width=model.expert_width if model.experts else 0,
+        shared_width=getattr(model, "shared_ffn", 0),
+        expert_blocks=expert_blocks,
+        expert_every=getattr(model, "moe_every", 1),
+    )
 
 
 def _elements(rows: Iterable[Row]) -> int:

@@ -67,8 +67,7 @@ class Sizes:
     shared_width: int = 0
     expert_blocks: int = 0
     expert_every: int = 1
-
-    ffn_matrices = 3
+    ffn_matrices: int = 3
 
     def has_experts(self, block: int) -> bool:
         """Return whether a block, counted from 0, has experts."""

@@ -1,6 +1,5 @@
 """What each pipeline stage and each pipeline rank holds. No torch here."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from composer3d.planner.schedule import recipe_actions
@@ -25,18 +24,13 @@ class StageLayers(NamedTuple):
     has_last: bool
 
 
-def stage_layers(recipe: Recipe, cut: Sequence[range] | None = None) -> list[StageLayers]:
+def stage_layers(recipe: Recipe) -> list[StageLayers]:
     """Return what each stage of a recipe holds, in the order of stages.
-
-    Args:
-        recipe: a resolved recipe.
-        cut: the blocks of each stage; None: as ``stage_ranges`` cuts them.
 
     Raises:
         PlanError: there are fewer blocks than stages.
     """
-    if cut is None:
-        cut = stage_ranges(recipe)
+    cut = stage_ranges(recipe)
     last = len(cut) - 1
     return [
         StageLayers(stage, blocks, stage == 0, stage == last) for stage, blocks in enumerate(cut)

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from composer3d.models.moe.shape import MoeShape
 from composer3d.models.shape import DecoderShape
 from composer3d.models.table import Row
 from composer3d.planner.schedule import recipe_actions
@@ -111,7 +110,7 @@ def traffic(recipe: Recipe, pp_rank: int = 0) -> dict[Axis, dict[Operation, Traf
         pp_rank: the pipeline rank.
 
     Raises:
-        PlanError: the architecture is a user's own, or the recipe's schedule cannot run.
+        PlanError: the recipe's schedule cannot run.
     """
     found: dict[Axis, dict[Operation, Traffic]] = defaultdict(dict)
     for flow in flows(recipe, pp_rank):
@@ -257,31 +256,30 @@ class _Rank:
         if tp == 1:
             return
         layer_bytes = self.tokens * self.shape.dim * self.e
-        recomputed = self._recomputed(stage)
-        gathers = sum(map(self._gathers_of_block, stage.blocks))
-        gathers_again = sum(map(self._gathers_of_block, recomputed))
+        blocks = self.table.blocks
+        units = [blocks[layer] for layer in stage.blocks]
+        units += [self.table.first] * stage.has_first + [self.table.last] * stage.has_last
+        recomputed = [blocks[layer] for layer in self._recomputed(stage)]
+        gathers, gathers_again = sum(map(_gathers, units)), sum(map(_gathers, recomputed))
+        sums = sum(map(_sums, units))
+        sums_again = sum(_sums([row for row in rows if not row.is_unread]) for rows in recomputed)
 
         def add(operation: Operation, phase: Phase, purpose: str, calls: int) -> None:
             self._add("tp", operation, phase, purpose, calls * self.m, layer_bytes, tp)
 
         if self.parallel.sequence_parallel:
-            add("all_gather", "forward", "activations", gathers + stage.has_last)
-            add("reduce_scatter", "forward", "activations", gathers + stage.has_first)
-            add("reduce_scatter", "backward", "gradients of activations", gathers + stage.has_last)
-            add("all_gather", "backward", "gradients of activations", gathers + stage.has_first)
+            add("all_gather", "forward", "activations", gathers)
+            add("reduce_scatter", "forward", "activations", sums)
+            add("reduce_scatter", "backward", "gradients of activations", gathers)
+            add("all_gather", "backward", "gradients of activations", sums)
             add("all_gather", "backward", "recomputed activations", gathers_again)
-            add("reduce_scatter", "backward", "recomputed activations", len(recomputed))
+            add("reduce_scatter", "backward", "recomputed activations", sums_again)
         else:
-            add("all_reduce", "forward", "activations", gathers + stage.has_first)
-            add("all_reduce", "backward", "gradients of activations", gathers + stage.has_last)
-            add("all_reduce", "backward", "recomputed activations", len(recomputed))
+            add("all_reduce", "forward", "activations", sums)
+            add("all_reduce", "backward", "gradients of activations", gathers)
+            add("all_reduce", "backward", "recomputed activations", sums_again)
         if stage.has_last:
             self._loss()
-
-    def _gathers_of_block(self, layer: int) -> int:
-        """Return how often the forward of a block gathers its activations over tp."""
-        has_shared_or_dense = not self._has_experts(layer) or self._shared_ffn() > 0
-        return 2 if has_shared_or_dense else 1
 
     def _recomputed(self, stage: StageLayers) -> list[int]:
         """Return the blocks of a stage that backward computes again, in full or in part."""
@@ -386,7 +384,7 @@ class _Rank:
         all-reduce of the balance loss counts the experts of whole sequences (one document each).
         """
         layers = [layer for layer in stage.blocks if self._has_experts(layer)]
-        if not layers or not isinstance(self.shape, MoeShape):
+        if not layers:
             return
         shape, mesh = self.shape, self.mesh
         calls = len(layers) * self.m
@@ -401,7 +399,7 @@ class _Rank:
             self._add("ep", "all_to_all", phase, f"{words}counts", count, counts_bytes, mesh.ep)
             for purpose in ("tokens for experts", "outputs of experts"):
                 self._add("ep", "all_to_all", phase, words + purpose, count, rows_bytes, mesh.ep)
-            if shape.balance_loss:
+            if getattr(shape, "balance_loss", 0.0):
                 sums_bytes = self.recipe.data.micro_batch * shape.experts * COUNT_BYTES
                 purpose, size = f"{words}counts of sequences", mesh.cp * mesh.tp
                 self._add("sequence", "all_reduce", phase, purpose, count, sums_bytes, size)
@@ -431,7 +429,9 @@ class _Rank:
         is_split = self.rank_of[0] != self.rank_of[self.n_stages - 1]
         if not self.shape.tied or not is_split:
             return
-        (embedding,) = self._of_unit("first", self.table.first)
+        tied = {row.tied_to for row in self.table.last}
+        first = self._of_unit("first", self.table.first)
+        (embedding,) = (p for p in first if f"first.{p.row.name}" in tied)
         ranks = self._shard_sizes(embedding)[0] if self._has_fsdp() else 1
         shard_bytes = self._gathered_elements(embedding, ranks) // ranks * self.p
         for stage in self.stages:
@@ -559,7 +559,8 @@ class _Rank:
             untied = [parameter for parameter in last if not parameter.row.tied_to]
             return [*units, _Unit("stage", [*first, *untied], drops=False)]
         if stage.has_first:
-            units.insert(0, _Unit("first", first, drops=True, backward_reads=False))
+            backward_reads = not table.first_only_looks_up
+            units.insert(0, _Unit("first", first, drops=True, backward_reads=backward_reads))
         if stage.has_last:
             units.append(_Unit("last", last, drops=False))
         return units
@@ -588,16 +589,27 @@ class _Rank:
         of_step = 2 + N_FLAGS + _PARTS
         for purpose, numbers in (("valid tokens", 1), ("loss, norms and flags", of_step)):
             self._add("world", "all_reduce", "step", purpose, 1, numbers * COUNT_BYTES, size)
-        if isinstance(self.shape, MoeShape) and self.shape.moe_layers:
-            numbers = self.shape.moe_layers * (self.shape.experts + 5)
+        routers = sum(map(self._has_experts, range(self.shape.n_layers)))
+        if routers:
+            numbers = routers * (self.shape.experts + 5)
             purpose = "loads of experts"
             self._add("world", "all_reduce", "step", purpose, 1, numbers * COUNT_BYTES, size)
 
     def _has_experts(self, layer: int) -> bool:
-        return isinstance(self.shape, MoeShape) and self.shape.has_experts(layer)
+        return any(row.style == "experts" for row in self.table.blocks[layer])
 
-    def _shared_ffn(self) -> int:
-        return self.shape.shared_ffn if isinstance(self.shape, MoeShape) else 0
+
+def _gathers(rows: Sequence[Row]) -> int:
+    """Return how often the forward of a unit gathers activations over tp: once for each module of
+    style "gather", and for the head.
+    """
+    of_columns = {row.gathers for row in rows if row.style in ("column", "kv_column")}
+    return len(of_columns) + len({row.module for row in rows if row.style == "head"})
+
+
+def _sums(rows: Sequence[Row]) -> int:
+    """Return how often the forward of a unit sums activations over tp."""
+    return len({row.module for row in rows if row.style in ("row", "embedding")})
 
 
 _ACTIVE_STAGES = 3  # torch's runtime keeps the parameters of this many stages gathered

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from composer3d.models.registry import architecture
 from composer3d.models.table import Row
 from composer3d.recipe.schema import Recipe
 
@@ -46,8 +45,8 @@ def is_trained(recipe: Recipe, name: str) -> bool:
 
 
 def trained_of(recipe: Recipe) -> Trained:
-    """Return what a recipe trains. The parameters of a user's own architecture count as trained."""
-    if recipe.optim.train is None or architecture(recipe.model.architecture).table is None:
+    """Return what a recipe trains."""
+    if recipe.optim.train is None:
         return EVERYTHING
 
     def share(unit: str, rows: Iterable[Row]) -> float:

@@ -28,18 +28,11 @@ def _cut(shape: Model, n_stages: int) -> tuple[range, ...]:
     """Cut the blocks into stages of about equal parameters.
 
     The embedding counts half, because forward only looks its parameters up; ``compose`` has the
-    same rule. The blocks of a user's own architecture count as alike, with a Llama's parameters.
+    same rule.
     """
-    model_of = architecture(shape.architecture)
-    if model_of.table is not None:
-        table = model_of.table_of(shape)
-        blocks = list(map(_elements, table.blocks))
-        first, last = _elements(table.first) / 2, _elements(table.last)
-    else:
-        attention = 2 * shape.dim * shape.head_width * (shape.n_heads + shape.n_kv_heads)
-        ffn = 3 * shape.dim * max(shape.ffn, shape.experts * shape.expert_width)
-        blocks = [attention + ffn] * shape.n_layers
-        first, last = shape.vocab * shape.dim / 2, shape.vocab * shape.dim
+    table = architecture(shape.architecture).table_of(shape)
+    blocks = list(map(_elements, table.blocks))
+    first, last = _elements(table.first) / 2, _elements(table.last)
     return tuple(balanced_cut(first, blocks, last, n_stages))
 
 

@@ -134,14 +134,48 @@ def test_its_layout_and_plan_say_what_is_known(installed: Path) -> None:
         "embedding, blocks 0-1",
         "blocks 2-3, norm and head",
     ]
-    assert not answer["traffic_is_known"]
     picture = (installed / "gpt.svg").read_text()
-    assert "`composer3d dryrun` counts them" in picture
-    assert "sends in a step" not in picture
+    assert "sends in a step" in picture
     assert "rank 7" in picture
     done = run(installed, "plan", "gpt.toml", "--gpus", "2", "--top", "1")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("The architecture is your own: memory and time are those of a ")
+    assert done.stdout.startswith("The architecture is your own: parameters and messages ")
+
+
+SENT = {
+    "pp, tp": ["mesh.pp=2", "mesh.dp_shard=2", "mesh.tp=2"],
+    "fewer keys than tp": ["mesh.dp_shard=2", "mesh.tp=4", "model.n_kv_heads=2"],
+    "full": ["mesh.dp_shard=2", "mesh.tp=2", "memory.activation_checkpoint=full"],
+    "selective, whole sequences": [
+        "mesh.tp=2",
+        "memory.activation_checkpoint=selective",
+        "parallel.sequence_parallel=false",
+    ],
+    "cp, untied": ["mesh.cp=2", "mesh.dp_shard=2", "parallel.zero=1", "model.tied=false"],
+}
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_its_planned_traffic_is_what_a_dry_run_counts(installed: Path, name: str) -> None:
+    sets = [word for text in SENT[name] for word in ("--set", text)]
+    planned, counted = (
+        json.loads(run(installed, command, "gpt.toml", *sets, "--json").stdout.splitlines()[-1])
+        for command in ("layout", "dryrun")
+    )
+    for rank, stage in zip(planned["pp_ranks"], counted["stages"], strict=True):
+        sent = {
+            (axis, operation): [calls["count"], round(calls["bytes"])]
+            for axis, operations in stage["comm"].items()
+            for operation, calls in operations.items()
+            if operation != "recv"
+        }
+        found: dict[tuple[str, str], list[float]] = {}
+        for row in rank["traffic"].values():
+            for flow in row["flows"]:
+                calls = found.setdefault((flow["axis"], flow["operation"]), [0, 0])
+                calls[0] += flow["count"]
+                calls[1] += flow["sent_bytes"]
+        assert found == sent
 
 
 def loss_of(lines: str) -> list[float]:

@@ -15,11 +15,8 @@ class ForeignSizes(Sizes):
 
     Published runs give sizes and no table of parameters: these are counted from the sizes.
 
-    Attributes:
-        ffn_matrices: 3 with a gate, 2 without.
     """
 
-    ffn_matrices: int = 3
     attention_parameters: int = field(init=False)
     dense_parameters: int = field(init=False)
     embedding_parameters: int = field(init=False)
