@@ -226,9 +226,8 @@ def _sizes(model: Model) -> Sizes:
         shared_parameters=_elements(
             row for row in with_experts if not is_attention(row) and not is_expert(row)
         ),
-        ffn_matrices=3
-        if inner != 1
-        else 2,  # a gate, and what it gates; experts alone have no columns
+        # With a gate, two matrices come before the last one. Layers of experts alone have no columns.
+        ffn_matrices=2 if inner == 1 else 3,
         tied=model.tied,
         window=model.window,
         experts=model.experts,
