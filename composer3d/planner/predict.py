@@ -226,7 +226,7 @@ def _sizes(model: Model) -> Sizes:
         shared_parameters=_elements(
             row for row in with_experts if not is_attention(row) and not is_expert(row)
         ),
-        # With a gate, two matrices come before the last one. Layers of experts alone have no columns.
+        # A gate makes two matrices before the last one. Layers of experts alone have no columns.
         ffn_matrices=2 if inner == 1 else 3,
         tied=model.tied,
         window=model.window,
