@@ -38,8 +38,9 @@ class Executor(Protocol):
         """Compute the gradients of all micro-batches into ``.grad``, reduced over FSDP's ranks.
 
         Args:
-            tokens_BT: the tokens of all micro-batches, joined along dim 0. Only stage 0 reads them.
-            keywords: the other inputs of the stages, joined alike. ``labels_BT`` is among them on
+            tokens_BT: int64 (micro_batches x micro_batch, T): the tokens of all micro-batches. Only
+                stage 0 reads them.
+            keywords: the other inputs of the stages, (B, T) as well. ``labels_BT`` is among them on
                 the rank of the last stage.
             divisor: the losses are divided by this scalar on the mesh's device.
 
@@ -51,9 +52,10 @@ class Executor(Protocol):
         """
 
     def forward(self, tokens_BT: Tensor, keywords: Mapping[str, Any]) -> Tensor:
-        """Compute the sum of the losses, not divided, without gradients.
+        """Compute the sum of the losses, not divided, without gradients: a float64 scalar.
 
-        The arguments, the rank with the sum and the collectives are those of ``forward_backward``.
+        The arguments (B, T), the rank with the sum and the collectives are those of
+        ``forward_backward``.
         """
 
 
@@ -77,11 +79,12 @@ class OneStage:
     def forward_backward(
         self, tokens_BT: Tensor, keywords: Mapping[str, Any], divisor: Tensor
     ) -> Tensor:
+        """See ``Executor.forward_backward``, with its shapes (B, T)."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        micro_batches = list(cut_into_micro_batches(tokens_BT, keywords, self._micro_batch))
+        last = -(-tokens_BT.shape[0] // self._micro_batch) - 1
+        micro_batches = cut_into_micro_batches(tokens_BT, keywords, self._micro_batch)
         for index, (tokens, inputs) in enumerate(micro_batches):
-            is_last = index == len(micro_batches) - 1
-            fsdp.begin_micro_batch(self._units, self._parallel, last=is_last)
+            fsdp.begin_micro_batch(self._units, self._parallel, last=index == last)
             summed = self._module(tokens, **inputs)
             loss = summed / divisor.to(summed.dtype)
             loss.backward()
@@ -89,6 +92,7 @@ class OneStage:
         return total
 
     def forward(self, tokens_BT: Tensor, keywords: Mapping[str, Any]) -> Tensor:
+        """See ``Executor.forward``, with its shapes (B, T)."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for tokens, inputs in cut_into_micro_batches(tokens_BT, keywords, self._micro_batch):
             total += self._module(tokens, **inputs)
@@ -98,7 +102,7 @@ class OneStage:
 def cut_into_micro_batches(
     tokens_BT: Tensor, keywords: Mapping[str, Any], micro_batch: int
 ) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """Cut tokens and keywords into parts of ``micro_batch`` rows."""
+    """Cut tokens and keywords (B, T) into parts of ``micro_batch`` rows."""
     for begin in range(0, tokens_BT.shape[0], micro_batch):
         rows = slice(begin, begin + micro_batch)
         yield tokens_BT[rows], {name: value[rows] for name, value in keywords.items()}

@@ -27,6 +27,10 @@ _COLUMNS = 2048
 _SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
+# More than the parameters of a unit.
+_MOST_PARAMETERS = 1 << 20
+
+
 def bit_digest(tensor: Tensor) -> Tensor:
     """Compute two sums of the bits of ``tensor``. No collective, and no wait for the device.
 
@@ -73,6 +77,7 @@ class GradientDigests:
 
     def __init__(self) -> None:
         self._sums: dict[Unit, Tensor] = {}
+        self._times: Counter[tuple[Unit, int]] = Counter()
 
     def add(self, unit: Unit, index: int, gradient: Tensor) -> None:
         """Add a gradient, of any shape, of the parameter ``index`` of ``unit``.
@@ -80,8 +85,12 @@ class GradientDigests:
         No collective, and no wait.
         """
         # Swapped gradients are seen as well, because each parameter has its own weight. Sums of
-        # integers do not depend on the order in which backward comes to the parameters.
-        weight = _wrap((2 * index + 1) * _SPREAD)
+        # integers do not depend on the order in which backward comes to the parameters. A bit that
+        # flips in two micro-batches must not cancel out: each gradient of a parameter has another
+        # weight.
+        times = self._times[unit, index]
+        self._times[unit, index] += 1
+        weight = _wrap((2 * (index + _MOST_PARAMETERS * times) + 1) * _SPREAD)
         digest = bit_digest(gradient) * weight
         self._sums[unit] = self._sums[unit] + digest if unit in self._sums else digest
 

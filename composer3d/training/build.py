@@ -138,7 +138,7 @@ def build(
         stages=stages,
         optimizer=optimizer,
         loader=loader,
-        validation=Validation(recipe, stages, held_out, loader.order, store.loaded),
+        validation=Validation(recipe, stages, held_out, store.loaded),
         saver=Saver(recipe, resolved_toml, store, claim),
         recovery=Recovery(recipe.reliability, history, ledger, store, stages, optimizer, observers),
         observers=observers,

@@ -180,7 +180,7 @@ def _save(run: Run) -> None:
 def _validate(run: Run, signals: StopSignals) -> bool:
     """Validate. Return False if a signal has cut the validation off."""
     with run.observers.phase("validation"):
-        loss = run.validation.run(must_stop=lambda: _agree_on_signal(signals) != 0)
+        loss = run.validation.run(run.loader.order, lambda: _agree_on_signal(signals) != 0)
     if loss is not None:
         run.observers.end_validation(run.step, loss)
     return loss is not None

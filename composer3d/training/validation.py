@@ -21,7 +21,6 @@ class Validation:
         recipe: the whole recipe.
         stages: this rank's stages.
         held_out: the text to validate on; None if the recipe does not validate.
-        order: the order of samples, that of the training's loader.
         loaded: the checkpoint that this process has loaded; None if the run is new.
     """
 
@@ -30,11 +29,10 @@ class Validation:
         recipe: Recipe,
         stages: Stages,
         held_out: Corpus | None,
-        order: Order,
         loaded: Path | None,
     ) -> None:
         self._recipe, self._stages = recipe, stages
-        self._held_out, self._order, self._loaded = held_out, order, loaded
+        self._held_out, self._loaded = held_out, loaded
 
     def is_due(self, step: int) -> bool:
         """Return whether the run is validated after ``step``."""
@@ -56,11 +54,11 @@ class Validation:
             return False
         return owes_validation(folder / METRICS, recipe.validation, step)
 
-    def run(self, must_stop: Callable[[], bool]) -> float | None:
+    def run(self, order: Order, must_stop: Callable[[], bool]) -> float | None:
         """Validate: see ``validate``. Collective over all ranks."""
         assert self._held_out is not None
         return validate(
-            self._recipe, self._stages, self._held_out, order=self._order, must_stop=must_stop
+            self._recipe, self._stages, self._held_out, order=order, must_stop=must_stop
         )
 
 

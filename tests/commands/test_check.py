@@ -88,7 +88,7 @@ def test_check_schema_prints_every_key(capsys: pytest.CaptureFixture[str]) -> No
     out = capsys.readouterr().out
     for table, cls in TABLES.items():
         section = out.split(f"[{table}]\n")[1].split("\n\n")[0].splitlines()
-        assert [line.split()[0] for line in section] == list(cls.__dataclass_fields__)
+        assert [line.split()[0] for line in section] == [field.name for field in fields(cls)]
     assert 'architecture = "llama": these' not in out
     assert (
         "zero = 3                   0, 1, 2 or 3                0: replicate parameters; 1: shard"

@@ -12,6 +12,7 @@ from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
+from composer3d.spec.flags import StepFlags
 from composer3d.training.build import build_stages
 from composer3d.training.step import compute_gradients
 from composer3d.verify.worker import local_batch, random_batch
@@ -46,14 +47,18 @@ LAYOUTS = {
 }
 
 
+def raise_a_flag() -> StepFlags:
+    return StepFlags(save_failed=True)
+
+
 def norms(sets: list[str], seed: int = 0) -> dict[str, Any]:
     """A task: the norms of a step, asked for by part or not, and directly from the gradients."""
     with pool_world() as device:
         recipe = load(RECIPE, [*SIZES, *sets], check_files=False).recipe
         stages = build_stages(recipe, Mesh.build(recipe.mesh, device))
         batch = local_batch(random_batch(recipe, seed), stages)
-        without = compute_gradients(stages, batch, lambda: [1.0]).await_values()
-        values = compute_gradients(stages, batch, lambda: [1.0], True).await_values()
+        without = compute_gradients(stages, batch, raise_a_flag).await_values()
+        values = compute_gradients(stages, batch, raise_a_flag, by_part=True).await_values()
         assert (values.loss, values.norm, values.flags) == (
             without.loss,
             without.norm,

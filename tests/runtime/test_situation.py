@@ -109,7 +109,7 @@ def test_local_variables_tell_the_step_and_the_micro_batch() -> None:
     )
     inner = compiled(
         "def forward_backward(pause):\n    index = 2\n    pause()\n",
-        PACKAGE / "parallel/stages.py",
+        PACKAGE / "parallel/executor.py",
         "forward_backward",
     )
     assert situation_in(step, inner).details == "step 7, micro-batch 2"

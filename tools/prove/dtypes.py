@@ -114,7 +114,7 @@ WIDE = (
     Wide(
         "the losses of micro-batches, added up",
         ("add_*",),
-        ("parallel/stages.py:Stages.*",),
+        ("parallel/executor.py:OneStage.*", "parallel/pipeline/runtime.py:Pipeline.*"),
         torch.float64,
         "the logged loss must not depend on how many micro-batches there are",
     ),

@@ -163,7 +163,7 @@ def train_asleep(recipe: Recipe, folder: str, sleep_s: float, steps: int) -> Non
         assert timeline is not None
         for step in range(1, steps + 1):
             batch = local_batch(random_batch(recipe, step), stages)
-            with timeline.step(step):
+            with timeline.step(step), timeline.phase("gradients"):
                 compute_gradients(stages, batch).await_values()
             if step == 1:  # it connects the ranks, and is not traced
                 for module in stages.modules:

@@ -156,6 +156,7 @@ class Pipeline:
     def forward_backward(
         self, tokens_BT: Tensor, keywords: Mapping[str, Any], divisor: Tensor
     ) -> Tensor:
+        """See ``Executor.forward_backward``, with its shapes (B, T)."""
         self._divisor = divisor
         losses: list[Tensor] = []
         arguments: dict[str, Any] = dict(keywords)
@@ -183,7 +184,7 @@ class Pipeline:
         return around_pipeline_work(self._stages, context)
 
     def forward(self, tokens_BT: Tensor, keywords: Mapping[str, Any]) -> Tensor:
-        """See ``Executor.forward``.
+        """See ``Executor.forward``, with its shapes (B, T).
 
         In each tick, a rank runs at most one of its stages. Then it sends the output and receives
         its next inputs, in one batch of operations. If they were posted separately, two NCCL ranks

@@ -217,8 +217,8 @@ def _change_validation(**options: Callable[[Any], Any]) -> None:
 
 def validate_in_the_order_of_new_runs() -> None:
     """Validation: the order of samples is that of new runs, whatever the run began with."""
-    right = loop.validate
-    loop.validate = lambda *arguments, order, **options: right(*arguments, **options)
+    right = train_validation.validate
+    train_validation.validate = lambda *arguments, order, **options: right(*arguments, **options)
 
 
 def validate_on_rows_that_follow_the_seed() -> None:

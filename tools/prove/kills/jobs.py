@@ -168,7 +168,8 @@ class Job:
             RuntimeError: the job ends before, or takes longer than ``LIMIT_S``.
         """
         until = time.monotonic() + LIMIT_S
-        while not losses(self.folder) or max(losses(self.folder)) < step:
+        # The lines may be dropped between two looks, when the job starts again.
+        while max(losses(self.folder), default=0) < step:
             if self.process.poll() is not None:
                 raise RuntimeError(f"it ended before step {step}: {self.output()}")
             if time.monotonic() > until:
