@@ -15,4 +15,5 @@ def units_of_blocks(blocks: S, size: int) -> list[S]:
         blocks: in their order: the blocks, their numbers (a range), or what belongs to each.
         size: at least 1.
     """
-    return [blocks[begin : begin + size] for begin in range(0, len(blocks), size)]  # type: ignore[misc]
+    begins = range(0, len(blocks), size)
+    return [blocks[begin : begin + size] for begin in begins]  # type: ignore[misc]

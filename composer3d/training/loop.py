@@ -139,17 +139,13 @@ def do_step(run: Run, own_flags: Callable[[], StepFlags] = StepFlags) -> StepFla
             by_part = observers.wants_norm_by_part(number)
             sums = compute_gradients(stages, batch, own_flags, by_part=by_part)
         lr = learning_rate(run.step, recipe.optim, recipe.run.steps)
+        limits = recovery.limits()
         # A bad step changes no weight.
         values = update(
-            stages,
-            run.optimizer,
-            sums,
-            max_norm=recipe.optim.clip,
-            lr=lr,
-            limits=recovery.limits(),
+            stages, run.optimizer, sums, max_norm=recipe.optim.clip, lr=lr, limits=limits
         )
 
-    problem = recovery.judge(number, values)
+    problem = recovery.judge(number, values, limits)
     run.step = number
     observers.end_step(StepResult(number, batch, values, lr))
     if problem is not None:

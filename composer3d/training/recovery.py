@@ -45,13 +45,18 @@ class Recovery:
         """Return the largest loss and norm with which the next step is good."""
         return self.history.limits()
 
-    def judge(self, step: int, values: StepValues) -> str | None:
+    def judge(self, step: int, values: StepValues, limits: Limits) -> str | None:
         """Return what is wrong with ``step``, which has just been done; None if it is good.
+
+        Args:
+            step: its number.
+            values: its values, the same on all ranks.
+            limits: those that ``update`` was called with.
 
         Raises:
             TrainingError: the step is bad, and the recipe does not let the run go on.
         """
-        problem = self.limits().problem(values.loss, values.norm)
+        problem = limits.problem(values.loss, values.norm)
         if problem is None:
             self.history.add_good(values.loss, values.norm)
             return None
