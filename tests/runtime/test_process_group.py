@@ -230,19 +230,34 @@ def connections() -> int:
     return sum(row[3] == "01" and row[9] in inodes for row in rows)
 
 
+def settled_connections() -> int:
+    """Count them once their number has stood for half a second.
+
+    A rank whose peer connects to it holds the connection only when its own thread accepts it, which
+    no collective waits for.
+    """
+    count, since = connections(), time.monotonic()
+    while time.monotonic() - since < 0.5:
+        time.sleep(0.02)
+        if (now := connections()) != count:
+            count, since = now, time.monotonic()
+    return count
+
+
 def count_connections(all_pairs: bool) -> list[int]:
     """A task: the connections of a world, after one more group is formed, and after its use."""
     if not all_pairs:
         process_group._MOST_RANKS_ALL_PAIRS = 2
     with pool_world():
         dist.barrier()
-        counts = [connections()]
+        counts = [settled_connections()]
+        dist.barrier()  # no rank forms the group while another still counts
         group = process_group.form_group(backend="gloo")
-        dist.barrier()  # a rank may see a connection late, when its peer gets to it
-        counts.append(connections())
+        dist.barrier()
+        counts.append(settled_connections())
         dist.barrier(group)
         dist.all_reduce(torch.ones(1), group=group)
-        counts.append(connections())
+        counts.append(settled_connections())
         dist.barrier()
         return counts
 
