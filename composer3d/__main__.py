@@ -3,7 +3,7 @@
 import os
 import sys
 
-from composer3d.spec.interrupts import INTERRUPTED, Interrupts
+from composer3d.facts.interrupts import INTERRUPTED, Interrupts
 
 
 def main() -> int:

@@ -22,14 +22,14 @@ from typing import Any
 import composer3d
 from composer3d.commands.completion import SHELLS
 from composer3d.commands.parser import Parser, TopParser, did_you_mean
+from composer3d.facts.bounds import is_utf8
+from composer3d.facts.errors import LaunchError, RecipeError, UserError
+from composer3d.facts.interrupts import INTERRUPTED, Interrupts
+from composer3d.facts.ranges import MOST_VOCAB
+from composer3d.facts.tags import COUNTED_TOKENS
 from composer3d.recipe.values import one_line
 from composer3d.runtime import console, environment
 from composer3d.runtime.shortage import lacks_memory, no_memory
-from composer3d.spec.bounds import is_utf8
-from composer3d.spec.errors import LaunchError, RecipeError, UserError
-from composer3d.spec.interrupts import INTERRUPTED, Interrupts
-from composer3d.spec.ranges import MOST_VOCAB
-from composer3d.spec.tags import COUNTED_TOKENS
 
 # The exit status when nobody reads the output: 128 plus the number of SIGPIPE.
 NO_READER = 141

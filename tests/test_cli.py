@@ -8,10 +8,10 @@ import pytest
 
 from composer3d import cli
 from composer3d.commands.parser import Parser
+from composer3d.facts.tags import COUNTED_TOKENS
 from composer3d.recipe.schema import model_table
 from composer3d.recipe.values import FIELDS, entries_of
 from composer3d.runtime import progress
-from composer3d.spec.tags import COUNTED_TOKENS
 from tools.prove.paths import ROOT
 
 KEYS = {**entries_of({"model": model_table("moe")}), **FIELDS}

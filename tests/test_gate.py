@@ -189,7 +189,7 @@ def test_no_file_has_unfinished_work() -> None:
 
 
 # Files that parse what other processes of composer3d have sent, or a corpus, which has bounds of
-# its own. All other texts come from outside, and are parsed within the bounds of ``spec.bounds``.
+# its own. All other texts come from outside, and are parsed within the bounds of ``facts.bounds``.
 PARSERS = {
     "spec": {"files.py", "statements.py", "toml.py"},
     "runtime": {"peers.py", "situation.py", "trackers.py"},

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from composer3d.facts.hardware import read_row
 from composer3d.planner.search import Device, price
 from composer3d.recipe.resolve import load
-from composer3d.spec.hardware import read_row
 from tools.two_hosts import NoHostsError, run_job, two_hosts
 
 RECIPE = """\

@@ -18,12 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from composer3d.dryrun.report import GIB, StageReport
 from composer3d.dryrun.run import run_ranks
+from composer3d.facts import hardware
 from composer3d.planner.memory import predict_memory
 from composer3d.planner.predict import of_recipe
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
-from composer3d.spec import hardware
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 BASE = RECIPES / "debug-1-single.toml"

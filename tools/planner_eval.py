@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from composer3d.facts.errors import UserError
 from composer3d.planner.constants import SHIPPED, Constants
 from composer3d.planner.predict import fits
 from composer3d.planner.time import predict_time
-from composer3d.spec.errors import UserError
 from tools.planner.memory import predict_memory
 from tools.planner.rows import Row, Skipped, memory_gib, read, tokens_s
 

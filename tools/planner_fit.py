@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from composer3d.facts.errors import UserError
 from composer3d.planner.constants import FITTED
-from composer3d.spec.errors import UserError
 from tools.planner.rows import read
 
 

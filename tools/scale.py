@@ -44,6 +44,7 @@ from composer3d.checkpoint.manifest import FileEntry
 from composer3d.checkpoint.metadata import METADATA, read_metadata
 from composer3d.checkpoint.store import gather_state
 from composer3d.data import sample_order, tokens
+from composer3d.facts.token_manifest import CHUNK_BYTES
 from composer3d.models.registry import architecture
 from composer3d.parallel import grad_norm
 from composer3d.recipe.resolve import load
@@ -52,7 +53,6 @@ from composer3d.runtime import exchanges, process_group
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.torch_private import fake_world
-from composer3d.spec.token_manifest import CHUNK_BYTES
 from composer3d.training import loop
 from composer3d.training.build import build, build_stages
 from composer3d.training.optimizers import build_optimizer

@@ -18,12 +18,12 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import xxhash
 
+from composer3d.facts.errors import CheckpointError, UserError
+from composer3d.facts.files import MIB, RefusedFileError, open_plain, parse_json, read_plain
 from composer3d.models.registry import DEFAULT
 from composer3d.models.shape import DecoderShape
 from composer3d.recipe.schema import MODEL_KEYS
 from composer3d.runtime.files import sync
-from composer3d.spec.errors import CheckpointError, UserError
-from composer3d.spec.files import MIB, RefusedFileError, open_plain, parse_json, read_plain
 
 FILE = "manifest.json"
 FORMAT = 1

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from composer3d.spec.errors import CheckpointError, UserError
-from composer3d.spec.files import MIB, RefusedFileError
+from composer3d.facts.errors import CheckpointError, UserError
+from composer3d.facts.files import MIB, RefusedFileError
 
 # The largest pickle in a torch file, in bytes. A tensor takes about 200 of them.
 LIMIT = 256 * MIB

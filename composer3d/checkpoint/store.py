@@ -49,6 +49,7 @@ from composer3d.checkpoint.metadata import (
 )
 from composer3d.checkpoint.optimizer_state import SavedOptimizer, optimizer_state
 from composer3d.checkpoint.pickles import explain
+from composer3d.facts.errors import CheckpointError, SaveError, TrainingError, UserError
 from composer3d.parallel import Stages
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.runtime import log
@@ -56,7 +57,6 @@ from composer3d.runtime import process_group as distributed
 from composer3d.runtime.files import publish, sync
 from composer3d.runtime.progress import Progress
 from composer3d.runtime.torch_private import offset_of
-from composer3d.spec.errors import CheckpointError, SaveError, TrainingError, UserError
 
 _STEP_FOLDER = re.compile(r"step-[0-9]{8}")
 _LEFTOVER = re.compile(r"step-[0-9]{8}(\.old)?\.tmp")

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from composer3d.checkpoint import pickles
 from composer3d.checkpoint.pickles import Name, PickleError, Record, Storage, reading
-from composer3d.spec.files import MIB, open_plain
+from composer3d.facts.files import MIB, open_plain
 
 # All dtypes of this torch by name, such as "float32".
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}

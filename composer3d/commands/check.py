@@ -4,12 +4,12 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from composer3d.facts.errors import RecipeError, UserError
 from composer3d.models.registry import architecture
 from composer3d.recipe.machine import folder_problem, shows_a_gpu, tracker_problems
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import AXES, Recipe
 from composer3d.recipe.values import schema_text
-from composer3d.spec.errors import RecipeError, UserError
 
 
 def run(

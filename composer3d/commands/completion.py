@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from composer3d.commands.parser import Parser
 from composer3d.commands.recipes import names
-from composer3d.spec.errors import UserError
+from composer3d.facts.errors import UserError
 
 SHELLS = ("bash", "zsh", "tcsh")
 

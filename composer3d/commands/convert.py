@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.convert.convert import convert
-from composer3d.spec.text import printable
+from composer3d.facts.text import printable
 
 
 def run(src: str, dst: str, *, as_json: bool, **options: Any) -> int:

@@ -9,12 +9,12 @@ from functools import partial
 from composer3d.commands import job
 from composer3d.doctor.report import Report, as_json_of, text_of
 from composer3d.doctor.row import row_of, toml_of
+from composer3d.facts.errors import UserError
+from composer3d.facts.hardware import read_row
+from composer3d.facts.text import printable_lines
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.values import one_line
 from composer3d.runtime import environment, launch
-from composer3d.spec.errors import UserError
-from composer3d.spec.hardware import read_row
-from composer3d.spec.text import printable_lines
 
 # Messages take seconds at most; ranks may take minutes to import torch and to meet.
 _TIMEOUT_S = 300.0

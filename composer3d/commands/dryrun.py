@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 from composer3d.dryrun.report import StageReport, memory_table, traffic_table
 from composer3d.dryrun.run import dry_run
+from composer3d.facts import hardware
 from composer3d.models.registry import architecture
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
-from composer3d.spec import hardware
 
 # The GPU and the part of its peak that the column "to hide it" assumes.
 _GPU = "H100-80GB SXM"

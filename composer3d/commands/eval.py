@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.commands import job
+from composer3d.facts.errors import UserError
+from composer3d.facts.text import printable
 from composer3d.recipe.draft import Document, Draft
 from composer3d.recipe.resolve import Resolved
 from composer3d.recipe.schema import AXES, Recipe
 from composer3d.runtime import environment, launch
-from composer3d.spec.errors import UserError
-from composer3d.spec.text import printable
 
 _TIMEOUT_S = 600.0
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from composer3d.commands import job
+from composer3d.facts.errors import UserError
+from composer3d.facts.text import printable, printable_lines
 from composer3d.generate.prompts import Prompt, read_prompts
 from composer3d.recipe.draft import Document
 from composer3d.recipe.resolve import Resolved
 from composer3d.recipe.values import one_line
 from composer3d.runtime import environment, launch
-from composer3d.spec.errors import UserError
-from composer3d.spec.text import printable, printable_lines
 
 if TYPE_CHECKING:
     from composer3d.generate.generator import Completion

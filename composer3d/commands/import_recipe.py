@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from composer3d.facts.errors import UserError
 from composer3d.imports.result import Imported, import_file
-from composer3d.spec.errors import UserError
 
 
 def run(

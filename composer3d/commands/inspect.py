@@ -8,9 +8,9 @@ from typing import Any
 from composer3d.convert.inspect import inspect
 from composer3d.data.examine import Sample, as_report, decode_samples, measure_lengths
 from composer3d.data.tokens import find_damage
-from composer3d.spec.errors import DataError
-from composer3d.spec.text import printable
-from composer3d.spec.token_manifest import MANIFEST, read_manifest
+from composer3d.facts.errors import DataError
+from composer3d.facts.text import printable
+from composer3d.facts.token_manifest import MANIFEST, read_manifest
 
 _BAR = 30  # characters of the longest bar of a histogram
 

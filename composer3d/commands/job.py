@@ -12,14 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from composer3d.recipe.resolve import Resolved, load
-from composer3d.recipe.schema import MeshTable, Recipe
-from composer3d.runtime import environment, launch, log
-from composer3d.runtime.console import output_error, say, steady_output
-from composer3d.runtime.ranks import describe_rank, identity
-from composer3d.runtime.shortage import lacks_memory, no_memory
-from composer3d.runtime.starter import die_with_parent
-from composer3d.spec.errors import (
+from composer3d.facts.errors import (
     DeviceError,
     LaunchError,
     LostPeersError,
@@ -28,6 +21,13 @@ from composer3d.spec.errors import (
     RecipeError,
     UserError,
 )
+from composer3d.recipe.resolve import Resolved, load
+from composer3d.recipe.schema import MeshTable, Recipe
+from composer3d.runtime import environment, launch, log
+from composer3d.runtime.console import output_error, say, steady_output
+from composer3d.runtime.ranks import describe_rank, identity
+from composer3d.runtime.shortage import lacks_memory, no_memory
+from composer3d.runtime.starter import die_with_parent
 
 if TYPE_CHECKING:
     import torch

@@ -5,6 +5,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from composer3d.facts import hardware
+from composer3d.facts.errors import DeviceError, UserError
 from composer3d.models.registry import is_ours
 from composer3d.planner.memory import GIB, RankMemory
 from composer3d.planner.search import (
@@ -20,8 +22,6 @@ from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import one_line
 from composer3d.runtime.progress import Progress
-from composer3d.spec import hardware
-from composer3d.spec.errors import DeviceError, UserError
 
 _SCALING = (8, 64, 512, 2048)
 _OWN_ARCHITECTURE = (

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from composer3d.data.examples import Answers, Chat, Examples
 from composer3d.data.prepare import prepare
+from composer3d.facts.errors import DataError
 from composer3d.recipe.values import one_line
-from composer3d.spec.errors import DataError
 
 
 def run(

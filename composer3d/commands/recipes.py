@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from composer3d.commands.parser import did_you_mean
+from composer3d.facts.errors import UserError
+from composer3d.facts.toml import parse_toml
 from composer3d.models.registry import architecture
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import AXES, Recipe
 from composer3d.recipe.values import one_line
-from composer3d.spec.errors import UserError
-from composer3d.spec.toml import parse_toml
 
 FOLDER = Path(__file__).parent.with_name("recipes")
 

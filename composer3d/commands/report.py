@@ -10,6 +10,9 @@ from composer3d.commands.plan import find_device
 from composer3d.commands.timeline import MOST_ACTIONS, UNIT_NOTE, of_recipe, page_of_run
 from composer3d.draw import layout_svg, timeline
 from composer3d.draw.layout import make_layout
+from composer3d.facts import hardware, trace
+from composer3d.facts.errors import UserError
+from composer3d.facts.text import printable
 from composer3d.models.registry import architecture
 from composer3d.planner.search import Device, price
 from composer3d.recipe.changes import shown, values_of
@@ -19,9 +22,6 @@ from composer3d.report import folder, page
 from composer3d.report.folder import RunFolder
 from composer3d.report.page import Difference, Forecast, Picture, Subject
 from composer3d.runtime.files import write_atomic
-from composer3d.spec import hardware, trace
-from composer3d.spec.errors import UserError
-from composer3d.spec.text import printable
 
 # Of a pipeline, so that a recipe of somebody else takes seconds: stages whose speed is predicted,
 # and actions whose traffic the drawing of the layout counts.

@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.checkpoint import manifest as manifests
 from composer3d.commands import job
+from composer3d.facts import events
+from composer3d.facts.errors import RecipeError, UserError
+from composer3d.facts.interrupts import ending_at_once
 from composer3d.recipe.advice import nothing_to_do, way_to_go_on
 from composer3d.recipe.changes import changes
 from composer3d.recipe.machine import tracker_problems
@@ -28,9 +31,6 @@ from composer3d.runtime import collector, environment, launch, log, shortage
 from composer3d.runtime.console import say
 from composer3d.runtime.files import append_whole, write_atomic
 from composer3d.runtime.ranks import describe_rank
-from composer3d.spec import events
-from composer3d.spec.errors import RecipeError, UserError
-from composer3d.spec.interrupts import ending_at_once
 from composer3d.training.owed import METRICS, owes_validation
 
 if TYPE_CHECKING:

@@ -7,15 +7,15 @@ from dataclasses import asdict
 from typing import Literal
 
 from composer3d.commands import job
+from composer3d.facts.errors import UserError
+from composer3d.facts.files import MIB, read_plain
+from composer3d.facts.text import printable
 from composer3d.recipe.draft import key_of_override, split_overrides
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.values import one_line
 from composer3d.runtime import environment
 from composer3d.runtime.launch import Pool, temporary_folder
 from composer3d.runtime.progress import Progress
-from composer3d.spec.errors import UserError
-from composer3d.spec.files import MIB, read_plain
-from composer3d.spec.text import printable
 from composer3d.verify.judge import Verdict
 from composer3d.verify.proof import verify_layout
 

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.convert.carried import TOKENIZER_NAMES, read_carried_files
+from composer3d.facts.errors import CheckpointError
+from composer3d.facts.files import parse_json
+from composer3d.facts.token_manifest import TOKENIZER, read_manifest
+from composer3d.facts.tokenizer_file import token_names
 from composer3d.models import registry
 from composer3d.models.shape import DecoderShape
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.tokenizers import read_tokenizer
 from composer3d.runtime import log
-from composer3d.spec.errors import CheckpointError
-from composer3d.spec.files import parse_json
-from composer3d.spec.token_manifest import TOKENIZER, read_manifest
-from composer3d.spec.tokenizer_file import token_names
 
 FOLDER = "assets"
 _CONFIG = "config.json"

@@ -16,7 +16,7 @@ import stat
 from os.path import realpath
 from pathlib import Path
 
-from composer3d.spec.files import MIB, FileTooLargeError, read_plain
+from composer3d.facts.files import MIB, FileTooLargeError, read_plain
 
 # The files of a tokenizer.
 TOKENIZER_NAMES = (

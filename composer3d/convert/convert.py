@@ -25,12 +25,12 @@ from composer3d.convert.formats import (
     require_valid_path,
 )
 from composer3d.convert.targets import EMBEDDING, write
+from composer3d.facts.errors import CheckpointError
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.registry import architecture
 from composer3d.runtime.files import publish, sync
 from composer3d.runtime.progress import Progress
-from composer3d.spec.errors import CheckpointError
 
 SHARD_BYTES = 5 * 10**9  # the largest safetensors file that Hugging Face writes
 _LOGITS_TOKENS = 32

@@ -41,6 +41,8 @@ from composer3d.convert.carried import (
     read_carried_files,
     select_carried_texts,
 )
+from composer3d.facts.errors import CheckpointError
+from composer3d.facts.files import MIB, open_plain, parse_json, read_json
 from composer3d.models import registry
 from composer3d.models.llama import names as llama_names
 from composer3d.models.llama.shape import ModelShape
@@ -49,8 +51,6 @@ from composer3d.models.shape import DecoderShape
 from composer3d.models.untrusted import short_json
 from composer3d.recipe.changes import values_of
 from composer3d.recipe.optimizers import DEFAULT, OPTIMIZERS
-from composer3d.spec.errors import CheckpointError
-from composer3d.spec.files import MIB, open_plain, parse_json, read_json
 
 Format = Literal["hf", "meta", "torch", "dcp"]
 

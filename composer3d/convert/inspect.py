@@ -8,10 +8,10 @@ from typing import Any
 from composer3d.checkpoint.manifest import Manifest
 from composer3d.checkpoint.pickles import reading
 from composer3d.convert.formats import Source, count_not_finite, inspect_source, nbytes
+from composer3d.facts.errors import CheckpointError
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.registry import architecture
 from composer3d.runtime.progress import Progress
-from composer3d.spec.errors import CheckpointError
 
 _SHOWN_PROBLEMS = 100
 

@@ -42,12 +42,12 @@ from composer3d.convert.formats import (
     flatten,
     nbytes,
 )
+from composer3d.facts.errors import CheckpointError
+from composer3d.facts.files import parse_json
 from composer3d.models.llama import names as llama_names
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.locations import Location
 from composer3d.models.registry import DEFAULT
-from composer3d.spec.errors import CheckpointError
-from composer3d.spec.files import parse_json
 
 EMBEDDING = "model.first.embed.weight"
 _DCP_FILE = "__0_0.distcp"  # the name that DCP gives to the file of rank 0

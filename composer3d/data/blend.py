@@ -17,8 +17,8 @@ from math import lcm
 import numpy as np
 
 from composer3d.data.tokens import Corpus
-from composer3d.spec.errors import DataError
-from composer3d.spec.token_manifest import digest_of
+from composer3d.facts.errors import DataError
+from composer3d.facts.token_manifest import digest_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ import zlib
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, cast
 
-from composer3d.spec.errors import DataError
+from composer3d.facts.errors import DataError
 
 SUFFIXES = (".gz", ".zst")
 

@@ -13,9 +13,9 @@ from typing import BinaryIO, Literal, NamedTuple, NoReturn
 from composer3d.data.compressed import DAMAGE, decompress, is_compressed, skip
 from composer3d.data.example_lines import hint_of
 from composer3d.data.tables import TableKind, identify_dataset, read_rows
+from composer3d.facts.errors import DataError
+from composer3d.facts.files import open_plain
 from composer3d.recipe.values import one_line
-from composer3d.spec.errors import DataError
-from composer3d.spec.files import open_plain
 
 LONGEST_TEXT = 4 << 30  # bytes in a file that is one document
 _LONGEST_COMPRESSED_TEXT = 256 << 20  # the same, of a file that is compressed

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from composer3d.data.tokenizer import Decoder
+from composer3d.facts.errors import DataError
+from composer3d.facts.token_manifest import TOKENIZER, Shard, TokenManifest, digest_of
 from composer3d.recipe.values import one_line
-from composer3d.spec.errors import DataError
-from composer3d.spec.token_manifest import TOKENIZER, Shard, TokenManifest, digest_of
 
 _BLOCK_STARTS = 1 << 20  # starts of documents that are read at a time
 _START_BYTES = 8

@@ -8,8 +8,8 @@ import json
 import re
 from typing import Any, NamedTuple, NoReturn
 
+from composer3d.facts.errors import DataError
 from composer3d.recipe.values import one_line
-from composer3d.spec.errors import DataError
 
 ASSISTANT = "assistant"  # chat_template has it too: it imports nothing
 

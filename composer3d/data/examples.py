@@ -47,8 +47,8 @@ from composer3d.data.tokenizer import (
     second_beginnings,
     tokenizer_file,
 )
+from composer3d.facts.errors import DataError
 from composer3d.recipe.values import one_line
-from composer3d.spec.errors import DataError
 
 _TEMPLATE_BYTES = 1 << 20
 _CONFIG_BYTES = 64 << 20

@@ -19,8 +19,8 @@ from composer3d.data.blend import Blend, samples_before, sources_of, whole_weigh
 from composer3d.data.order import ORDERS, Order, sample_order
 from composer3d.data.rows import FILLING, EvenRows, Rows, WholeDocumentRows
 from composer3d.data.tokens import Corpus
+from composer3d.facts.errors import DataError
 from composer3d.models.contract import IGNORE_INDEX
-from composer3d.spec.errors import DataError
 
 Packing = Literal["none", "documents", "whole_documents"]
 

@@ -51,13 +51,9 @@ from composer3d.data.unfinished import (
     Unfinished,
     unfinished_folder,
 )
-from composer3d.recipe.values import one_line
-from composer3d.runtime.files import write_atomic
-from composer3d.runtime.launch import usable_cores
-from composer3d.runtime.progress import Progress
-from composer3d.spec.errors import DataError
-from composer3d.spec.files import read_plain
-from composer3d.spec.token_manifest import (
+from composer3d.facts.errors import DataError
+from composer3d.facts.files import read_plain
+from composer3d.facts.token_manifest import (
     MOST_SHARDS,
     TOKENIZER,
     ContentDigest,
@@ -65,6 +61,10 @@ from composer3d.spec.token_manifest import (
     digest_of_files,
     shard_files,
 )
+from composer3d.recipe.values import one_line
+from composer3d.runtime.files import write_atomic
+from composer3d.runtime.launch import usable_cores
+from composer3d.runtime.progress import Progress
 
 # Documents are tokenized in batches. A batch ends with the document that reaches one of these
 # limits.

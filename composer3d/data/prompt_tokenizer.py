@@ -19,8 +19,8 @@ from composer3d.data.tokenizer import (
     second_beginnings,
     tokenizer_file,
 )
+from composer3d.facts.errors import DataError
 from composer3d.recipe.values import one_line
-from composer3d.spec.errors import DataError
 
 
 class PromptTokenizer:

@@ -22,8 +22,8 @@ from composer3d.data.documents import (
     refuse_end_of_document,
 )
 from composer3d.data.tokens import MOST_MAPS, Corpus, open_tokens
-from composer3d.spec.errors import DataError
-from composer3d.spec.token_manifest import digest_of
+from composer3d.facts.errors import DataError
+from composer3d.facts.token_manifest import digest_of
 
 # Folders of the standard library that are skipped: installed packages, and tests, whose fixtures
 # are not ordinary source code.

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from composer3d.facts.errors import DataError
+from composer3d.facts.files import parse_json, read_plain
+from composer3d.facts.token_manifest import TOKENIZER
 from composer3d.recipe.values import one_line
-from composer3d.spec.errors import DataError
-from composer3d.spec.files import parse_json, read_plain
-from composer3d.spec.token_manifest import TOKENIZER
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 

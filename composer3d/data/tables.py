@@ -16,8 +16,8 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import IO, BinaryIO, Literal, NamedTuple
 
+from composer3d.facts.errors import DataError
 from composer3d.recipe.values import one_line
-from composer3d.spec.errors import DataError
 
 TableKind = Literal["parquet", "dataset"]
 

@@ -29,11 +29,11 @@ from composer3d.data.documents import (
     refuse_long,
 )
 from composer3d.data.special_tokens import read_own_ends
+from composer3d.facts.errors import DataError
+from composer3d.facts.files import read_plain
+from composer3d.facts.ranges import MOST_VOCAB
+from composer3d.facts.token_manifest import TOKENIZER
 from composer3d.recipe.values import as_short_toml, join_with_or, one_line
-from composer3d.spec.errors import DataError
-from composer3d.spec.files import read_plain
-from composer3d.spec.ranges import MOST_VOCAB
-from composer3d.spec.token_manifest import TOKENIZER
 
 FILE_BYTES = 64 << 20  # in a tokenizer.json; the largest published ones have half of that
 WORKER = Path(__file__).with_name("tokenizer_worker.py")

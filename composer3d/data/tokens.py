@@ -32,12 +32,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from composer3d.runtime import environment, log
-from composer3d.runtime.files import sync, write_atomic
-from composer3d.runtime.launch import usable_cores
-from composer3d.spec import token_manifest
-from composer3d.spec.errors import DataError, RankDataError
-from composer3d.spec.token_manifest import (
+from composer3d.facts import token_manifest
+from composer3d.facts.errors import DataError, RankDataError
+from composer3d.facts.token_manifest import (
     AGAIN,
     FORMAT,
     MANIFEST,
@@ -50,6 +47,9 @@ from composer3d.spec.token_manifest import (
     digest_of,
     digest_of_manifest,
 )
+from composer3d.runtime import environment, log
+from composer3d.runtime.files import sync, write_atomic
+from composer3d.runtime.launch import usable_cores
 
 _BLOCK_TOKENS = 1 << 18  # tokens that are compared at a time, so that they fit into a cache
 _BLOCK_DOCUMENTS = 1 << 12  # documents that are digested at a time

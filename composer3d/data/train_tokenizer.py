@@ -18,8 +18,8 @@ from typing import IO
 from composer3d.data.documents import Document
 from composer3d.data.tables import read_frame
 from composer3d.data.tokenizer import WORKER, check_text, pack
+from composer3d.facts.errors import DataError
 from composer3d.runtime.progress import Progress
-from composer3d.spec.errors import DataError
 
 # Bytes of text to train on, about. Memory is in proportion to the number of different words in it.
 SAMPLE_BYTES = 512 << 20

@@ -23,12 +23,12 @@ import numpy as np
 
 from composer3d.data.documents import BEGINNING, Position, SourceFile
 from composer3d.data.tokens import add_content
+from composer3d.facts import token_manifest
+from composer3d.facts.errors import DataError
+from composer3d.facts.files import parse_json, read_plain
+from composer3d.facts.token_manifest import TOKENIZER, ContentDigest, mask_file, shard_files
 from composer3d.recipe.values import one_line
 from composer3d.runtime.files import append_whole, open_own, sync, write_atomic
-from composer3d.spec import token_manifest
-from composer3d.spec.errors import DataError
-from composer3d.spec.files import parse_json, read_plain
-from composer3d.spec.token_manifest import TOKENIZER, ContentDigest, mask_file, shard_files
 
 _JOURNAL, _LOCK = "journal.jsonl", "lock"
 _OUR_NAMES = re.compile(r"(tokens|documents|mask)(-\d+)?\.bin|token(s|izer)\.json|\..*\.tmp")

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from composer3d.spec.hardware import Generation
+from composer3d.facts.hardware import Generation
 
 
 class Speed(NamedTuple):

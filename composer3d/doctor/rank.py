@@ -12,6 +12,8 @@ import torch.distributed as dist
 from composer3d.doctor import measure
 from composer3d.doctor.facts import RankFacts
 from composer3d.doctor.report import Disk, Report, make_report
+from composer3d.facts import hardware
+from composer3d.facts.errors import ExchangeError
 from composer3d.planner.memory import GIB
 from composer3d.planner.predict import sizes_of
 from composer3d.recipe.schema import Recipe
@@ -20,8 +22,6 @@ from composer3d.runtime.agreement import check_agreement, versions
 from composer3d.runtime.exchanges import all_collectives, check_exchanges, groups_of
 from composer3d.runtime.launch import usable_cores
 from composer3d.runtime.mesh import Mesh
-from composer3d.spec import hardware
-from composer3d.spec.errors import ExchangeError
 
 
 def examine(recipe: Recipe, device: torch.device, store: dist.Store) -> Report | None:

@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from composer3d.doctor.report import Report, bus_bandwidth
+from composer3d.facts.hardware import CPU, Hardware, find
 from composer3d.planner.compute import MEMORY_SHARE
-from composer3d.spec.hardware import CPU, Hardware, find
 
 _TABLE = "from composer3d's table: not measured"
 

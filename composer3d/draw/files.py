@@ -1,8 +1,8 @@
 """Write pictures to files."""
 
+from composer3d.facts.errors import UserError
 from composer3d.recipe.values import one_line
 from composer3d.runtime.files import write_atomic
-from composer3d.spec.errors import UserError
 
 
 def write_picture(path: str, picture: str) -> None:

@@ -6,10 +6,10 @@ from itertools import chain
 from statistics import fmean
 
 from composer3d.draw.timeline import Timeline
+from composer3d.facts.errors import PlanError
+from composer3d.facts.trace import Event, StepTrace
 from composer3d.planner.schedule import actions
 from composer3d.planner.simulate import Span, StageTimes, simulate
-from composer3d.spec.errors import PlanError
-from composer3d.spec.trace import Event, StepTrace
 
 
 def measured_timeline(step: StepTrace) -> Timeline:

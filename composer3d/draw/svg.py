@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from composer3d.spec.markup import escape, quoted
+from composer3d.facts.markup import escape, quoted
 
 PAGE_INK, QUIET_INK, PAPER, FAINT = "#1f2328", "#59636e", "#ffffff", "#d0d7de"
 # Pixels: the width of every picture, and its margin.

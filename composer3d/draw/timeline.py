@@ -17,9 +17,9 @@ from composer3d.draw.svg import (
     text_width,
     wrap,
 )
+from composer3d.facts.schedules import Action
+from composer3d.facts.trace import GRADIENTS, MESSAGES, WAITS, Event
 from composer3d.planner.simulate import Bubble, ClosedForm, Send, Span, bubble, step_s
-from composer3d.spec.schedules import Action
-from composer3d.spec.trace import GRADIENTS, MESSAGES, WAITS, Event
 
 LABEL_WIDTH, COUNT_WIDTH = 62, 62  # left of the rows, and right of them
 ROW_HEIGHT, ROW_GAP = 24, 9

@@ -5,8 +5,8 @@ from math import ceil
 
 from composer3d.draw.terminal import Style
 from composer3d.draw.timeline import Timeline, Unit
+from composer3d.facts.schedules import Action
 from composer3d.planner.simulate import Span
-from composer3d.spec.schedules import Action
 
 # Of the 256 colours of terminals, those nearest to the colours of the picture.
 COLOURS = {"F": 74, "B": 166, "I": 178, "W": 36}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from composer3d.dryrun.report import Memory, Operation, StageReport
-from composer3d.spec.schedules import Action
+from composer3d.facts.schedules import Action
 
 # Calls, and bytes that they send, by axis and operation.
 Traffic = dict[tuple[str, str], tuple[int, int]]

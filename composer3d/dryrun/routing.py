@@ -1,7 +1,7 @@
 """How many rows each expert gets in a dry run, where no router can choose. No torch here."""
 
+from composer3d.facts.errors import RecipeError
 from composer3d.recipe.schema import Recipe
-from composer3d.spec.errors import RecipeError
 
 
 def check_skew(recipe: Recipe, skew: float) -> None:

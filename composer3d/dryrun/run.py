@@ -11,10 +11,10 @@ from typing import Any
 from composer3d.dryrun.replay import TapedStage
 from composer3d.dryrun.report import DryRun, StageReport
 from composer3d.dryrun.routing import check_skew
+from composer3d.facts.schedules import Action
 from composer3d.planner.schedule import recipe_actions
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool, WorkerError
-from composer3d.spec.schedules import Action
 
 # The time for one pipeline rank, and how many run at the same time.
 _LIMIT_S = 3600.0

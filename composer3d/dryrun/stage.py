@@ -35,6 +35,7 @@ from composer3d.dryrun.kernels import norms_of_a_gpu
 from composer3d.dryrun.memory import Kind, MemoryLedger
 from composer3d.dryrun.replay import Lap, Tape, TapedStage
 from composer3d.dryrun.routing import rows_of_experts
+from composer3d.facts.schedules import Action, parse_action
 from composer3d.models.contract import Constant, ShardingPlan
 from composer3d.models.layers.moe import Exchange, Exchanged
 from composer3d.models.registry import architecture
@@ -62,7 +63,6 @@ from composer3d.runtime.torch_private import (
     watch_resizes,
     with_data,
 )
-from composer3d.spec.schedules import Action, parse_action
 from composer3d.training.build import build_stages
 from composer3d.training.optimizers import Optimizer, build_optimizer
 from composer3d.training.step import compute_gradients, update

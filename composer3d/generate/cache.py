@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from composer3d.facts.errors import DeviceError
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.layers.attention import bias_of, sdpa
-from composer3d.spec.errors import DeviceError
 
 
 class KeyValueCache:

@@ -17,15 +17,15 @@ from composer3d.convert.start import read_shards
 from composer3d.data import Batch, Corpus
 from composer3d.data.loader import number_documents
 from composer3d.data.tokens import ShardedTokens, open_tokens
+from composer3d.facts.errors import CheckpointError, DataError
+from composer3d.facts.token_manifest import TOKENIZER, TokenManifest, digest_of, read_manifest
+from composer3d.facts.tokenizer_file import make_byte_tokenizer
+from composer3d.facts.toml import TomlError, parse_toml
 from composer3d.generate.load import Checkpoint, open_checkpoint
 from composer3d.models.contract import IGNORE_INDEX, Constant, ShardingPlan
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import log, process_group
 from composer3d.runtime.mesh import Mesh
-from composer3d.spec.errors import CheckpointError, DataError
-from composer3d.spec.token_manifest import TOKENIZER, TokenManifest, digest_of, read_manifest
-from composer3d.spec.tokenizer_file import make_byte_tokenizer
-from composer3d.spec.toml import TomlError, parse_toml
 from composer3d.training.batches import owned_ranges_of
 from composer3d.training.build import build_stages
 from composer3d.training.validation import evaluate_batch

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from composer3d.facts.errors import CheckpointError, PlanError
 from composer3d.generate.cache import AttendCached, CachedSequence, KeyValueCache
 from composer3d.generate.sampling import Sampler, Sampling
 from composer3d.models.contract import ShardingPlan, hidden
 from composer3d.parallel.tensor.collectives import gather_columns
-from composer3d.spec.errors import CheckpointError, PlanError
 
 # A longer prompt is read in parts of this many tokens, which bounds the memory of its activations
 # and of the mask of a window.

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from composer3d.convert.formats import OwnModel, Source, open_source
+from composer3d.facts.files import parse_json
 from composer3d.models.contract import Decoder, ShardingPlan
 from composer3d.models.registry import OURS, Architecture, architecture, resolve
 from composer3d.models.shape import DecoderShape
 from composer3d.recipe.schema import Recipe
-from composer3d.spec.files import parse_json
 
 _NAME = "model."
 _ALIGNMENT = 64  # bytes, as in torch's own allocations

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from composer3d.facts.bounds import is_utf8
+from composer3d.facts.errors import DataError
+from composer3d.facts.files import parse_json, read_plain
 from composer3d.recipe.values import one_line
-from composer3d.spec.bounds import is_utf8
-from composer3d.spec.errors import DataError
-from composer3d.spec.files import parse_json, read_plain
 
 _FILE_BYTES = 64 << 20
 _SHOWN_CHARACTERS = 80

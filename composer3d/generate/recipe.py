@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from composer3d.facts.errors import RecipeError
 from composer3d.generate.load import Checkpoint
 from composer3d.recipe.draft import Document
 from composer3d.recipe.resolve import Resolved, load
-from composer3d.spec.errors import RecipeError
 
 
 def document_of(

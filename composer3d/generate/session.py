@@ -17,6 +17,7 @@ from composer3d.data.prompt_tokenizer import (
 )
 from composer3d.data.special_tokens import BY_NAME, BY_NUMBER, own_ends
 from composer3d.data.tokenizer import OTHER_TOKENIZERS, repeated_beginnings
+from composer3d.facts.errors import DataError
 from composer3d.generate.generator import Completion, Generator
 from composer3d.generate.load import Checkpoint, carried_json, load_model, open_checkpoint
 from composer3d.generate.prompts import Prompt
@@ -25,7 +26,6 @@ from composer3d.parallel import compose_for_generation
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import on_all
-from composer3d.spec.errors import DataError
 
 _TOKENIZER = "tokenizer.json"
 

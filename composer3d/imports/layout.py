@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from composer3d.facts.schedules import SCHEDULES
 from composer3d.imports.translation import Translation, Value, is_known
 from composer3d.recipe.schema import ParallelTable
 from composer3d.recipe.values import describe_type, nearest_multiples
-from composer3d.spec.schedules import SCHEDULES
 
 
 @dataclass

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from composer3d.facts.errors import RecipeError
 from composer3d.recipe.values import one_line
-from composer3d.spec.errors import RecipeError
 
 _MOST_CHARACTERS = 1 << 16  # of an expanded word: A=$A$A doubles with each line
 _MOST_NESTED = 200  # characters of a default value, which may nest

@@ -29,7 +29,7 @@ from fnmatch import fnmatchcase
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from composer3d.spec.toml import parse_toml
+from composer3d.facts.toml import parse_toml
 
 # Values that switch a word off.
 OFF = ("false", "0", "0.0", "none", "null", "", "[]")

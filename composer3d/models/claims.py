@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composer3d.facts.errors import PlanError
 from composer3d.models.contract import Decoder, SequenceInfo, ShardingPlan
-from composer3d.spec.errors import PlanError
 
 _TOKENS = 4
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composer3d.facts.errors import PlanError
 from composer3d.models.table import Constant, Normal, Style
-from composer3d.spec.errors import PlanError
 
 # The label of a token that is left out of the loss: the default of ``F.cross_entropy``.
 IGNORE_INDEX = -100

@@ -10,11 +10,11 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from composer3d.facts.errors import ModelError
 from composer3d.models import counts, locations
 from composer3d.models.locations import Location
 from composer3d.models.shape import DecoderShape
 from composer3d.models.table import ParameterTable
-from composer3d.spec.errors import ModelError
 
 # A function, class or module: the object itself, or its name as "module:name" or "module". A name
 # is imported when it is needed, so that a shape can be read without torch.

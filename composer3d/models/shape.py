@@ -2,7 +2,7 @@
 
 from dataclasses import MISSING, dataclass
 
-from composer3d.spec.ranges import MOST_HEADS, MOST_LAYERS, MOST_VOCAB, MOST_WIDTH, between, key
+from composer3d.facts.ranges import MOST_HEADS, MOST_LAYERS, MOST_VOCAB, MOST_WIDTH, between, key
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
+from composer3d.facts.errors import CheckpointError
 from composer3d.models.shape import DecoderShape
-from composer3d.spec.errors import CheckpointError
 
 _SHOWN_CHARACTERS = 60  # of a value in a message
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from composer3d.facts.errors import DeviceError
 from composer3d.models.contract import DecoderBlock, SequenceInfo
 from composer3d.recipe.schema import CompileTable
 from composer3d.runtime.torch_private import (
@@ -25,7 +26,6 @@ from composer3d.runtime.torch_private import (
     enable_symmetric_memory,
     silence_selective_checkpoint_warning,
 )
-from composer3d.spec.errors import DeviceError
 
 Refresh = Callable[[], None]
 

@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from composer3d.facts.errors import PlanError
+from composer3d.facts.schedules import SCHEDULES, balanced_cut
 from composer3d.models import claims
 from composer3d.models.contract import Decoder, SequenceInfo, ShardingPlan
 from composer3d.parallel import checkpointing, compile, float8, init
@@ -23,8 +25,6 @@ from composer3d.parallel.tensor import styles as tensor
 from composer3d.parallel.tensor.vocab import set_loss_chunks
 from composer3d.recipe.schema import CompileTable, MemoryTable, ParallelTable, PrecisionTable
 from composer3d.runtime.mesh import Mesh
-from composer3d.spec.errors import PlanError
-from composer3d.spec.schedules import SCHEDULES, balanced_cut
 
 
 class Materialise(Protocol):

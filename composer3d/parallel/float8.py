@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import ScalingType, scaled_mm
 
+from composer3d.facts.errors import DeviceError, PlanError
 from composer3d.models.contract import ShardingPlan
 from composer3d.recipe.schema import FLOAT8_MULTIPLE, MeshTable, PrecisionTable
-from composer3d.spec.errors import DeviceError, PlanError
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448

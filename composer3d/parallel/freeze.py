@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from composer3d.spec.errors import PlanError
+from composer3d.facts.errors import PlanError
 
 _SHOWN = 6  # names of parameters in a message
 

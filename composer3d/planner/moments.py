@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from composer3d.facts.schedules import SCHEDULES
+from composer3d.facts.units import units_of_blocks
 from composer3d.planner.activations import (
     BlockBytes,
     Unit,
@@ -26,8 +28,6 @@ from composer3d.planner.setup import BlockKind, Setup
 from composer3d.planner.states import Counts, State, states_of_ranks
 from composer3d.planner.time import rank_of
 from composer3d.planner.trained import Share
-from composer3d.spec.schedules import SCHEDULES
-from composer3d.spec.units import units_of_blocks
 
 
 class Always(NamedTuple):

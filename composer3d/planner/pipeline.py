@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
+from composer3d.facts.errors import PlanError
+from composer3d.facts.schedules import Action, Cell, parse_csv, read_csv
 from composer3d.planner.schedule import actions
 from composer3d.planner.simulate import StageTimes
-from composer3d.spec.errors import PlanError
-from composer3d.spec.schedules import Action, Cell, parse_csv, read_csv
 
 _KINDS = "FBIW"
 
@@ -239,7 +239,7 @@ def cells_of(
     micro_batches: int,
     path: str | None = None,
 ) -> list[list[Cell]]:
-    """Return the cells of each rank: of ``spec.schedules``, or of a CSV file.
+    """Return the cells of each rank: of ``facts.schedules``, or of a CSV file.
 
     Raises:
         PlanError: the schedule cannot run with these numbers, or its file cannot be read.

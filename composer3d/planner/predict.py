@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import filterfalse
 
+from composer3d.facts.errors import DeviceError
+from composer3d.facts.hardware import Hardware
 from composer3d.models.registry import architecture
 from composer3d.models.table import Row
 from composer3d.planner.constants import SHIPPED, Constants
@@ -24,8 +26,6 @@ from composer3d.planner.torch_facts import is_since_2_15
 from composer3d.planner.trained import trained_of
 from composer3d.recipe.schema import Model, Recipe
 from composer3d.recipe.stages import stage_ranges
-from composer3d.spec.errors import DeviceError
-from composer3d.spec.hardware import Hardware
 
 # What a CUDA context and NCCL's buffers take at least, with few process groups.
 _LEAST_CONTEXT_GIB = 1.5

@@ -1,15 +1,14 @@
 """The actions of each pipeline schedule, in the order in which each pipeline rank runs them.
 
 They are the compute actions that torch's runtime runs, which adds the sends and receives between
-them; a test compares both, action by action. The papers are those named in ``spec.schedules``.
+them; a test compares both, action by action. The papers are those named in ``facts.schedules``.
 """
 
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from composer3d.recipe.schema import ParallelTable
-from composer3d.spec.errors import PlanError
-from composer3d.spec.schedules import (
+from composer3d.facts.errors import PlanError
+from composer3d.facts.schedules import (
     SCHEDULES,
     Action,
     Cell,
@@ -18,6 +17,7 @@ from composer3d.spec.schedules import (
     read_csv,
     stages_of,
 )
+from composer3d.recipe.schema import ParallelTable
 
 
 def recipe_actions(pp: int, parallel: ParallelTable, micro_batches: int) -> list[list[Cell]]:
@@ -50,7 +50,7 @@ def actions(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) ->
     """Return the cells that each pipeline rank runs in a step, in its order.
 
     Args:
-        schedule: a key of ``spec.schedules.SCHEDULES``, except "csv".
+        schedule: a key of ``facts.schedules.SCHEDULES``, except "csv".
         pp: pipeline ranks.
         stages_per_rank: stages that each rank holds.
         micro_batches: micro-batches that a rank runs in a step.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+from composer3d.facts.hardware import Hardware
 from composer3d.planner.layouts import Choices, layouts
 from composer3d.planner.memory import GIB, predict_memory
 from composer3d.planner.predict import (
@@ -17,7 +18,6 @@ from composer3d.planner.predict import (
 )
 from composer3d.planner.setup import Setup
 from composer3d.recipe.schema import Recipe
-from composer3d.spec.hardware import Hardware
 
 # With more layouts than this, those that fit and have the fewest ranks in tp, pp and cp are timed.
 _MOST_TIMED = 4000

@@ -12,11 +12,11 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
+from composer3d.facts.errors import PlanError
+from composer3d.facts.hardware import Hardware
+from composer3d.facts.units import units_of_blocks
 from composer3d.planner.pipeline import Compiled, compiled
 from composer3d.planner.trained import EVERYTHING, Trained
-from composer3d.spec.errors import PlanError
-from composer3d.spec.hardware import Hardware
-from composer3d.spec.units import units_of_blocks
 
 AttentionKernel = Literal["unfused", "flash1", "flash2", "flash3"]
 ContextMethod = Literal["ring", "allgather", "ulysses"]
@@ -114,7 +114,7 @@ class Layout:
         stage_blocks: the blocks of each pipeline stage, in order.
         zero: 0 replicates over dp_shard; 1 shards optimizer state; 2 also gradients; 3 parameters.
         fsdp_blocks: consecutive blocks of a stage that FSDP gathers and reduces together.
-        schedule: a name of ``spec.schedules``.
+        schedule: a name of ``facts.schedules``.
         expert_tp: whether tp cuts each expert.
     """
 

@@ -9,8 +9,8 @@ rank gets its input without a message.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from composer3d.spec.errors import PlanError
-from composer3d.spec.schedules import Action, Cell
+from composer3d.facts.errors import PlanError
+from composer3d.facts.schedules import Action, Cell
 
 
 class StageTimes(NamedTuple):

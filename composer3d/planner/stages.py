@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
+from composer3d.facts.schedules import SCHEDULES, stages_of
 from composer3d.planner.schedule import recipe_actions
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.stages import stage_ranges
-from composer3d.spec.schedules import SCHEDULES, stages_of
 
 
 class StageLayers(NamedTuple):

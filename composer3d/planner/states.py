@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
+from composer3d.facts.schedules import Action
 from composer3d.planner.pipeline import cells_of
-from composer3d.spec.schedules import Action
 
 _ACTIVE_STAGES = 3  # torch's runtime keeps the parameters of this many stages gathered
 

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from composer3d.facts.flags import N_FLAGS
+from composer3d.facts.schedules import Cell
+from composer3d.facts.units import units_of_blocks
 from composer3d.models.shape import DecoderShape
 from composer3d.models.table import Row
 from composer3d.planner.schedule import recipe_actions
 from composer3d.planner.stages import StageLayers, stage_layers, stages_by_rank
 from composer3d.planner.trained import is_trained
 from composer3d.recipe.schema import Recipe
-from composer3d.spec.flags import N_FLAGS
-from composer3d.spec.schedules import Cell
-from composer3d.spec.units import units_of_blocks
 
 # The groups of ranks that communicate. "fsdp" is dp_shard x cp; "efsdp" is what ep leaves of
 # dp_shard x cp x tp. Without sharding (zero = 0), gradients are summed over "replicas", those of

@@ -7,6 +7,8 @@ within limits, no path in it is read, and its values are only compared and shown
 from dataclasses import MISSING
 from typing import Any, NamedTuple
 
+from composer3d.facts.text import printable
+from composer3d.facts.toml import parse_toml
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import (
     FIELDS,
@@ -17,8 +19,6 @@ from composer3d.recipe.values import (
     type_of,
     value_of,
 )
-from composer3d.spec.text import printable
-from composer3d.spec.toml import parse_toml
 
 _TEXT_LIMIT = 256 << 10  # characters; a resolved recipe has about 10,000
 _SHOWN_LIMIT = 80  # characters of a value

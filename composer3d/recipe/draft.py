@@ -7,6 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
 
+from composer3d.facts.bounds import cut, is_utf8
+from composer3d.facts.errors import ModelError, RecipeError
+from composer3d.facts.files import read_plain
+from composer3d.facts.statements import KeyPath, statements
+from composer3d.facts.toml import TomlBoundsError, TomlError, parse_toml, parse_toml_with_lines
 from composer3d.models import registry
 from composer3d.recipe.schema import ARCHITECTURE, OPEN_POINTS, PATH, TABLES, model_table
 from composer3d.recipe.values import (
@@ -19,11 +24,6 @@ from composer3d.recipe.values import (
     one_line,
     type_of,
 )
-from composer3d.spec.bounds import cut, is_utf8
-from composer3d.spec.errors import ModelError, RecipeError
-from composer3d.spec.files import read_plain
-from composer3d.spec.statements import KeyPath, statements
-from composer3d.spec.toml import TomlBoundsError, TomlError, parse_toml, parse_toml_with_lines
 
 MOST_BYTES = 256 << 10  # in a recipe and its bases together; a long recipe has a few thousand
 MOST_BASES = 32

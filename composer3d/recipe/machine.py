@@ -13,8 +13,8 @@ from collections.abc import Iterator, Set
 from contextlib import suppress
 from pathlib import Path
 
+from composer3d.facts import files
 from composer3d.recipe.schema import Recipe
-from composer3d.spec import files
 
 _LINE_LIMIT = 64 << 20  # bytes in a line of JSONL
 _NOTE_LIMIT = 4096  # bytes in the file that names the owner of a run's folder

@@ -13,14 +13,14 @@ from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from composer3d.facts.checkpointing import CHECKPOINTING, Checkpointing, parse_checkpointing
+from composer3d.facts.ranges import MOST_LAYERS, MOST_TOKENS, Range, above, between, key
+from composer3d.facts.schedules import SCHEDULES
+from composer3d.facts.text import NAME_RULE, is_name
 from composer3d.models import registry
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.table import ParameterTable
 from composer3d.recipe.optimizers import DEFAULT, OPTIMIZERS, OptimizerFacts
-from composer3d.spec.checkpointing import CHECKPOINTING, Checkpointing, parse_checkpointing
-from composer3d.spec.ranges import MOST_LAYERS, MOST_TOKENS, Range, above, between, key
-from composer3d.spec.schedules import SCHEDULES
-from composer3d.spec.text import NAME_RULE, is_name
 
 # The mesh axes, outermost to innermost. Ranks that are adjacent on the innermost axis are adjacent
 # in the world. Expert parallelism (ep) is no axis of its own: it groups the same ranks in another

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 
+from composer3d.facts.schedules import balanced_cut
 from composer3d.models.registry import architecture
 from composer3d.models.table import Row
 from composer3d.recipe.schema import Model, Recipe
-from composer3d.spec.schedules import balanced_cut
 
 
 def stage_ranges(recipe: Recipe) -> tuple[range, ...]:

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
+from composer3d.facts.errors import DataError
+from composer3d.facts.files import read_plain
+from composer3d.facts.token_manifest import MOST_TOKENIZER_BYTES, TOKENIZER, read_manifest
+from composer3d.facts.tokenizer_file import first_difference, make_byte_tokenizer
 from composer3d.recipe.schema import DataTable
 from composer3d.recipe.values import as_short_toml
-from composer3d.spec.errors import DataError
-from composer3d.spec.files import read_plain
-from composer3d.spec.token_manifest import MOST_TOKENIZER_BYTES, TOKENIZER, read_manifest
-from composer3d.spec.tokenizer_file import first_difference, make_byte_tokenizer
 
 
 def read_tokenizer(data: DataTable) -> bytes:

@@ -9,10 +9,10 @@ from dataclasses import MISSING, Field, asdict, fields, is_dataclass
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
+from composer3d.facts.bounds import is_utf8
+from composer3d.facts.text import printable
 from composer3d.models.registry import OURS, architecture
 from composer3d.recipe.schema import TABLES, Model, Recipe
-from composer3d.spec.bounds import is_utf8
-from composer3d.spec.text import printable
 
 _SHORT = 300  # characters of a value in a message
 _LINE = 4096  # characters of a path or a key in a message

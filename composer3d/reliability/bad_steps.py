@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from composer3d.facts.errors import UserError
+from composer3d.facts.files import MIB, parse_json, read_plain
 from composer3d.recipe.schema import MOST_STEPS, ReliabilityTable
 from composer3d.runtime.files import append_whole, sync, write_atomic
-from composer3d.spec.errors import UserError
-from composer3d.spec.files import MIB, parse_json, read_plain
 
 FILE = "bad_steps.jsonl"
 

@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from composer3d.facts.errors import TrainingError, UserError
+from composer3d.facts.files import read_plain
 from composer3d.runtime import log
 from composer3d.runtime.files import open_own
-from composer3d.spec.errors import TrainingError, UserError
-from composer3d.spec.files import read_plain
 
 FILE = "lock"
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from composer3d.facts.interrupts import INSIST_S, STOP_SIGNALS
 from composer3d.runtime import log
-from composer3d.spec.interrupts import INSIST_S, STOP_SIGNALS
 
 
 class StopSignals:

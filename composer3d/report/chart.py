@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from composer3d.facts.markup import escape, quoted
 from composer3d.report.series import Point
-from composer3d.spec.markup import escape, quoted
 
 # Pixels. A page shows a chart 330 to 640 pixels wide, so that its text stays legible.
 WIDTH, HEIGHT = 440, 228

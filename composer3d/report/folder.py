@@ -13,6 +13,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from composer3d.facts import events
+from composer3d.facts.errors import UserError
+from composer3d.facts.events import Event
+from composer3d.facts.files import open_plain, read_plain
 from composer3d.models.registry import DEFAULT, is_ours
 from composer3d.recipe.draft import parse_document
 from composer3d.recipe.resolve import load
@@ -20,10 +24,6 @@ from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import one_line
 from composer3d.reliability import bad_steps
 from composer3d.report import series
-from composer3d.spec import events
-from composer3d.spec.errors import UserError
-from composer3d.spec.events import Event
-from composer3d.spec.files import open_plain, read_plain
 
 # Characters of a resolved recipe that are parsed; it has about 10,000.
 _RECIPE_LIMIT = 256 << 10

@@ -10,10 +10,10 @@ import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from composer3d.facts.markup import escape
+from composer3d.facts.tags import COUNTED_TOKENS
 from composer3d.report.chart import LEFT, RIGHT, WIDTH, Level, Line, Mark, draw, number
 from composer3d.report.folder import RunEvent, RunFolder
-from composer3d.spec.markup import escape
-from composer3d.spec.tags import COUNTED_TOKENS
 
 _STYLE = """
 :root { color-scheme: light dark;

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from composer3d.spec.files import open_plain, parse_json
+from composer3d.facts.files import open_plain, parse_json
 
 FILE = "metrics.jsonl"
 

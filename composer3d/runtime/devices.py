@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from composer3d.facts.errors import DeviceError, RecipeError
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import environment
 from composer3d.runtime.meeting import wait_in_store
 from composer3d.runtime.torch_private import set_allocator
-from composer3d.spec.errors import DeviceError, RecipeError
 
 # Memory that is freed in one size can be used in another. Without it, sizes that change, such as
 # those of packed documents and of experts, leave gaps.

@@ -12,7 +12,7 @@ import socket
 from pathlib import Path
 from typing import NamedTuple
 
-from composer3d.spec.errors import LaunchError
+from composer3d.facts.errors import LaunchError
 
 # The path of the store of a world that ``launch`` has started.
 STORE_VARIABLE = "COMPOSER3D_STORE"

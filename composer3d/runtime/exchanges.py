@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from composer3d.facts.errors import ExchangeError
 from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import (
@@ -23,7 +24,6 @@ from composer3d.runtime.process_group import (
     max_over_ranks,
 )
 from composer3d.runtime.ranks import describe_rank, group_ranks
-from composer3d.spec.errors import ExchangeError
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from composer3d.spec.files import open_descriptor, require_plain
+from composer3d.facts.files import open_descriptor, require_plain
 
 
 def sync(path: str | os.PathLike[str]) -> None:

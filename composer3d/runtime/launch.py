@@ -25,15 +25,15 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from composer3d.facts.errors import UserError
+from composer3d.facts.interrupts import INSIST_S, STOP_SIGNALS
+from composer3d.facts.text import printable_lines
 from composer3d.runtime import starter
 from composer3d.runtime.console import say
 from composer3d.runtime.environment import START_VARIABLE, STORE_VARIABLE
 from composer3d.runtime.lost_words import tells_lost_peer
 from composer3d.runtime.shortage import no_memory
 from composer3d.runtime.starter import Answer, Call
-from composer3d.spec.errors import UserError
-from composer3d.spec.interrupts import INSIST_S, STOP_SIGNALS
-from composer3d.spec.text import printable_lines
 
 # Seconds that ranks may take to finish their step and save, after a signal.
 SHUTDOWN_S = 120.0

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from composer3d.facts.text import printable_lines
 from composer3d.runtime.files import LineFile
-from composer3d.spec.text import printable_lines
 
 FILE = "log.txt"
 

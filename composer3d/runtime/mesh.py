@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from composer3d.facts.errors import MeshError
 from composer3d.recipe.schema import AXES, MeshTable
 from composer3d.runtime.process_group import form_mesh
 from composer3d.runtime.ranks import coordinates, identity
 from composer3d.runtime.torch_private import flatten_mesh, unflatten_mesh
-from composer3d.spec.errors import MeshError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from composer3d.facts.errors import LostPeersError, UserError
 from composer3d.runtime.lost_words import tells_lost_connection, tells_lost_peer
 from composer3d.runtime.situation import Situation, parse, situation_of, situation_of_error
-from composer3d.spec.errors import LostPeersError, UserError
 
 GRACE_S = 5.0  # how long a running rank may take to answer an alarm
 

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from composer3d.facts.errors import DeviceError, MachineError, MeshError, UserError, of_os_error
 from composer3d.runtime import devices, environment
 from composer3d.runtime.environment import STORE_VARIABLE
 from composer3d.runtime.meeting import wait_for_host, wait_in_store
 from composer3d.runtime.shortage import lacks_memory, no_memory
 from composer3d.runtime.torch_private import default_timeout
-from composer3d.spec.errors import DeviceError, MachineError, MeshError, UserError, of_os_error
 
 T = TypeVar("T")
 

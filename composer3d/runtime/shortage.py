@@ -4,7 +4,7 @@ import errno
 import re
 from pathlib import Path
 
-from composer3d.spec.errors import NoMemoryError
+from composer3d.facts.errors import NoMemoryError
 
 # The words of libraries whose error has no class of its own: torch's allocators, the C++ library,
 # the dynamic loader, Python's threads.

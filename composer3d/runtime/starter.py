@@ -33,10 +33,10 @@ from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
 
+from composer3d.facts.errors import UserError
+from composer3d.facts.interrupts import STOP_SIGNALS
 from composer3d.runtime import collector, console
 from composer3d.runtime.environment import STORE_VARIABLE
-from composer3d.spec.errors import UserError
-from composer3d.spec.interrupts import STOP_SIGNALS
 
 # A request starts with its kind and the length of the path that follows.
 REQUEST = struct.Struct("!cI")

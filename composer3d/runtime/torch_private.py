@@ -384,7 +384,7 @@ def around_pipeline_work(
 
     Args:
         stages: all stages of this rank.
-        context: is called with an action, such as "0F3" (``spec.schedules``); with "messages"
+        context: is called with an action, such as "0F3" (``facts.schedules``); with "messages"
             around a wait for sends and receives; or with "gradients" around the reduction of a
             stage's gradients over data-parallel ranks.
     """

@@ -27,10 +27,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
+from composer3d.facts.files import MIB, open_plain, parse_json, read_json, read_plain
+from composer3d.facts.tags import tag_of
 from composer3d.recipe.changes import values_of
 from composer3d.runtime.files import open_own, write_atomic
-from composer3d.spec.files import MIB, open_plain, parse_json, read_json, read_plain
-from composer3d.spec.tags import tag_of
 
 METRICS = "metrics.jsonl"
 LOG = "log.txt"

@@ -12,6 +12,7 @@ from composer3d.checkpoint import Store
 from composer3d.convert.assets import make_assets
 from composer3d.convert.start import load_hf
 from composer3d.data import BatchesAhead, Blend, Corpus
+from composer3d.facts import hardware
 from composer3d.models.registry import architecture, resolve
 from composer3d.parallel import ShardingPlan, Stages, StepShape, compose
 from composer3d.parallel.compose import Materialise
@@ -27,7 +28,6 @@ from composer3d.runtime import log, process_group
 from composer3d.runtime.agreement import check_agreement
 from composer3d.runtime.exchanges import check_exchanges, collectives_of_training, groups_of
 from composer3d.runtime.mesh import Mesh
-from composer3d.spec import hardware
 from composer3d.training.batches import make_loader, open_data
 from composer3d.training.observers.epochs import EpochLog, log_epochs
 from composer3d.training.observers.metrics import Metrics, further_metrics

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import torch
 
+from composer3d.facts.errors import DataError, TrainingError, UserError, reason_in_one_line
+from composer3d.facts.flags import StepFlags
 from composer3d.recipe.advice import nothing_to_do, way_to_go_on
 from composer3d.reliability.signals import StopSignals, stop_signals
 from composer3d.runtime import collector, log, process_group
-from composer3d.spec.errors import DataError, TrainingError, UserError, reason_in_one_line
-from composer3d.spec.flags import StepFlags
 from composer3d.training.build import Run
 from composer3d.training.observers.observer import StepResult
 from composer3d.training.optim import learning_rate

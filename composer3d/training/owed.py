@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
+from composer3d.facts.files import open_plain, parse_json
 from composer3d.recipe.schema import ValidationTable
-from composer3d.spec.files import open_plain, parse_json
 
 # The file of metrics in a run's folder.
 METRICS = "metrics.jsonl"

@@ -1,12 +1,12 @@
 """How a run goes on after a bad step: it leaves out batches, or goes back to a checkpoint."""
 
 from composer3d.checkpoint import Store
+from composer3d.facts.errors import TrainingError
 from composer3d.parallel import Stages
 from composer3d.recipe.schema import ReliabilityTable
 from composer3d.reliability.bad_steps import BadStep, Ledger, Limits, StepHistory
 from composer3d.reliability.report import Report
 from composer3d.runtime import process_group
-from composer3d.spec.errors import TrainingError
 from composer3d.training.observers.observer import Observer
 from composer3d.training.optimizers import Optimizer
 from composer3d.training.step import StepValues

@@ -7,6 +7,7 @@ from composer3d.checkpoint import Store
 from composer3d.checkpoint.manifest import FILE, Manifest, model_of
 from composer3d.convert.assets import FOLDER as ASSETS
 from composer3d.data import BatchesAhead
+from composer3d.facts.errors import CheckpointError, DataError
 from composer3d.models.registry import DEFAULT
 from composer3d.parallel import Stages
 from composer3d.recipe.advice import decays_over_run, refuses_newer_checkpoints, way_to_go_on
@@ -16,7 +17,6 @@ from composer3d.recipe.tokenizers import find_difference
 from composer3d.recipe.values import as_toml
 from composer3d.reliability.bad_steps import StepHistory
 from composer3d.runtime import environment, log, process_group
-from composer3d.spec.errors import CheckpointError, DataError
 from composer3d.training.optim import learning_rate
 from composer3d.training.optimizers import Optimizer
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from composer3d.facts import files, trace
+from composer3d.facts.errors import UserError
 from composer3d.recipe.changes import values_of
 from composer3d.reliability.lock import Claim, read_note
 from composer3d.runtime import process_group
 from composer3d.runtime.files import write_atomic
-from composer3d.spec import files, trace
-from composer3d.spec.errors import UserError
 
 
 def claim_folder(folder: Path, told: Path | None = None) -> Claim | None:

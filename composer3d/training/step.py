@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from composer3d.data import Batch
+from composer3d.facts.flags import N_FLAGS, StepFlags
 from composer3d.parallel import Stages, grad_norm
 from composer3d.reliability.bad_steps import NO_LIMITS, Limits
-from composer3d.spec.flags import N_FLAGS, StepFlags
 from composer3d.training.batches import move_to_device
 from composer3d.training.optimizers import Optimizer
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from composer3d.data import Batch, BatchesAhead, Corpus
 from composer3d.data.order import Order
+from composer3d.facts.errors import DataError
 from composer3d.parallel import Stages
 from composer3d.recipe.schema import Recipe
-from composer3d.spec.errors import DataError
 from composer3d.training.batches import make_loader, move_to_device
 from composer3d.training.owed import METRICS, owes_validation
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from composer3d.facts.errors import ExchangeError
 from composer3d.parallel import Stages, init
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import process_group
@@ -21,7 +22,6 @@ from composer3d.runtime.agreement import check_agreement
 from composer3d.runtime.exchanges import all_collectives, check_exchanges, groups_of
 from composer3d.runtime.launch import usable_cores
 from composer3d.runtime.mesh import Mesh
-from composer3d.spec.errors import ExchangeError
 from composer3d.verify.judge import ReferenceStats, Verdict, judge
 from composer3d.verify.proof import choose_seed, describe, require_provable
 from composer3d.verify.shrink import shrink_on_own_mesh

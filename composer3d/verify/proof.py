@@ -20,10 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from composer3d.facts.errors import RecipeError, UserError
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import AXES, Recipe
 from composer3d.runtime.launch import Pool, WorkerError
-from composer3d.spec.errors import RecipeError, UserError
 from composer3d.verify.judge import ReferenceStats, Verdict, has_little_noise, judge
 from composer3d.verify.shrink import shrink
 

@@ -6,12 +6,12 @@ from dataclasses import fields, replace
 from itertools import combinations, product
 from typing import Any, Literal
 
+from composer3d.facts.errors import UserError
+from composer3d.facts.schedules import micro_batch_requirement
+from composer3d.facts.units import units_of_blocks
 from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import AXES, MeshTable, Model, Recipe
 from composer3d.recipe.values import divisors
-from composer3d.spec.errors import UserError
-from composer3d.spec.schedules import micro_batch_requirement
-from composer3d.spec.units import units_of_blocks
 
 LIMIT = 16  # processes on one machine
 _UNIT = 2  # blocks of a unit of FSDP that has several

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from composer3d.data.tokens import find_damage
+from composer3d.facts.token_manifest import CHUNK_BYTES, read_manifest
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.shape import PRESETS
-from composer3d.spec.token_manifest import CHUNK_BYTES, read_manifest
 from tools.bench import jobs, plain, shards
 from tools.bench.commands import LAYOUTS, main
 from tools.bench.host import LAYOUTS as HOST_LAYOUTS

@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from composer3d.checkpoint import Store, store
 from composer3d.checkpoint.manifest import read, write
+from composer3d.facts.errors import CheckpointError, UserError
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import MeshTable
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
-from composer3d.spec.errors import CheckpointError, UserError
 from composer3d.training import build, loop, run_folder
 from composer3d.training.step import StepValues
 from tests.checkpoint.store_jobs import contents, make_job, make_manifest, names

@@ -19,7 +19,7 @@ import torch
 from composer3d.checkpoint.manifest import FILE, FileEntry, Manifest, find_damage, read, write
 from composer3d.checkpoint.metadata import METADATA, read_metadata, read_whole, tensor_specs
 from composer3d.checkpoint.torchfile import StoredTensor, load_torch
-from composer3d.spec.errors import CheckpointError
+from composer3d.facts.errors import CheckpointError
 from tests.checkpoint.assemble import call, name, sound_metadata, text
 
 TARGETS = (

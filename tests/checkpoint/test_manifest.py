@@ -24,9 +24,9 @@ from composer3d.checkpoint.manifest import (
     require_same_tensors,
     write,
 )
+from composer3d.facts.errors import CheckpointError, UserError
 from composer3d.models.llama.shape import PRESETS
 from composer3d.recipe.schema import Model
-from composer3d.spec.errors import CheckpointError, UserError
 
 FULL = Manifest(
     step=3,

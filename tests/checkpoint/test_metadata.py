@@ -41,8 +41,8 @@ from composer3d.checkpoint.metadata import (
     tensor_specs,
     unpack_metadata,
 )
+from composer3d.facts.errors import CheckpointError
 from composer3d.runtime.torch_private import StorageInfo
-from composer3d.spec.errors import CheckpointError
 from tests.checkpoint import assemble as asm
 from tests.checkpoint.assemble import (
     FILES,

@@ -12,7 +12,7 @@ import pytest
 
 from composer3d.checkpoint import pickles
 from composer3d.checkpoint.pickles import Name, PickleError, Record, Storage, parse, reading
-from composer3d.spec.errors import CheckpointError
+from composer3d.facts.errors import CheckpointError
 from tests.checkpoint.assemble import (
     call,
     colliding_ints,
@@ -89,7 +89,7 @@ def test_nothing_of_the_process_can_be_reached(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["os.system", "a.C", "a.B.c", "builtins.eval", "composer3d.spec.errors.UserError"]
+    "path", ["os.system", "a.C", "a.B.c", "builtins.eval", "composer3d.facts.errors.UserError"]
 )
 def test_other_names_are_refused(path: str) -> None:
     for program in (

@@ -19,11 +19,11 @@ import torch.distributed.checkpoint as dcp
 from composer3d.checkpoint import Store, manifest, store
 from composer3d.checkpoint.manifest import digest_file, file_entry, read
 from composer3d.checkpoint.store import gather_state
+from composer3d.facts.errors import CheckpointError, TrainingError, UserError
 from composer3d.reliability.lock import Claim
 from composer3d.runtime import log
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.process_group import pool_world
-from composer3d.spec.errors import CheckpointError, TrainingError, UserError
 from tests.checkpoint.store_jobs import SHAPE, full_state, make_job, make_manifest, names
 
 State = dict[str, list[float]]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.serialization import config as serialization
 
 from composer3d.checkpoint.torchfile import StoredTensor, load_torch, read_tensor
-from composer3d.spec.errors import CheckpointError
+from composer3d.facts.errors import CheckpointError
 from tests.checkpoint.assemble import call, dict_of, name, number, text, tuple_of
 
 DTYPES = [

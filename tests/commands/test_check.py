@@ -21,10 +21,10 @@ import composer3d
 from composer3d import cli
 from composer3d.commands import check as check_command
 from composer3d.data import sources
+from composer3d.facts.errors import TrainingError
 from composer3d.models.moe.shape import MoeShape
 from composer3d.recipe import machine
 from composer3d.recipe.schema import TABLES, Model
-from composer3d.spec.errors import TrainingError
 from tests.recipe.wrong import token_files
 from tools.prove.paths import LAYOUTS, ROOT
 from tools.prove.paths import RECIPE as RECIPE_PATH

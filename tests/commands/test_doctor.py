@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from composer3d.spec.hardware import read_row
+from composer3d.facts.hardware import read_row
 from tools.prove.paths import ROOT
 
 SMALL = (

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from composer3d import cli
+from composer3d.facts import hardware, trace
 from composer3d.planner.predict import of_recipe
 from composer3d.planner.time import pipeline_times, predict_time
 from composer3d.recipe.resolve import load
-from composer3d.spec import hardware, trace
 from tests.draw.pictures import read
 from tests.draw.test_measured import traced
 from tools.prove.paths import ROOT

@@ -11,12 +11,12 @@ import torch
 
 from composer3d.checkpoint import manifest as manifests
 from composer3d.commands import train
+from composer3d.facts import events as run_events
+from composer3d.facts.errors import MeshError, RecipeError
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.report.folder import read as read_run
 from composer3d.runtime import devices, launch, process_group
-from composer3d.spec import events as run_events
-from composer3d.spec.errors import MeshError, RecipeError
 
 
 @pytest.mark.parametrize("died", [{3: 9}, {1: 9, 3: 9}, {1: 11}, {0: -4}])

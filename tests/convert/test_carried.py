@@ -11,8 +11,8 @@ from composer3d.convert import carried
 from composer3d.convert.convert import convert
 from composer3d.convert.formats import open_source
 from composer3d.convert.inspect import inspect
+from composer3d.facts.errors import CheckpointError
 from composer3d.models.llama.huggingface import read_shape
-from composer3d.spec.errors import CheckpointError
 from tests.convert.sample_checkpoints import CARRIED, make_dcp, make_hf, same, tensors
 
 SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----"

@@ -22,11 +22,11 @@ from composer3d.cli import main
 from composer3d.convert.convert import convert
 from composer3d.convert.formats import open_source
 from composer3d.convert.inspect import inspect
+from composer3d.facts.errors import CheckpointError, UserError
 from composer3d.models.llama.names import meta_names, to_meta
 from composer3d.models.llama.shape import ModelShape
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
-from composer3d.spec.errors import CheckpointError, UserError
 from tests.convert.sample_checkpoints import (
     CARRIED,
     NAMES_IN_ORDER,

@@ -10,7 +10,7 @@ import torch
 from composer3d.convert.convert import convert
 from composer3d.convert.formats import open_source
 from composer3d.convert.inspect import inspect
-from composer3d.spec.errors import CheckpointError
+from composer3d.facts.errors import CheckpointError
 from tests.convert.sample_checkpoints import make_dcp, same, tensors
 
 

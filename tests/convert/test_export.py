@@ -16,10 +16,10 @@ from composer3d import cli
 from composer3d.checkpoint import manifest as manifests
 from composer3d.convert.assets import make_assets
 from composer3d.convert.convert import convert
+from composer3d.facts.tokenizer_file import make_byte_tokenizer
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
-from composer3d.spec.tokenizer_file import make_byte_tokenizer
 from composer3d.training.build import build
 from composer3d.training.loop import train
 from tests.convert.sample_checkpoints import SHAPE, make_hf

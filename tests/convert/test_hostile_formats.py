@@ -17,9 +17,9 @@ from composer3d.cli import main
 from composer3d.convert.convert import convert
 from composer3d.convert.formats import _HEADER_LIMIT
 from composer3d.convert.inspect import inspect
+from composer3d.facts.errors import CheckpointError
 from composer3d.models.llama import huggingface as hf
 from composer3d.models.llama.shape import ModelShape
-from composer3d.spec.errors import CheckpointError
 from tests.convert.sample_checkpoints import SHAPE, make_dcp, make_hf
 
 SECONDS, MEMORY_KB = 1.0, 200_000

@@ -13,7 +13,7 @@ from torch import Tensor
 from composer3d import cli
 from composer3d.convert.formats import open_source
 from composer3d.convert.inspect import inspect
-from composer3d.spec.errors import CheckpointError
+from composer3d.facts.errors import CheckpointError
 from tests.convert.sample_checkpoints import make_dcp, make_hf
 
 Tensors = dict[str, Tensor]

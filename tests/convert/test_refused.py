@@ -25,8 +25,8 @@ from composer3d.convert import formats, targets
 from composer3d.convert.convert import convert
 from composer3d.convert.formats import open_source
 from composer3d.convert.inspect import inspect
+from composer3d.facts.errors import CheckpointError
 from composer3d.runtime.progress import Progress
-from composer3d.spec.errors import CheckpointError
 from tests.convert.sample_checkpoints import SHAPE, make_dcp, make_hf, weights
 
 

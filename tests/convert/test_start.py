@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from composer3d.convert import start
 from composer3d.convert.formats import Source, open_source
+from composer3d.facts.errors import CheckpointError
 from composer3d.models.llama.huggingface import make_config
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.llama.table import table
@@ -21,7 +22,6 @@ from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
-from composer3d.spec.errors import CheckpointError
 from composer3d.training.build import build_stages
 from tests.models.names_in_files import hf_names
 

@@ -10,7 +10,7 @@ import torch
 
 from composer3d.data import Batch, Blend, Corpus, Loader
 from composer3d.data.blend import samples_before, sources_of, whole_weights
-from composer3d.spec.errors import DataError
+from composer3d.facts.errors import DataError
 
 WEIGHTS = [
     (1.0, 1.0),

@@ -9,7 +9,7 @@ import pytest
 
 from composer3d.cli import main
 from composer3d.data import examine, tokens
-from composer3d.spec.token_manifest import digest_of
+from composer3d.facts.token_manifest import digest_of
 
 TEXTS = ["a", "bb\n", "é\x1b[31m", "d" * 500, "", "last one"]
 

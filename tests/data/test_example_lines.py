@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from composer3d.data.example_lines import hint_of, read_conversation, read_pair
-from composer3d.spec.errors import DataError
+from composer3d.facts.errors import DataError
 
 
 def user(content: Any = "a", **keys: Any) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import pytest
 from composer3d import cli
 from composer3d.data import chat_template, examples, open_corpus, prepare, tokenizer
 from composer3d.data.chat_template import ChatTemplate
-from composer3d.spec.errors import DataError
-from composer3d.spec.token_manifest import digest_of_manifest, read_manifest
+from composer3d.facts.errors import DataError
+from composer3d.facts.token_manifest import digest_of_manifest, read_manifest
 from tests.data.sample_chats import (
     CHATS,
     END,

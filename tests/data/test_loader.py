@@ -9,7 +9,7 @@ import torch
 
 from composer3d.data import Batch, Corpus, Loader, loader, sample_order
 from composer3d.data.order import Order
-from composer3d.spec.errors import DataError
+from composer3d.facts.errors import DataError
 
 SEQ_LEN = 4
 

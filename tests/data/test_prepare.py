@@ -21,8 +21,8 @@ from tokenizers import Tokenizer, models
 
 from composer3d import cli
 from composer3d.data import documents, open_corpus, prepare, tokenizer
+from composer3d.facts.token_manifest import digest_of_manifest
 from composer3d.runtime import progress
-from composer3d.spec.token_manifest import digest_of_manifest
 
 END = "<|endoftext|>"
 TEXTS = [

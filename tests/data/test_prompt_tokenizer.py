@@ -12,7 +12,7 @@ from composer3d.data.prompt_tokenizer import (
     make_prompt_tokenizer,
     open_prompt_tokenizer,
 )
-from composer3d.spec.errors import DataError
+from composer3d.facts.errors import DataError
 from tests.data.conftest import END
 from tests.data.test_tokenizer import children, multiply, split, write
 

@@ -13,8 +13,8 @@ from composer3d import cli
 from composer3d.data import Batch, Blend, Corpus, Loader
 from composer3d.data.rows import FILLING, WholeDocumentRows
 from composer3d.data.tokens import document_bounds, open_tokens
+from composer3d.facts.errors import DataError
 from composer3d.models.contract import IGNORE_INDEX
-from composer3d.spec.errors import DataError
 from composer3d.verify.data import whole_document_samples
 
 END = 9

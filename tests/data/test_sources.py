@@ -14,8 +14,8 @@ import pytest
 
 from composer3d.data import documents, open_corpus, sources
 from composer3d.data.documents import list_files
+from composer3d.facts.errors import DataError
 from composer3d.recipe import machine
-from composer3d.spec.errors import DataError
 
 SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 

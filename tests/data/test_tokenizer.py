@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models
 from composer3d import cli
 from composer3d.data.documents import Document
 from composer3d.data.tokenizer import open_tokenizer
-from composer3d.spec.errors import DataError
+from composer3d.facts.errors import DataError
 
 
 def write(folder: Path, **changed: Any) -> str:

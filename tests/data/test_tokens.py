@@ -15,9 +15,9 @@ import torch
 from composer3d.cli import main
 from composer3d.data import Loader, open_corpus, tokens
 from composer3d.data.blend import Blend
-from composer3d.spec import token_manifest
-from composer3d.spec.errors import DataError
-from composer3d.spec.token_manifest import digest_of, digest_of_manifest
+from composer3d.facts import token_manifest
+from composer3d.facts.errors import DataError
+from composer3d.facts.token_manifest import digest_of, digest_of_manifest
 
 N = 1_000
 CHUNK = 512  # bytes; tokens.bin has four chunks

@@ -41,7 +41,7 @@ LAYERS = [
     "planner",
     "recipe",
     "models",
-    "spec",
+    "facts",
 ]
 NUMBERS = {7: "seven", 8: "eight", 9: "nine", 10: "ten"}
 

@@ -15,8 +15,8 @@ from composer3d.doctor.report import (
     text_of,
 )
 from composer3d.doctor.row import row_of, toml_of
+from composer3d.facts.hardware import read_row
 from composer3d.recipe.resolve import load
-from composer3d.spec.hardware import read_row
 from tools.prove.paths import RECIPE
 
 MIB = 1 << 20

@@ -6,10 +6,10 @@ from composer3d.draw.measured import measured_timeline, replayed_timeline
 from composer3d.draw.terminal import Style
 from composer3d.draw.timeline import MILLISECONDS, WAIT_COLOURS, draw
 from composer3d.draw.timeline_text import render
+from composer3d.facts.schedules import SCHEDULES
+from composer3d.facts.trace import Event, Head, StepTrace
 from composer3d.planner.schedule import actions
 from composer3d.planner.simulate import StageTimes, bubble, simulate
-from composer3d.spec.schedules import SCHEDULES
-from composer3d.spec.trace import Event, Head, StepTrace
 from tests.draw.pictures import outside, overlapping_rectangles, overlapping_texts, read
 
 PP, MICRO_BATCHES = 4, 8

@@ -7,9 +7,9 @@ import pytest
 from composer3d.draw.terminal import Style
 from composer3d.draw.timeline import UNITS, WIDTH, Timeline, draw
 from composer3d.draw.timeline_text import render
+from composer3d.facts.schedules import SCHEDULES
 from composer3d.planner.schedule import actions
 from composer3d.planner.simulate import UNIT_TIMES, closed_form, sends, simulate
-from composer3d.spec.schedules import SCHEDULES
 from tests.draw.pictures import (
     illegible_texts,
     outside,

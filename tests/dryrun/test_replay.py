@@ -7,8 +7,8 @@ import pytest
 from composer3d.dryrun.replay import Key, Lap, Tape, keys, replay
 from composer3d.dryrun.run import dry_run, run_ranks
 from composer3d.dryrun.stage import TapedStage, tape_stage
+from composer3d.facts.schedules import Action
 from composer3d.runtime.launch import Pool
-from composer3d.spec.schedules import Action
 from tests.dryrun.jobs import recipe_of
 from tools.prove.paths import ROOT
 

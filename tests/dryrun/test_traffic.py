@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from composer3d.facts.flags import N_FLAGS
 from composer3d.planner.traffic import traffic
 from composer3d.runtime.launch import Pool
-from composer3d.spec.flags import N_FLAGS
 from tests.dryrun.jobs import Traffic, count_real_step, dry_run_of, recipe_of, traffic_of
 from tools.prove.paths import ROOT
 

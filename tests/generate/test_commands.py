@@ -16,10 +16,10 @@ import tokenizers
 import torch
 
 from composer3d import cli
+from composer3d.facts.tokenizer_file import make_byte_tokenizer
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.moe.shape import MoeShape
 from composer3d.runtime.launch import Pool
-from composer3d.spec.tokenizer_file import make_byte_tokenizer
 from tests.generate.jobs import (
     answer_of,
     greedy,

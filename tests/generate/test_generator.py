@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from composer3d.facts.errors import CheckpointError, DeviceError, PlanError
 from composer3d.generate.generator import Completion, Generator
 from composer3d.generate.load import load_model, open_checkpoint
 from composer3d.generate.sampling import Sampling
 from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import ModelShape
-from composer3d.spec.errors import CheckpointError, DeviceError, PlanError
 from tests.generate.jobs import MODELS, greedy, greedy_of_transformers, random_model
 
 LENGTHS = (5, 1, 23, 11)

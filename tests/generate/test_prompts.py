@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from composer3d.facts.errors import DataError
 from composer3d.generate.prompts import Prompt, read_prompts
-from composer3d.spec.errors import DataError
 
 
 def test_prompts_come_from_the_command_line_and_from_files(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from composer3d.spec.errors import RecipeError
+from composer3d.facts.errors import RecipeError
 from tests.imports.configurations import imported
 
 AUTOMODEL = """\

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from composer3d.spec.errors import RecipeError
+from composer3d.facts.errors import RecipeError
 from tests.imports.configurations import DEEPSPEED, imported
 
 

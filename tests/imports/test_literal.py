@@ -2,8 +2,8 @@
 
 import pytest
 
+from composer3d.facts.errors import RecipeError
 from composer3d.imports.literal import Unread, arithmetic, dicts_of
-from composer3d.spec.errors import RecipeError
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from composer3d.facts.errors import RecipeError
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
-from composer3d.spec.errors import RecipeError
 from tests.imports.configurations import MEGATRON, imported
 from tools.prove.imports.run import CONFIGURATIONS
 from tools.prove.paths import ROOT

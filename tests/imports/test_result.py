@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from composer3d.facts.errors import RecipeError, UserError
 from composer3d.imports.result import import_file
 from composer3d.imports.source import MOST_BYTES
 from composer3d.imports.translation import Translation
 from composer3d.recipe.resolve import load
-from composer3d.spec.errors import RecipeError, UserError
 from tests.imports.configurations import DEEPSPEED, MEGATRON, NANOTRON, TORCHTITAN, imported
 
 FILES = {"a.sh": MEGATRON, "b.json": DEEPSPEED, "c.toml": TORCHTITAN, "d.yaml": NANOTRON}

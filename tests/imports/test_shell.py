@@ -4,8 +4,8 @@ import time
 
 import pytest
 
+from composer3d.facts.errors import RecipeError
 from composer3d.imports.shell import read_script
-from composer3d.spec.errors import RecipeError
 
 
 def words(text: str) -> list[str]:

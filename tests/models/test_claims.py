@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from composer3d.facts.errors import PlanError
 from composer3d.models import claims
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import PRESETS, ModelShape
 from composer3d.models.registry import resolve
-from composer3d.spec.errors import PlanError
 from tests.models.test_table import SHAPES, architecture_of, model_of
 
 SHAPE = PRESETS["debug-tiny"]

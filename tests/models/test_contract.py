@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from composer3d.facts.errors import PlanError
 from composer3d.models.contract import Constant, Normal
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
@@ -14,7 +15,6 @@ from composer3d.models.moe.model import MoeLlama
 from composer3d.models.moe.plan import sharding_plan as moe_plan
 from composer3d.models.moe.shape import PRESETS as MOE_PRESETS
 from composer3d.parallel import ShardingPlan
-from composer3d.spec.errors import PlanError
 
 
 class Tiny(nn.Module):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from composer3d.facts.errors import ModelError
 from composer3d.models import registry
-from composer3d.spec.errors import ModelError
 
 
 def test_an_error_in_the_users_module_is_shown(

@@ -20,6 +20,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 
+from composer3d.facts.errors import DeviceError
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import ModelShape
@@ -34,7 +35,6 @@ from composer3d.recipe.schema import (
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
-from composer3d.spec.errors import DeviceError
 from composer3d.verify.proof import verify_layout
 from tests.parallel.test_compile import RECIPE, compile_strictly
 

@@ -17,6 +17,7 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 
+from composer3d.facts.errors import DeviceError
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import ModelShape
@@ -26,7 +27,6 @@ from composer3d.recipe.schema import CompileTable, MemoryTable, MeshTable, Paral
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
-from composer3d.spec.errors import DeviceError
 from composer3d.verify.proof import verify_layout
 from tools.prove.paths import RECIPE as RECIPE_PATH
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from composer3d.facts.errors import PlanError
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
 from composer3d.parallel import StepShape, compose
@@ -18,7 +19,6 @@ from composer3d.recipe.schema import MeshTable, ParallelTable, PrecisionTable, R
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
-from composer3d.spec.errors import PlanError
 from composer3d.training.build import build_stages
 from composer3d.training.optimizers import build_optimizer
 from composer3d.training.step import compute_gradients, update

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from composer3d.facts.errors import DeviceError, PlanError
 from composer3d.models.contract import SequenceInfo, ShardingPlan
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
@@ -18,7 +19,6 @@ from composer3d.models.llama.shape import ModelShape
 from composer3d.parallel import checkpointing, compile, float8
 from composer3d.parallel.pipeline import zero_bubble
 from composer3d.recipe.schema import MemoryTable, MeshTable, PrecisionTable
-from composer3d.spec.errors import DeviceError, PlanError
 from composer3d.verify.float8 import use_float8
 from tests.parallel.test_checkpointing import OperatorCounter
 

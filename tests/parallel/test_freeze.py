@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from composer3d.facts.errors import PlanError
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.shape import PRESETS
 from composer3d.models.moe.model import MoeLlama
 from composer3d.models.moe.shape import PRESETS as MOE_PRESETS
 from composer3d.parallel.freeze import freeze_others
-from composer3d.spec.errors import PlanError
 
 
 def trained(model: torch.nn.Module) -> list[str]:

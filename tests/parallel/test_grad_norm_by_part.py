@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
+from composer3d.facts.flags import StepFlags
 from composer3d.models.registry import architecture
 from composer3d.parallel.grad_norm import PARTS, part_of
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
-from composer3d.spec.flags import StepFlags
 from composer3d.training.build import build_stages
 from composer3d.training.step import compute_gradients
 from composer3d.verify.worker import local_batch, random_batch

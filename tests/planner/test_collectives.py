@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from composer3d.facts import hardware
 from composer3d.planner.collectives import Group, all_to_all_s, collective_s, send_s
 from composer3d.planner.constants import PRIORS, SHIPPED
 from composer3d.planner.setup import Machine
-from composer3d.spec import hardware
 
 # In nccl-tests nothing else uses the links.
 ALONE = replace(PRIORS, nvlink_share=1.0, nic_share=0.74)

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
+from composer3d.facts import hardware
 from composer3d.planner.layouts import Choices, layouts
 from composer3d.planner.search import Device, search
 from composer3d.recipe.resolve import load
 from composer3d.recipe.rules import violations
-from composer3d.spec import hardware
 from tools.prove.paths import ROOT
 
 

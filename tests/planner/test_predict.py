@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from composer3d.facts import hardware
+from composer3d.facts.errors import DeviceError
 from composer3d.models import counts
 from composer3d.models.moe.shape import PRESETS
 from composer3d.planner.compute import block_work
@@ -21,8 +23,6 @@ from composer3d.planner.setup import Setup
 from composer3d.planner.time import predict_time
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
-from composer3d.spec import hardware
-from composer3d.spec.errors import DeviceError
 from tools.prove.paths import ROOT
 
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.toml") if "debug" not in path.name)

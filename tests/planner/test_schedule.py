@@ -11,11 +11,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from composer3d.facts.errors import PlanError
+from composer3d.facts.schedules import SCHEDULES, Action, parse_csv, stages_of
 from composer3d.planner.schedule import actions, recipe_actions
 from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.launch import Pool
-from composer3d.spec.errors import PlanError
-from composer3d.spec.schedules import SCHEDULES, Action, parse_csv, stages_of
 from tools.prove.paths import ROOT
 
 BUILT_IN = [name for name in SCHEDULES if name != "csv"]

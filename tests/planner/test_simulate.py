@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from composer3d.facts.errors import PlanError
+from composer3d.facts.schedules import SCHEDULES, Action, Cell, micro_batch_requirement
 from composer3d.planner.schedule import actions
 from composer3d.planner.simulate import (
     UNIT_TIMES,
@@ -19,8 +21,6 @@ from composer3d.planner.simulate import (
     simulate,
     step_s,
 )
-from composer3d.spec.errors import PlanError
-from composer3d.spec.schedules import SCHEDULES, Action, Cell, micro_batch_requirement
 
 BUILT_IN = [name for name in SCHEDULES if name != "csv"]
 EQUAL_HALVES = StageTimes(3.0, 5.0, 2.5, 2.5)

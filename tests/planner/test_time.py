@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from composer3d.facts.errors import PlanError
 from composer3d.models import counts
 from composer3d.models.llama.shape import PRESETS
 from composer3d.models.llama.table import table
@@ -11,7 +12,6 @@ from composer3d.planner import compute
 from composer3d.planner.constants import FITTED, PRIORS, SHIPPED
 from composer3d.planner.setup import Recompute, Setup, Software
 from composer3d.planner.time import predict_time
-from composer3d.spec.errors import PlanError
 from tests.tools.test_planner_foreign import SIZES, setup_of
 from tools.planner.foreign import ForeignSoftware
 
@@ -118,7 +118,7 @@ def test_unfused_attention_of_unaligned_heads_runs_on_vector_units() -> None:
 
 
 def test_flash_attention_has_the_rate_that_was_measured_on_b200() -> None:
-    from composer3d.spec import hardware
+    from composer3d.facts import hardware
 
     b200 = hardware.by_name("B200")
     assert b200 is not None
@@ -230,8 +230,8 @@ def test_gradients_in_bfloat16_pay_where_no_sum_is_made_before_the_network(
 
 def test_fp8_speeds_up_products_where_the_device_has_it() -> None:
     setup = big(zero=0)
-    from composer3d.spec import hardware
-    from composer3d.spec.errors import DeviceError
+    from composer3d.facts import hardware
+    from composer3d.facts.errors import DeviceError
 
     fp8 = replace(setup, precision=replace(setup.precision, matrix="fp8"))
     with pytest.raises(DeviceError, match="A100-80GB has no peak for fp8"):

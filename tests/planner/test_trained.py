@@ -5,6 +5,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from composer3d.facts import hardware
 from composer3d.models.registry import architecture
 from composer3d.parallel.freeze import freeze_others
 from composer3d.planner.memory import predict_memory
@@ -15,7 +16,6 @@ from composer3d.planner.trained import EVERYTHING, trained_of
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
-from composer3d.spec import hardware
 from tests.dryrun.jobs import dry_run_of, traffic_of
 from tools.prove.paths import ROOT
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from composer3d.facts.errors import RecipeError
 from composer3d.planner.layouts import Choices, layouts
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
-from composer3d.spec.errors import RecipeError
 from composer3d.verify.proof import verify_layout
 from tools.prove.matrix import cover as matrix
 from tools.prove.matrix import report

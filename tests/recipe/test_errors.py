@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from composer3d import cli
+from composer3d.facts.errors import RecipeError
 from composer3d.recipe import rules
 from composer3d.recipe.resolve import load
 from composer3d.recipe.rules import RULES
 from composer3d.recipe.rules.rule import Rule
 from composer3d.recipe.schema import Recipe
-from composer3d.spec.errors import RecipeError
 from tests.recipe import wrong_texts, wrong_values
 from tests.recipe.wrong import Wrong
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import tomli
 
+from composer3d.facts.errors import RecipeError
 from composer3d.models.llama.shape import PRESETS
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import TABLES, Model
 from composer3d.recipe.values import FIELDS
-from composer3d.spec.errors import RecipeError
 from tools.prove.paths import ROOT
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from composer3d import cli
+from composer3d.facts.errors import RecipeError
+from composer3d.facts.tokenizer_file import Difference, first_difference, make_byte_tokenizer
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import DataTable
 from composer3d.recipe.tokenizers import find_difference
-from composer3d.spec.errors import RecipeError
-from composer3d.spec.tokenizer_file import Difference, first_difference, make_byte_tokenizer
 from tests.recipe.wrong import HF, token_files
 
 BPE: dict[str, Any] = {

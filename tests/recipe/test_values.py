@@ -9,8 +9,8 @@ import tomli
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from composer3d.facts.toml import parse_toml
 from composer3d.recipe.values import as_key, as_toml
-from composer3d.spec.toml import parse_toml
 
 _ZONES = st.integers(-1439, 1439).map(lambda minutes: timezone(timedelta(minutes=minutes)))
 _ANY_TEXT = "".join(map(chr, range(0x100))) + "'''\"\"\"\\\u2028\u202e\ufeff\U0001f600"

@@ -5,7 +5,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from composer3d.spec.token_manifest import digest_of, digest_of_manifest
+from composer3d.facts.token_manifest import digest_of, digest_of_manifest
 
 # A config.json of a Llama.
 SIZES = {

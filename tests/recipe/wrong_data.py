@@ -1,6 +1,6 @@
 """Recipes whose run, optimizer or data breaks a rule."""
 
-from composer3d.spec.text import NAME_RULE
+from composer3d.facts.text import NAME_RULE
 from tests.recipe.wrong import HF, TINY, Wrong, token_files
 
 RUN = [

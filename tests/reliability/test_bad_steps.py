@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from composer3d.facts.errors import UserError
 from composer3d.recipe.schema import ReliabilityTable
 from composer3d.reliability.bad_steps import (
     FILE,
@@ -18,7 +19,6 @@ from composer3d.reliability.bad_steps import (
     StepHistory,
     parse_line,
 )
-from composer3d.spec.errors import UserError
 
 SKIP = BadStep(7, "skip", 7, "loss nan, gradient norm nan are not finite")
 ROLLBACK = BadStep(15, "rollback", 11, "the loss 9 is above 4")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from composer3d.facts.errors import TrainingError, UserError
 from composer3d.reliability import lock as claim
 from composer3d.reliability.lock import Claim, read_note
-from composer3d.spec.errors import TrainingError, UserError
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from composer3d.facts.interrupts import INSIST_S
 from composer3d.reliability.signals import stop_signals
-from composer3d.spec.interrupts import INSIST_S
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 

@@ -5,9 +5,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+from composer3d.facts import events
+from composer3d.facts.events import Event
 from composer3d.recipe.resolve import load
-from composer3d.spec import events
-from composer3d.spec.events import Event
 from tools.prove.paths import ROOT
 
 QUICKSTART = ROOT / "recipes" / "quickstart.toml"

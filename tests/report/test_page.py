@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from composer3d.commands.report import _subject
+from composer3d.facts import events
+from composer3d.facts.errors import UserError
+from composer3d.facts.events import Event
+from composer3d.facts.tags import COUNTED_TOKENS
 from composer3d.report import folder, page
 from composer3d.report.page import Subject
-from composer3d.spec import events
-from composer3d.spec.errors import UserError
-from composer3d.spec.events import Event
-from composer3d.spec.tags import COUNTED_TOKENS
 from tests.report.runs import make_run, metrics_of, write_rows
 
 EVIL = "</title></script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u202e"

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from composer3d.facts.errors import MeshError
 from composer3d.recipe.resolve import load
 from composer3d.runtime import agreement
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.process_group import describe_ranks, pool_world
-from composer3d.spec.errors import MeshError
 from tools.prove.paths import RECIPE
 
 BATCH = "data.global_batch=12"

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from composer3d.facts.errors import DeviceError, RecipeError
 from composer3d.recipe.resolve import load
 from composer3d.runtime import devices
 from composer3d.runtime.devices import (
@@ -20,7 +21,6 @@ from composer3d.runtime.devices import (
     refuse_shared_gpus,
 )
 from composer3d.runtime.launch import Pool
-from composer3d.spec.errors import DeviceError, RecipeError
 from tools.prove.paths import ROOT
 
 VARIABLES = (

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from composer3d import cli
+from composer3d.facts.errors import LaunchError
 from composer3d.runtime import environment
-from composer3d.spec.errors import LaunchError
 
 RANK = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 ODD_NUMBERS = ("", "abc", "1.5", " 1", "1 ", "0x1", "+1", "-1", "1_0", "\u0661", "9" * 30, "\udcff")
@@ -158,7 +158,7 @@ def start(rank: int, variables: dict[str, str]) -> "subprocess.Popen[str]":
     code = """
 import sys
 from composer3d.runtime.process_group import open_store
-from composer3d.spec.errors import MeshError
+from composer3d.facts.errors import MeshError
 try:
     open_store(timeout_s=float(sys.argv[1]))
 except MeshError as error:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from composer3d.facts.errors import ExchangeError
 from composer3d.recipe.schema import MeshTable, ParallelTable
 from composer3d.runtime import exchanges
 from composer3d.runtime.exchanges import (
@@ -20,7 +21,6 @@ from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.runtime.ranks import coordinates, group_ranks
-from composer3d.spec.errors import ExchangeError
 
 PARALLEL = ParallelTable(cp_method="ulysses")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from composer3d.facts.files import NotPlainFileError
 from composer3d.runtime.files import open_own, publish, write_atomic
-from composer3d.spec.files import NotPlainFileError
 
 
 @pytest.mark.timeout(10)  # opening a pipe would wait forever

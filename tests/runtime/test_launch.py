@@ -18,11 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from composer3d.facts.errors import MeshError
 from composer3d.runtime import launch
 from composer3d.runtime.launch import LOST_PEERS, Pool, WorkerError, run_ranks
 from composer3d.runtime.process_group import pool_world
 from composer3d.runtime.starter import REMOVE_AT_END, REQUEST
-from composer3d.spec.errors import MeshError
 
 
 def answer(base: int) -> tuple[int, str, str]:

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from composer3d.facts.errors import MeshError
 from composer3d.recipe.schema import MeshTable
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
-from composer3d.spec.errors import MeshError
 
 
 def build_mesh(table: MeshTable) -> dict[str, Any]:

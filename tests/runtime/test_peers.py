@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from composer3d.checkpoint import Store
+from composer3d.facts.errors import LostPeersError
+from composer3d.facts.interrupts import STOP_SIGNALS
 from composer3d.recipe.schema import MeshTable
 from composer3d.runtime import launch, peers
 from composer3d.runtime import mesh as meshes
@@ -22,8 +24,6 @@ from composer3d.runtime.launch import LOST_PEERS, Pool, WorkerError, run_ranks
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import on_all, open_store, pool_world, world
 from composer3d.runtime.situation import Situation
-from composer3d.spec.errors import LostPeersError
-from composer3d.spec.interrupts import STOP_SIGNALS
 
 
 def lose_a_peer(event: str) -> None:

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from composer3d.checkpoint import Store
 from composer3d.checkpoint.manifest import TensorSpec
 from composer3d.checkpoint.store import global_specs
+from composer3d.facts.errors import DataError, DeviceError, MeshError
 from composer3d.runtime import devices, process_group
 from composer3d.runtime.devices import Gpu
 from composer3d.runtime.launch import Pool, WorkerError
@@ -36,7 +37,6 @@ from composer3d.runtime.process_group import (
     world,
 )
 from composer3d.runtime.starter import STORE_VARIABLE
-from composer3d.spec.errors import DataError, DeviceError, MeshError
 
 
 def compare(values: list[object]) -> None:

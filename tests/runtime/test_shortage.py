@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from composer3d.facts.errors import NoMemoryError, UserError
 from composer3d.runtime import launch
 from composer3d.runtime.launch import run_ranks
 from composer3d.runtime.shortage import lacks_memory, no_memory
-from composer3d.spec.errors import NoMemoryError, UserError
 
 TORCH = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from composer3d.spec.errors import UserError
+from composer3d.facts.errors import UserError
 from tools import planner_eval
 from tools.planner.rows import family_of, read, software_facts
 from tools.prove.paths import ROOT

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from composer3d.facts import hardware
 from composer3d.planner.constants import PRIORS
 from composer3d.planner.pipeline import compiled, critical_path, length_s
 from composer3d.planner.setup import Batch, Machine
 from composer3d.planner.simulate import StageTimes, simulate
-from composer3d.spec import hardware
 from tools.planner.foreign import (
     ForeignLayout,
     ForeignSetup,

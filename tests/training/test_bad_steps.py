@@ -11,12 +11,12 @@ import torch
 import xxhash
 
 from composer3d.checkpoint.optimizer_state import optimizer_state
+from composer3d.facts.errors import TrainingError
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.recipe.resolve import load
 from composer3d.reliability.bad_steps import FILE, Limits
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
-from composer3d.spec.errors import TrainingError
 from composer3d.training import loop
 from composer3d.training.build import Run, build
 from composer3d.training.step import compute_gradients, update

@@ -13,13 +13,13 @@ from torch import Tensor
 from composer3d import cli
 from composer3d.convert.start import load_hf
 from composer3d.data.order import sample_order
+from composer3d.facts.errors import DataError
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
-from composer3d.spec.errors import DataError
 from composer3d.training.batches import make_loader, open_data
 from composer3d.training.build import build_stages
 from composer3d.training.optimizers import build_optimizer

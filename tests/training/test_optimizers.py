@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from composer3d.checkpoint import Store
 from composer3d.checkpoint.optimizer_state import optimizer_state
+from composer3d.facts import hardware
 from composer3d.models.registry import resolve
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.planner.predict import of_recipe
@@ -25,7 +26,6 @@ from composer3d.recipe.schema import OptimTable, Recipe
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
-from composer3d.spec import hardware
 from composer3d.training.build import build_stages
 from composer3d.training.optimizers import Optimizer, build_optimizer
 from composer3d.training.optimizers.proof import OptimizerProof, ReplayedStep

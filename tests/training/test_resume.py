@@ -13,10 +13,10 @@ import pytest
 from composer3d import cli
 from composer3d.checkpoint.manifest import Manifest
 from composer3d.commands import train as command
+from composer3d.facts import events
+from composer3d.facts.errors import CheckpointError
 from composer3d.recipe.changes import Change
 from composer3d.recipe.resolve import load
-from composer3d.spec import events
-from composer3d.spec.errors import CheckpointError
 from composer3d.training import resume
 from tests.training.jobs import CUBE, RECIPE, SINGLE, losses, train
 

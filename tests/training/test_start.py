@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from composer3d.facts.errors import ExchangeError, MeshError
 from composer3d.recipe.resolve import load
 from composer3d.runtime import exchanges
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.process_group import pool_world
-from composer3d.spec.errors import ExchangeError, MeshError
 from composer3d.training.build import build
 from tests.training.jobs import RECIPE
 

@@ -13,7 +13,7 @@ import pytest
 from composer3d import cli
 from composer3d.commands.train import train_rank
 from composer3d.data import Corpus, open_corpus
-from composer3d.spec.errors import DataError
+from composer3d.facts.errors import DataError
 from composer3d.training import loop
 from composer3d.training.build import Run
 from tests.training.jobs import DATA

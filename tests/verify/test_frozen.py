@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from composer3d.facts.errors import PlanError
 from composer3d.recipe.resolve import load
-from composer3d.spec.errors import PlanError
 from composer3d.verify.frozen import train_in_small
 from composer3d.verify.shrink import shrink
 from tools.prove.paths import RECIPE

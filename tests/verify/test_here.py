@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from composer3d.facts.errors import UserError
 from composer3d.models.registry import architecture
 from composer3d.recipe.resolve import load
 from composer3d.recipe.rules import violations
 from composer3d.runtime import process_group
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.process_group import pool_world
-from composer3d.spec.errors import UserError
 from composer3d.verify.here import prove_here
 from composer3d.verify.judge import Verdict
 from composer3d.verify.shrink import HERE_LIMIT, shrink_on_own_mesh

@@ -12,13 +12,13 @@ from zlib import crc32
 import pytest
 
 from composer3d import cli
+from composer3d.facts.errors import UserError
 from composer3d.recipe.draft import split_overrides
 from composer3d.recipe.resolve import load
 from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import MeshTable, Recipe
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import coordinates
-from composer3d.spec.errors import UserError
 from composer3d.verify import proof
 from composer3d.verify.judge import (
     RankErrors,

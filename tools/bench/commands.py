@@ -20,11 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from composer3d.facts import hardware
+from composer3d.facts.errors import UserError
 from composer3d.planner.predict import model_flops_per_token
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
-from composer3d.spec import hardware
-from composer3d.spec.errors import UserError
 from tools.bench import (
     experts,
     generation,

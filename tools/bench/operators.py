@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from composer3d.facts.errors import UserError
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
-from composer3d.spec.errors import UserError
 from tools.fake_cuda import device
 from tools.fake_cuda.counts import (
     Job,

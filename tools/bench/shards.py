@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from composer3d.data.tokens import open_tokens, write_manifest
-from composer3d.spec.token_manifest import CHUNK_BYTES, digest_of, shard_files
+from composer3d.facts.token_manifest import CHUNK_BYTES, digest_of, shard_files
 from tools.bench.jobs import CPU_RECIPE, ONE_THREAD, Job, composer3d_job, run_together
 
 SHARD_TOKENS = 100_000_000

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from functools import cache
 
+from composer3d.facts.schedules import Cell
 from composer3d.planner.pipeline import Compiled, cells_of, compile_cells
 from composer3d.planner.setup import Layout, Precision, Setup, Sizes, Software
-from composer3d.spec.schedules import Cell
 from tools.planner.zero_bubble import zero_bubble_actions
 
 

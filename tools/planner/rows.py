@@ -15,6 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from composer3d.facts import hardware
+from composer3d.facts.errors import UserError
+from composer3d.facts.files import read_plain
+from composer3d.facts.schedules import balanced_cut, micro_batch_requirement
 from composer3d.planner.constants import Constants
 from composer3d.planner.memory import GIB
 from composer3d.planner.pipeline import length_s
@@ -25,10 +29,6 @@ from composer3d.planner.setup import (
     Zero,
 )
 from composer3d.planner.time import LengthOf, predict_time
-from composer3d.spec import hardware
-from composer3d.spec.errors import UserError
-from composer3d.spec.files import read_plain
-from composer3d.spec.schedules import balanced_cut, micro_batch_requirement
 from tools.planner.foreign import (
     ForeignLayout,
     ForeignPrecision,

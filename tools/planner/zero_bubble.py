@@ -1,6 +1,6 @@
 """The zero-bubble schedules of one stage a rank, which published runs have and ours does not."""
 
-from composer3d.spec.schedules import Action, Cell
+from composer3d.facts.schedules import Action, Cell
 
 
 def zero_bubble_actions(pp: int, micro_batches: int, in_flight: int) -> list[list[Cell]]:

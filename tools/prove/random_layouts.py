@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+from composer3d.facts.errors import UserError
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
-from composer3d.spec.errors import UserError
 from composer3d.verify import proof
 from composer3d.verify.judge import EXACT, RankErrors, ReferenceStats, Verdict
 from tools.prove.matrix import cover as matrix

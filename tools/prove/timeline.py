@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from composer3d.draw.measured import measured_timeline, replayed_timeline
+from composer3d.facts import trace
+from composer3d.facts.schedules import SCHEDULES
 from composer3d.planner.schedule import recipe_actions
 from composer3d.planner.simulate import StageTimes, bubble, closed_form, simulate
 from composer3d.recipe.resolve import load
@@ -33,8 +35,6 @@ from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
-from composer3d.spec import trace
-from composer3d.spec.schedules import SCHEDULES
 from composer3d.training.build import build_stages
 from composer3d.training.observers.timeline import make_timeline
 from composer3d.training.step import compute_gradients
@@ -123,7 +123,7 @@ def compare(pool: Pool, schedule: str, sleep_s: float = SLEEP_S, steps: int = ST
 
     Args:
         pool: runs the ranks.
-        schedule: a key of ``spec.schedules.SCHEDULES``, except "csv".
+        schedule: a key of ``facts.schedules.SCHEDULES``, except "csv".
         sleep_s: the seconds that a layer sleeps in each part of its work.
         steps: the number of steps; all but the first one are traced.
     """

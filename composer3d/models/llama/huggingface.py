@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from composer3d.facts.errors import CheckpointError
+from composer3d.facts.files import read_json
 from composer3d.models import registry
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.untrusted import (
@@ -23,8 +25,6 @@ from composer3d.models.untrusted import (
     is_size,
     short_json,
 )
-from composer3d.spec.errors import CheckpointError
-from composer3d.spec.files import read_json
 
 # For each model_type, the defaults of keys for which other types have no default.
 _DEFAULTS: dict[str, dict[str, Any]] = {

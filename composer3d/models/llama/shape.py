@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from composer3d.facts.ranges import HEAD_DIM, MOST_TOKENS, above, between, key
 from composer3d.models.shape import DecoderShape
-from composer3d.spec.ranges import HEAD_DIM, MOST_TOKENS, above, between, key
 
 
 @dataclass(frozen=True)

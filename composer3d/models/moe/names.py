@@ -9,11 +9,11 @@ and ``down_proj``. The table has the published names.
 
 from collections.abc import Collection
 
+from composer3d.facts.errors import CheckpointError
 from composer3d.models.locations import Location
 from composer3d.models.locations import hf_locations as published_locations
 from composer3d.models.moe.shape import MoeShape
 from composer3d.models.moe.table import table
-from composer3d.spec.errors import CheckpointError
 
 _PACKED_BLOCK = "mlp"  # of both families
 _GATE_UP, _DOWN = "experts.gate_up_proj", "experts.down_proj"

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from composer3d.facts.ranges import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, above, between, key
 from composer3d.models.llama.shape import ModelShape
-from composer3d.spec.ranges import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, above, between, key
 
 
 @dataclass(frozen=True)

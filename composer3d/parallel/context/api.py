@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from composer3d.facts.errors import PlanError
 from composer3d.models.contract import SequenceInfo, ShardingPlan
 from composer3d.models.layers.attention import Attend, sdpa
 from composer3d.parallel.context.ownership import join_parts, parts_of_all_ranks
@@ -28,7 +29,6 @@ from composer3d.parallel.context.ring import attend_over_ring
 from composer3d.parallel.context.tiles import NO_WINDOW, NOT_CAUSAL
 from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.torch_private import group_by_name
-from composer3d.spec.errors import PlanError
 
 Method = Literal["ring", "allgather", "ulysses"]
 METHODS: tuple[str, ...] = get_args(Method)

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from composer3d.facts.units import units_of_blocks
 from composer3d.models.contract import ShardingPlan
 from composer3d.models.layers.moe import Router
 from composer3d.parallel.data.reduce_scatter import SendNarrow
@@ -32,7 +33,6 @@ from composer3d.runtime.torch_private import (
     modules_of_unit,
     shard_over,
 )
-from composer3d.spec.units import units_of_blocks
 
 
 class ShardMeshes(NamedTuple):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from composer3d.facts.errors import PlanError
 from composer3d.models.contract import ShardingPlan
 from composer3d.models.layers.moe import Exchange, Experts, Router
 from composer3d.parallel.context.ownership import shard_sequence
@@ -22,7 +23,6 @@ from composer3d.parallel.expert.dispatch import exchange_over, sum_counts, sum_o
 from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.torch_private import part_of_this_rank
-from composer3d.spec.errors import PlanError
 
 
 def form_groups(plan: ShardingPlan, mesh: Mesh) -> None:

@@ -1,7 +1,7 @@
 """Pipeline parallelism on ``torch.distributed.pipelining``.
 
 Shapes are static. Every rank reads labels and positions from its own loader, and passes them to its
-stages as keywords. The last stage computes the loss, so no logits are sent. ``spec.schedules`` has
+stages as keywords. The last stage computes the loss, so no logits are sent. ``facts.schedules`` has
 the source of each schedule.
 """
 
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
+from composer3d.facts import schedules
+from composer3d.facts.errors import PlanError
 from composer3d.parallel.executor import StepShape, cut_into_micro_batches
 from composer3d.parallel.pipeline.trace import Recording, record
 from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import check_same
 from composer3d.runtime.torch_private import ScheduleOfActions, around_pipeline_work, plan_actions
-from composer3d.spec import schedules
-from composer3d.spec.errors import PlanError
 
 
 class Placement(NamedTuple):

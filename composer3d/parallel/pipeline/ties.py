@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from composer3d.facts.errors import PlanError
 from composer3d.runtime.mesh import Mesh
-from composer3d.spec.errors import PlanError
 
 
 def find_ties(model: nn.Module) -> dict[str, str]:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
+from composer3d.facts.trace import Event
 from composer3d.runtime.torch_private import around_pipeline_work
-from composer3d.spec.trace import Event
 
 _ROUNDS = 8
 

@@ -26,6 +26,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from composer3d.facts.errors import PlanError
 from composer3d.models.contract import ShardingPlan, Style
 from composer3d.models.layers.head import cross_entropy
 from composer3d.parallel.tensor import vocab
@@ -42,7 +43,6 @@ from composer3d.parallel.tensor.collectives import (
 )
 from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.torch_private import own_parameters, part_of_this_rank
-from composer3d.spec.errors import PlanError
 
 # ``forward(module, *inputs)``, where the parameters of ``module`` are this rank's shards.
 LocalForward = Callable[..., Tensor]

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from composer3d.facts.errors import PlanError
 from composer3d.models.contract import IGNORE_INDEX, ShardingPlan
-from composer3d.spec.errors import PlanError
 
 
 class OwnRows(NamedTuple):

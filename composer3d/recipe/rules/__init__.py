@@ -5,12 +5,12 @@ each value came from. Code that proposes layouts calls ``violations`` too, so th
 proposes is legal.
 """
 
+from composer3d.facts.ranges import Range
 from composer3d.recipe.rules import data, layout, model, reliability, trained
 from composer3d.recipe.rules.data import PATHS
 from composer3d.recipe.rules.rule import Rule, Violation
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import FIELDS, Entries, entries_of_recipe, has_key, value_of
-from composer3d.spec.ranges import Range
 
 __all__ = ["PATHS", "RANGES", "RULES", "Violation", "violations"]
 

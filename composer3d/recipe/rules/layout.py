@@ -3,6 +3,11 @@
 from collections.abc import Iterator
 from math import gcd, lcm
 
+from composer3d.facts.schedules import (
+    SCHEDULES,
+    micro_batch_requirement,
+    nearest_micro_batches,
+)
 from composer3d.recipe.rules.rule import Rule, needed_with, rule
 from composer3d.recipe.schema import AXES, FLOAT8_MULTIPLE, MOST_RANKS, Recipe
 from composer3d.recipe.values import (
@@ -12,11 +17,6 @@ from composer3d.recipe.values import (
     nearest_multiples,
     suggest,
     value_of,
-)
-from composer3d.spec.schedules import (
-    SCHEDULES,
-    micro_batch_requirement,
-    nearest_micro_batches,
 )
 
 # --- tensor parallelism ---

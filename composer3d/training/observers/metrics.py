@@ -27,6 +27,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 
 from composer3d.data import Batch
+from composer3d.facts import events
+from composer3d.facts.errors import UserError
+from composer3d.facts.files import open_plain, parse_json
 from composer3d.parallel import Stages
 from composer3d.parallel.context.ownership import attention_imbalance
 from composer3d.parallel.expert.balance import expert_metrics
@@ -35,9 +38,6 @@ from composer3d.reliability.report import Report
 from composer3d.runtime import log, process_group
 from composer3d.runtime.files import LineFile, open_own, write_atomic
 from composer3d.runtime.trackers import Tracker
-from composer3d.spec import events
-from composer3d.spec.errors import UserError
-from composer3d.spec.files import open_plain, parse_json
 from composer3d.training.observers.observer import Observer, Phase, StepResult
 from composer3d.training.owed import METRICS
 
@@ -250,7 +250,7 @@ class Metrics(Observer):
         device: str | None = None,
         seconds: float | None = None,
     ) -> None:
-        """Add a line to ``events.jsonl`` (``spec.events``). Only the main rank writes.
+        """Add a line to ``events.jsonl`` (``facts.events``). Only the main rank writes.
 
         Args:
             step: the number of steps done.

@@ -5,8 +5,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Literal, NamedTuple, TypeVar
 
 from composer3d.data import Batch
+from composer3d.facts.events import Kind
 from composer3d.reliability.report import Report
-from composer3d.spec.events import Kind
 from composer3d.training.step import StepValues
 
 T = TypeVar("T", bound="Observer")

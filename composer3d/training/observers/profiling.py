@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from composer3d.facts.schedules import parse_action
 from composer3d.parallel import Stages
 from composer3d.parallel.pipeline.runtime import Pipeline
 from composer3d.recipe.schema import Recipe
@@ -28,7 +29,6 @@ from composer3d.runtime.torch_private import (
     start_memory_history,
     write_memory_history,
 )
-from composer3d.spec.schedules import parse_action
 from composer3d.training.observers.observer import Observer
 
 FOLDER = "profile"

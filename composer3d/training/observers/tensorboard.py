@@ -28,8 +28,8 @@ from tensorboard.plugins.scalar.metadata import create_summary_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import summary as summaries
 
+from composer3d.facts.tags import COUNTED_TOKENS, Tag, tag_of
 from composer3d.runtime.files import append_whole
-from composer3d.spec.tags import COUNTED_TOKENS, Tag, tag_of
 
 TOKENS_FOLDER = "by_tokens"
 

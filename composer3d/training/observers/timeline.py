@@ -1,4 +1,4 @@
-"""Write the timeline of some steps: what each pipeline rank has run when (``spec.trace``)."""
+"""Write the timeline of some steps: what each pipeline rank has run when (``facts.trace``)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from composer3d.facts import trace
 from composer3d.parallel import Stages
 from composer3d.parallel.pipeline.runtime import Pipeline
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import log
 from composer3d.runtime.files import append_whole
-from composer3d.spec import trace
 from composer3d.training.observers.observer import Observer, Phase
 
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from composer3d.facts.errors import CheckpointError
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.llama import huggingface as hf
 from composer3d.models.llama.model import Last, Llama
 from composer3d.models.llama.shape import PRESETS, ModelShape
 from composer3d.models.llama.table import table
-from composer3d.spec.errors import CheckpointError
 from tests.models.names_in_files import hf_names
 
 transformers = pytest.importorskip("transformers")

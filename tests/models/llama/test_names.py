@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from composer3d.facts.errors import CheckpointError
 from composer3d.models.layers.rope import rope_table, rotate
 from composer3d.models.llama import names
 from composer3d.models.llama.model import rope_of
 from composer3d.models.llama.shape import PRESETS, ModelShape
 from composer3d.models.llama.table import table
-from composer3d.spec.errors import CheckpointError
 from tests.models.names_in_files import hf_names
 from tests.reference.rotation import rotations, turn_neighbours
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from composer3d.facts.errors import CheckpointError
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.layers.moe import Router
 from composer3d.models.moe import huggingface as hf
 from composer3d.models.moe.model import MoeLlama
 from composer3d.models.moe.names import hf_locations
 from composer3d.models.moe.shape import PRESETS, MoeShape
-from composer3d.spec.errors import CheckpointError
 from tests.models.moe.transformers_models import (
     MODELS,
     SMALL,

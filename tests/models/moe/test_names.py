@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from composer3d.facts.errors import CheckpointError
 from composer3d.models.locations import Location
 from composer3d.models.moe.names import hf_locations
 from composer3d.models.moe.shape import MoeShape
-from composer3d.spec.errors import CheckpointError
 
 MIXTRAL = MoeShape(
     dim=48,

@@ -11,11 +11,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineSchedule, get_schedule_class
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from composer3d.parallel.pipeline import runtime
-from composer3d.recipe.schema import ParallelTable
-from composer3d.runtime.launch import Pool
-from composer3d.spec.errors import PlanError
-from composer3d.spec.schedules import (
+from composer3d.facts.errors import PlanError
+from composer3d.facts.schedules import (
     SCHEDULES,
     check_csv,
     forward_order,
@@ -23,6 +20,9 @@ from composer3d.spec.schedules import (
     read_csv,
     stages_of,
 )
+from composer3d.parallel.pipeline import runtime
+from composer3d.recipe.schema import ParallelTable
+from composer3d.runtime.launch import Pool
 
 BUILT_IN = [name for name in SCHEDULES if name not in ("GPipe", "1F1B", "csv")]
 

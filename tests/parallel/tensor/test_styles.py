@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
+from composer3d.facts.errors import PlanError
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.layers.head import Head
 from composer3d.models.llama.model import Llama
@@ -23,7 +24,6 @@ from composer3d.recipe.schema import MeshTable, ParallelTable
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
-from composer3d.spec.errors import PlanError
 
 SHAPE = ModelShape(dim=16, n_layers=1, n_heads=4, n_kv_heads=2, ffn=24, vocab=32, rope_theta=100.0)
 HEAD_NORMS = replace(SHAPE, qk_norm=True, qkv_bias=True, head_dim=6)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from composer3d.checkpoint import Store
 from composer3d.checkpoint.manifest import Manifest
+from composer3d.facts.errors import PlanError
 from composer3d.models.contract import IGNORE_INDEX, SequenceInfo, ShardingPlan
 from composer3d.models.layers.head import Head
 from composer3d.models.llama.model import Last, Llama
@@ -28,7 +29,6 @@ from composer3d.recipe.schema import MeshTable, OptimTable, ParallelTable
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
-from composer3d.spec.errors import PlanError
 from composer3d.training.optimizers import Optimizer, build_optimizer
 from tests.models.layers.labels import random, random_labels, summed_loss
 

@@ -19,13 +19,13 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
+from composer3d.facts import events as run_events
+from composer3d.facts.errors import UserError
 from composer3d.recipe.schema import MetricsTable
 from composer3d.reliability.report import Report
 from composer3d.runtime import log
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
-from composer3d.spec import events as run_events
-from composer3d.spec.errors import UserError
 from composer3d.training.observers.metrics import FILE, Metrics
 
 QUIET = MetricsTable(every=1, tensorboard=False)

@@ -10,7 +10,7 @@ from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from composer3d.spec.tags import COUNTED_TOKENS
+from composer3d.facts.tags import COUNTED_TOKENS
 from composer3d.training.observers.tensorboard import TOKENS_FOLDER, TensorBoard
 
 TOKENS = 1000

@@ -8,13 +8,13 @@ import torch
 from torch.distributed.pipelining import schedules
 
 from composer3d.dryrun.collectives import CountCollectives
+from composer3d.facts import trace
 from composer3d.planner.schedule import actions
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.runtime.torch_private import DispatchMode
-from composer3d.spec import trace
 from composer3d.training.build import build, build_stages
 from composer3d.training.observers.timeline import TimelineWriter
 from composer3d.training.step import compute_gradients

@@ -28,6 +28,7 @@ from torch import Tensor
 from composer3d.convert.convert import convert
 from composer3d.data import Corpus
 from composer3d.data.order import ORDERS, Order
+from composer3d.facts.errors import CheckpointError
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
@@ -38,7 +39,6 @@ from composer3d.recipe.schema import Recipe
 from composer3d.reliability.report import Report
 from composer3d.runtime import process_group
 from composer3d.runtime.process_group import pool_world
-from composer3d.spec.errors import CheckpointError
 from composer3d.training.build import Run, build
 from composer3d.training.loop import train
 from composer3d.training.observers.observer import Observer

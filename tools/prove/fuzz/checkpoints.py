@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
 
 from composer3d.convert.formats import Source, open_source
+from composer3d.facts.errors import UserError
 from composer3d.runtime.launch import Pool
-from composer3d.spec.errors import UserError
 from tools.prove.fuzz.child import Case, Ran, WrongError, command
 from tools.prove.fuzz.mutate import change_json, flip, replace_file, written
 from tools.prove.hostile.base import EXPERTS, STEPS

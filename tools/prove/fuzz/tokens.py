@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from composer3d.data import tokens as token_files
-from composer3d.spec import token_manifest
-from composer3d.spec.errors import DataError
+from composer3d.facts import token_manifest
+from composer3d.facts.errors import DataError
 from tools.prove.fuzz.child import Case, WrongError, command
 from tools.prove.fuzz.mutate import change_json, flip, odd_like, replace_file, written
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from composer3d.spec.token_manifest import digest_of, digest_of_manifest
+from composer3d.facts.token_manifest import digest_of, digest_of_manifest
 from tools.prove.hostile import case
 
 

@@ -24,10 +24,10 @@ from functools import cache
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
+from composer3d.facts.schedules import SCHEDULES, micro_batch_requirement
 from composer3d.planner import layouts
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
-from composer3d.spec.schedules import SCHEDULES, micro_batch_requirement
 from tools.prove.paths import MATRIX, RECIPE
 
 LIMIT = 16  # processes

@@ -7,8 +7,8 @@ line for each event, in the order in which they happened::
     {"event": "0F0", "begin_s": 0.0012, "end_s": 0.0213}
     {"event": "messages", "begin_s": 0.0214, "end_s": 0.0415}
 
-An event is an action as in ``spec.schedules``, or the reason of a wait. ``read`` checks every value
-of the files, because a user may draw the run of somebody else.
+An event is an action as in ``facts.schedules``, or the reason of a wait. ``read`` checks every
+value of the files, because a user may draw the run of somebody else.
 """
 
 import json
@@ -17,10 +17,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from composer3d.spec.errors import PlanError, UserError
-from composer3d.spec.files import open_plain, parse_json
-from composer3d.spec.ranges import MOST_LAYERS
-from composer3d.spec.schedules import SCHEDULES, Action, parse_action, parse_csv
+from composer3d.facts.errors import PlanError, UserError
+from composer3d.facts.files import open_plain, parse_json
+from composer3d.facts.ranges import MOST_LAYERS
+from composer3d.facts.schedules import SCHEDULES, Action, parse_action, parse_csv
 
 FOLDER = "timeline"  # in the folder of the run
 
@@ -71,7 +71,7 @@ class Head:
         step: the optimizer step, counted from 1.
         pp_rank: the pipeline rank.
         pp: the number of pipeline ranks.
-        schedule: a key of ``spec.schedules.SCHEDULES``.
+        schedule: a key of ``facts.schedules.SCHEDULES``.
         stages_per_rank: the stages of each pipeline rank.
         micro_batches: the micro-batches of the step.
         device: "cpu" or "cuda". On a GPU, an event covers the work of its stream.

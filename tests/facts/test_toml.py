@@ -2,7 +2,7 @@
 
 import pytest
 
-from composer3d.spec.toml import TomlBoundsError, TomlError, parse_toml, parse_toml_with_lines
+from composer3d.facts.toml import TomlBoundsError, TomlError, parse_toml, parse_toml_with_lines
 
 HUGE = "f" * 4000
 QUOTED = ".".join(['"a,"'] * 900)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from composer3d.spec.files import open_plain, parse_json
+from composer3d.facts.files import open_plain, parse_json
 
 FILE = "events.jsonl"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from composer3d.spec.errors import DeviceError
-from composer3d.spec.hardware import CPU, DEVICES, by_name, find, peak_flops, read_row
+from composer3d.facts.errors import DeviceError
+from composer3d.facts.hardware import CPU, DEVICES, by_name, find, peak_flops, read_row
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_halves_of_a_row_agree() -> None:
 
 
 def test_torch_stays_out() -> None:
-    modules = "composer3d.spec.hardware, composer3d.runtime.log, composer3d.models.counts"
+    modules = "composer3d.facts.hardware, composer3d.runtime.log, composer3d.models.counts"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -8,7 +8,7 @@ a bug of composer3d and keeps its traceback.
 import errno
 from collections.abc import Sequence
 
-from composer3d.spec.text import printable
+from composer3d.facts.text import printable
 
 # What a machine lacks or fails in, whatever the user has asked for.
 _MACHINE_ERRORS = frozenset(

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from composer3d.spec import trace
-from composer3d.spec.errors import UserError
-from composer3d.spec.trace import Event, Head
+from composer3d.facts import trace
+from composer3d.facts.errors import UserError
+from composer3d.facts.trace import Event, Head
 
 Rows = list[dict[str, Any]]
 

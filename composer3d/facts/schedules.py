@@ -19,8 +19,8 @@ from math import inf
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
-from composer3d.spec.errors import PlanError
-from composer3d.spec.files import read_plain
+from composer3d.facts.errors import PlanError
+from composer3d.facts.files import read_plain
 
 
 class StageCount(NamedTuple):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
-from composer3d.spec.interrupts import STOP_SIGNALS
+from composer3d.facts.interrupts import STOP_SIGNALS
 
 
 class StepFlags(NamedTuple):

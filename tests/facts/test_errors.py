@@ -2,8 +2,8 @@
 
 import pytest
 
-from composer3d.spec.errors import CheckpointError
-from composer3d.spec.text import printable
+from composer3d.facts.errors import CheckpointError
+from composer3d.facts.text import printable
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 import pytest
 
+from composer3d.facts.checkpointing import Checkpointing, parse_checkpointing
 from composer3d.recipe.draft import split_overrides
 from composer3d.recipe.schema import MemoryTable
-from composer3d.spec.checkpointing import Checkpointing, parse_checkpointing
 
 
 def test_the_first_of_every_so_many_blocks_is_checkpointed() -> None:

@@ -1,6 +1,6 @@
 """The tags of metrics."""
 
-from composer3d.spec.tags import tag_of
+from composer3d.facts.tags import tag_of
 
 
 def test_every_metric_has_a_tag() -> None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from composer3d.spec.files import parse_json
+from composer3d.facts.files import parse_json
 
 _BYTE_0 = "\0"  # the token of byte 0, which ends a document in data of bytes
 

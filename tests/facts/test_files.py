@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from composer3d.spec.files import (
+from composer3d.facts.files import (
     FileTooLargeError,
     NotPlainFileError,
     open_plain,

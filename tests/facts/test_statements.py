@@ -15,7 +15,7 @@ import tomli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer3d.spec.statements import KeyPath, key_lines, statements
+from composer3d.facts.statements import KeyPath, key_lines, statements
 from tools.prove.paths import ROOT
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))

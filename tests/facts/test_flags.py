@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from composer3d.spec.flags import N_FLAGS, StepFlags
-from composer3d.spec.interrupts import STOP_SIGNALS
+from composer3d.facts.flags import N_FLAGS, StepFlags
+from composer3d.facts.interrupts import STOP_SIGNALS
 
 
 def summed(*flags: StepFlags) -> StepFlags:

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer3d.models.llama.shape import PRESETS
-from composer3d.models.llama.table import table
-from composer3d.spec.errors import PlanError
-from composer3d.spec.schedules import (
+from composer3d.facts.errors import PlanError
+from composer3d.facts.schedules import (
     balanced_cut,
     check_csv,
     micro_batch_requirement,
     nearest_micro_batches,
     read_csv,
 )
+from composer3d.models.llama.shape import PRESETS
+from composer3d.models.llama.table import table
 
 COSTS = st.integers(0, 12)
 

@@ -1,11 +1,11 @@
-"""``spec.events``: what is written is read, and nothing else is."""
+"""``facts.events``: what is written is read, and nothing else is."""
 
 from pathlib import Path
 
 import pytest
 
-from composer3d.spec import events
-from composer3d.spec.events import FILE, Event
+from composer3d.facts import events
+from composer3d.facts.events import FILE, Event
 
 START = Event(0, 1.7e9, "start", "8 ranks on cpu", "cpu")
 SAVE = Event(50, 1.7e9 + 9, "save", "checkpoint of step 50", None, 0.25)

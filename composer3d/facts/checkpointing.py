@@ -3,7 +3,7 @@
 import re
 from typing import Literal, NamedTuple
 
-from composer3d.spec.ranges import MOST_LAYERS, Range
+from composer3d.facts.ranges import MOST_LAYERS, Range
 
 Mode = Literal["none", "selective", "full"]
 

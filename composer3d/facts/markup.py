@@ -2,7 +2,7 @@
 
 from html import escape as _escape
 
-from composer3d.spec.text import printable_lines
+from composer3d.facts.text import printable_lines
 
 
 def escape(text: str) -> str:

@@ -7,12 +7,12 @@ import unicodedata
 import pytest
 import tomli
 
+from composer3d.facts.errors import UserError
+from composer3d.facts.markup import escape
+from composer3d.facts.text import is_name, printable, printable_lines
 from composer3d.recipe.schema import FOLDER_NAME
 from composer3d.recipe.values import as_toml, one_line
 from composer3d.runtime.log import _IdentityFormatter
-from composer3d.spec.errors import UserError
-from composer3d.spec.markup import escape
-from composer3d.spec.text import is_name, printable, printable_lines
 
 EVERY = [chr(code) for code in range(sys.maxunicode + 1)]
 UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
-from composer3d.spec.errors import DeviceError
-from composer3d.spec.files import read_plain
-from composer3d.spec.toml import parse_toml
+from composer3d.facts.errors import DeviceError
+from composer3d.facts.files import read_plain
+from composer3d.facts.toml import parse_toml
 
 Generation = Literal["ampere", "ada", "hopper", "blackwell", "cdna3", "cpu"]
 

@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 import tomli
 
-from composer3d.spec.bounds import BoundsError, check_values, cut
-from composer3d.spec.statements import MOST_DEPTH, KeyPath, Statement, key_lines, statements
+from composer3d.facts.bounds import BoundsError, check_values, cut
+from composer3d.facts.statements import MOST_DEPTH, KeyPath, Statement, key_lines, statements
 
 _INT_BITS = 64  # as the TOML specification says
 

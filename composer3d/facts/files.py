@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from composer3d.spec.bounds import MOST_DEPTH, check_values, cut
+from composer3d.facts.bounds import MOST_DEPTH, check_values, cut
 
 MIB = 1 << 20
 _MOST_DIGITS = 38  # of an integer in JSON; it has at most ``MOST_BITS``

@@ -14,8 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 
-from composer3d.spec.errors import DataError
-from composer3d.spec.files import NotPlainFileError, open_plain, read_json
+from composer3d.facts.errors import DataError
+from composer3d.facts.files import NotPlainFileError, open_plain, read_json
 
 MANIFEST = "tokens.json"
 TOKENIZER = "tokenizer.json"
