@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,9 @@ from composer3d.facts.errors import RecipeError
 from composer3d.recipe import rules
 from composer3d.recipe.resolve import load
 from composer3d.recipe.rules import RULES
-from composer3d.recipe.rules.rule import Rule
+from composer3d.recipe.rules.rule import Change, Fault, Rule
 from composer3d.recipe.schema import Recipe
+from composer3d.recipe.values import variant
 from tests.recipe import wrong_texts, wrong_values
 from tests.recipe.wrong import Wrong
 
@@ -46,26 +47,50 @@ def test_check_prints_the_lines_and_exits_with_2(
     assert json.loads(out.splitlines()[-1]) == {"ok": False, "errors": wrong.lines}
 
 
-def test_every_rule_is_broken_by_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken: set[tuple[str, ...]] = set()
+def watch_rules(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, see: Callable[[Rule, Recipe, str | Fault], None]
+) -> None:
+    """Load each wrong recipe, and show ``see`` each fault that a rule finds."""
 
     def watched(rule: Rule) -> Rule:
-        def check(recipe: Recipe) -> Iterator[str]:
-            for message in rule.check(recipe):
-                broken.add(rule.keys)
-                yield message
+        def check(recipe: Recipe) -> Iterator[str | Fault]:
+            for found in rule.check(recipe):
+                see(rule, recipe, found)
+                yield found
 
         return Rule(rule.keys, check)
 
     monkeypatch.setattr(rules, "RULES", tuple(map(watched, RULES)))
     for number, case in enumerate(wrong_values.ALL):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        write_files(case, folder)
-        monkeypatch.chdir(folder)
+        (folder / str(number)).mkdir()
+        write_files(case, folder / str(number))
+        monkeypatch.chdir(folder / str(number))
         with contextlib.suppress(RecipeError):
             load("x.toml", case.sets, world_size=case.world)
+
+
+def test_every_rule_is_broken_by_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken: set[tuple[str, ...]] = set()
+    watch_rules(tmp_path, monkeypatch, lambda rule, *_: broken.add(rule.keys))
     assert [keys for keys, _ in RULES if keys not in broken] == []
+
+
+def test_every_change_removes_its_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = set()
+
+    def see(rule: Rule, recipe: Recipe, found: str | Fault) -> None:
+        remedies = found.remedies if isinstance(found, Fault) else ()
+        for remedy in remedies:
+            # Another architecture has another shape, which the recipe would have to give.
+            if not isinstance(remedy, Change) or remedy.key == "model.architecture":
+                continue
+            for value in remedy.values:
+                changed = variant(recipe, {remedy.key: value})
+                assert found not in rule.check(changed), (found.text, remedy)
+                changes.add((remedy.key, value))
+
+    watch_rules(tmp_path, monkeypatch, see)
+    assert len(changes) > 25
 
 
 def test_names_of_cases_are_unique() -> None:

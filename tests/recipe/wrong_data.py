@@ -31,7 +31,10 @@ RUN = [
     Wrong(
         "min_lr",
         TINY + "[optim]\nmin_lr = 1e-3\n",
-        ["x.toml:4: optim.min_lr = 0.001 must be at most optim.lr = 0.0003 (default)"],
+        [
+            "x.toml:4: optim.min_lr = 0.001 must be at most optim.lr = 0.0003 (default); use "
+            "optim.min_lr = 0.0003, or a larger optim.lr"
+        ],
     ),
     Wrong(
         "betas",
@@ -52,7 +55,10 @@ RUN = [
     Wrong(
         "warmup",
         TINY + "[optim]\nwarmup = 11\n[run]\nsteps = 10\n",
-        ["x.toml:4: optim.warmup = 11 must be at most run.steps = 10 (x.toml:6)"],
+        [
+            "x.toml:4: optim.warmup = 11 must be at most run.steps = 10 (x.toml:6); use "
+            "optim.warmup = 10, or a larger run.steps"
+        ],
     ),
     Wrong(
         "decay",

@@ -57,7 +57,10 @@ EXPERTS = [
     Wrong(
         "groups of a token",
         MOE + "expert_groups = 2\ngroups_per_token = 3\n",
-        ["x.toml:5: model.groups_per_token = 3 must be at most model.expert_groups = 2 (x.toml:4)"],
+        [
+            "x.toml:5: model.groups_per_token = 3 must be at most model.expert_groups = 2 "
+            "(x.toml:4); use model.groups_per_token = 2, or a larger model.expert_groups"
+        ],
     ),
     Wrong(
         "experts of a token",
