@@ -111,6 +111,7 @@ def key(
     words: str = "",
     in_proof: InProof = AS_IT_IS,
     column: Column | None = None,
+    optional: bool = False,
 ) -> Any:
     """Declare a dataclass field that is a key of a recipe: all that is said of it is its row.
 
@@ -123,6 +124,17 @@ def key(
         in_proof: how a proof keeps the value when it makes a recipe small.
         column: the values that the covering matrix proves with those of all other keys; None: the
             matrix has no column for this key alone.
+        optional: whether a run that has the default instead trains the same model on the same mesh
+            and batches. Where a rule refuses the value, ``composer3d import`` leaves it out.
     """
-    row = {"doc": doc, "range": allowed, "words": words, "in_proof": in_proof, "column": column}
-    return field(default=default, metadata=row)
+    return field(
+        default=default,
+        metadata={
+            "doc": doc,
+            "range": allowed,
+            "words": words,
+            "in_proof": in_proof,
+            "column": column,
+            "optional": optional,
+        },
+    )

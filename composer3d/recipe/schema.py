@@ -246,6 +246,7 @@ class ParallelTable:
         True,
         "with tp > 1: shard the residual stream along the sequence between layers",
         column=Column("sequence", {"parallel": True, "whole": False}),
+        optional=True,
     )
     loss_parallel: bool = key(
         True,
@@ -258,6 +259,7 @@ class ParallelTable:
         "other parts are multiplied",
         # The same layout without it sends and computes the same, on a CPU as well.
         in_proof=left_out(False, "which needs GPUs"),
+        optional=True,
     )
     cp_method: Literal["ring", "allgather", "ulysses"] = key(
         "ring",
@@ -356,6 +358,7 @@ class CompileTable:
         "compile each block with torch.compile",
         words="compile",
         column=Column("compile", {"no": False, "yes": True}),
+        optional=True,
     )
 
 
@@ -377,6 +380,7 @@ class PrecisionTable:
         "products of the linear layers of blocks; compute: in the dtype of forward and backward; "
         "float8: outputs and input gradients in float8, weight gradients in the dtype of compute",
         words="emulated {}",
+        optional=True,
     )
     reduce: Literal["float32", "bfloat16"] | None = key(
         None,
@@ -384,6 +388,7 @@ class PrecisionTable:
         "the dtype of params; absent: the dtype of params",
         words="gradients in {}",
         in_proof=WHERE_LEGAL,
+        optional=True,
     )
 
     @property
@@ -512,13 +517,20 @@ class OptimTable:
     )
     warmup: int = key(0, "steps of linear warmup", STEPS_OR_NEVER)
     decay: int | None = key(
-        None, "step, counted from 1, that reaches min_lr; absent: run.steps", STEPS
+        None,
+        "step, counted from 1, that reaches min_lr; absent: run.steps",
+        STEPS,
+        optional=True,
     )
     decay_steps: int | None = key(
         None, "steps of wsd's linear decay, which ends at decay; absent: a tenth of decay", STEPS
     )
     min_lr: float = key(
-        0.0, "learning rate at the end of the decay", between(0, 10), in_proof=WHERE_LEGAL
+        0.0,
+        "learning rate at the end of the decay",
+        between(0, 10),
+        in_proof=WHERE_LEGAL,
+        optional=True,
     )
     train: tuple[str, ...] | None = key(
         None,
