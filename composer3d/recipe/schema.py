@@ -18,6 +18,7 @@ from composer3d.facts.ranges import (
     MOST_LAYERS,
     MOST_TOKENS,
     WHERE_LEGAL,
+    Bounds,
     Column,
     InProof,
     Range,
@@ -28,6 +29,7 @@ from composer3d.facts.ranges import (
     key,
     left_out,
     within,
+    within_bounds,
 )
 from composer3d.facts.schedules import SCHEDULES
 from composer3d.facts.text import NAME_RULE, is_name
@@ -59,25 +61,22 @@ def _is_printable_text(value: str) -> bool:
 
 
 AXIS = between(1, 1 << 20)
-SHARDS = Range(
-    lambda value: value == -1 or AXIS.accepts(value),
-    f"{AXIS.requirement}, or -1 to use all remaining processes",
+SHARDS = within_bounds(
+    Bounds(1, 1 << 20, also=(-1,)), f"{AXIS.requirement}, or -1 to use all remaining processes"
 )
 STEPS = between(1, MOST_STEPS)
 STEPS_OR_NEVER = between(0, MOST_STEPS)
-MINUTES = Range(
-    lambda value: 0 < value <= 10_080,
-    "must be above 0 and at most 10080, a week",
+MINUTES = within_bounds(
+    Bounds(0, 10_080, is_above=True), "must be above 0 and at most 10080, a week"
 )
 MINUTES_OR_NEVER = between(0, 60 * 24 * 365)
 # The type sets the upper bound: every int of a recipe has 64 bits.
-SEED = Range(lambda value: value >= 0, "must be at least 0")
-STRAGGLER_FACTOR = Range(
-    lambda value: value == 0 or 1.1 <= value <= 100,
-    "must be from 1.1 to 100, or 0 to watch nothing",
+SEED = within_bounds(Bounds(0, (1 << 63) - 1), "must be at least 0")
+STRAGGLER_FACTOR = within_bounds(
+    Bounds(1.1, 100, also=(0,)), "must be from 1.1 to 100, or 0 to watch nothing"
 )
-SPIKE_SIGMA = Range(
-    lambda value: value == 0 or 2 <= value <= 1000,
+SPIKE_SIGMA = within_bounds(
+    Bounds(2, 1000, also=(0,)),
     "must be from 2 to 1000, or 0 to let no finite value count as a spike",
 )
 MOST_TRACED = 100  # steps
