@@ -14,6 +14,7 @@ from tools.prove.paths import ROOT
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from composer3d.runtime.launch import Pool
+from tools.fake_cuda import device
 
 # A busy machine is no failure. Tests have limits of their own.
 settings.register_profile("suite", deadline=None)
@@ -38,6 +39,12 @@ def pool() -> Iterator[Pool]:
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of one-process runs, which all layouts that share one read."""
     return tmp_path_factory.mktemp("references")
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The GPU in name, compiled: 4 s of CPU time. Its tests are skipped without a compiler."""
+    return device.build(tmp_path_factory.mktemp("fake_cuda"))
 
 
 @pytest.fixture

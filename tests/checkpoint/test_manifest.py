@@ -275,10 +275,14 @@ def test_a_manifest_that_is_too_large_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_manifest_that_is_too_large_is_not_written(tmp_path: Path) -> None:
-    tensors = {str(number): TensorSpec((1,), "float32") for number in range(500_000)}
-    with pytest.raises(CheckpointError, match="would be too large to be read"):
-        write(tmp_path, replace(FULL, tensors=tensors))
-    assert list(tmp_path.iterdir()) == []
+    spec = TensorSpec((1,), "float32")
+    # Many bytes of few tensors, and many values of few bytes.
+    long_names = {f"{number}{'x' * 1_000_000}": spec for number in range(34)}
+    many_sizes = {"x": TensorSpec((1,) * 1_500_001, "float32")}
+    for tensors in (long_names, many_sizes):
+        with pytest.raises(CheckpointError, match="would be too large to be read"):
+            write(tmp_path, replace(FULL, tensors=tensors))
+        assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])

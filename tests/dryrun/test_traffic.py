@@ -289,6 +289,8 @@ def test_a_step_sends_what_the_formulas_say(name: str, pool: Pool) -> None:
 def test_real_processes_send_what_the_dry_run_counts(name: str, pool: Pool) -> None:
     layout = LAYOUTS[name]
     sets = layout.sets if layout.sets[0] == EXPERTS[0] else (*SIZES, *layout.sets)
+    if name in ("tp", "cp ring"):
+        sets = (*sets, "data.global_batch=2")  # two micro-batches, as in most layouts
     recipe = recipe_of(BASE, sets)
     ranks = pool.run(count_real_step, {"recipe": recipe}, world_size=8)
     for pp_rank in range(recipe.mesh.pp):
@@ -298,11 +300,13 @@ def test_real_processes_send_what_the_dry_run_counts(name: str, pool: Pool) -> N
                 assert calls.traffic == counted
 
 
+# Four micro-batches each.
 MIXED = {
     "zero bubble, tp, offload": (
         "mesh.pp=2",
         "mesh.dp_shard=2",
         "mesh.tp=2",
+        "data.global_batch=8",
         "model.n_layers=4",
         "parallel.schedule=ZBVZeroBubble",
         "memory.cpu_offload=true",
@@ -312,6 +316,7 @@ MIXED = {
         "mesh.pp=2",
         "mesh.dp_shard=2",
         "mesh.tp=2",
+        "data.global_batch=8",
         "model.n_layers=12",
         "parallel.schedule=ZBVZeroBubble",
         "parallel.fsdp_blocks=2",
@@ -320,6 +325,7 @@ MIXED = {
         "mesh.pp=2",
         "mesh.cp=2",
         "mesh.tp=2",
+        "data.global_batch=4",
         "model.n_layers=4",
         "parallel.schedule=Interleaved1F1B",
         "memory.activation_checkpoint=selective",

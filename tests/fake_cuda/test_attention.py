@@ -4,6 +4,7 @@ A kernel for each document would be hundreds of operators a layer.
 """
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -46,9 +47,8 @@ def plain(case: Case) -> Case:
 
 
 @pytest.fixture(scope="module")
-def layers(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> dict[Case, Layer]:
+def layers(library: Path, pool: Pool) -> dict[Case, Layer]:
     cases = list(dict.fromkeys([*CALLS, *map(plain, CALLS)]))
-    library = device.build(tmp_path_factory.mktemp("fake_cuda"))
     arguments = {"cases": cases, "library": library}
     (counted,) = pool.run(attention.count_layers, arguments, world_size=1)
     return dict(zip(cases, counted, strict=True))

@@ -46,11 +46,6 @@ def job_of(layout: str, plant: str) -> Job:
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return device.build(tmp_path_factory.mktemp("fake_cuda"))
-
-
-@pytest.fixture(scope="module")
 def planted(pool: Pool, library: Path) -> dict[str, list[Seen]]:
     """By plant: a rank of two blocks; and where operators are counted, one of three."""
     jobs = {plant: [job_of("fsdp", plant)] for plant in COPIES}

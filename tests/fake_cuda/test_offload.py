@@ -56,11 +56,11 @@ TO_HOST = Counter({"step.py:send_to_host": 1, "adamw.py:apply_gradients": 2})
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_step_copies_what_it_gathers_and_reduces(name: str, pool: Pool, tmp_path: Path) -> None:
+def test_a_step_copies_what_it_gathers_and_reduces(name: str, pool: Pool, library: Path) -> None:
     layout = LAYOUTS[name]
     recipe = recipe_of(BASE, (*SIZES, OFFLOAD, *layout.overrides))
     jobs = [Job(recipe), Job(recipe, on_gpu=False)]
-    arguments = {"jobs": jobs, "library": device.build(tmp_path)}
+    arguments = {"jobs": jobs, "library": library}
     seen: list[Seen] = pool.run(counts.run_one_of, arguments, world_size=2)
     on_gpu, on_cpu = seen
     assert on_gpu.step.collectives == on_cpu.step.collectives

@@ -114,11 +114,6 @@ EXPERT_LAYOUTS: dict[str, tuple[tuple[str, ...], Counter[Copy], Counter[Copy]]] 
 }
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return device.build(tmp_path_factory.mktemp("fake_cuda"))
-
-
 def run_ranks(pool: Pool, library: Path, *overrides: str) -> tuple[list[Seen], Seen]:
     """Run each pipeline rank on a GPU and on the CPU, and the first one with more blocks on a GPU.
 

@@ -46,11 +46,11 @@ def operations_of_one(jobs: Sequence[Job]) -> set[Operation]:
 
 
 @pytest.fixture(scope="module")
-def seen(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Operation]]:
+def seen(pool: Pool, request: pytest.FixtureRequest) -> dict[str, set[Operation]]:
     """What each layout does, on the CPU, and with a compiler also on a GPU in name."""
     libraries = [None]
     if device.compiler() is not None:
-        libraries.append(device.build(tmp_path_factory.mktemp("fake_cuda")))
+        libraries.append(request.getfixturevalue("library"))
     jobs = [
         Job(recipe, (SMALL + " " + layout).split(), library=library)
         for recipe, layouts in ((RECIPE, DENSE), (MOE_RECIPE, EXPERTS))
