@@ -816,14 +816,7 @@ def _refuse_duplicates(header: bytes, n_tensors: int) -> None:
     # Each entry has this key. Without a backslash no string hides it, and nothing need be parsed.
     if b"\\" not in header and header.count(b'"data_offsets"') == n_tensors:
         return
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        entries = dict(pairs)
-        if len(entries) != len(pairs):
-            raise ValueError("its header has a name twice")
-        return entries
-
-    parse_json(header, object_pairs_hook=unique)
+    parse_json(header)
 
 
 def _require_layers(source: Source) -> None:

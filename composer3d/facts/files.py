@@ -10,6 +10,7 @@ import math
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
@@ -112,12 +113,12 @@ def parse_json(
     Args:
         text: the text. Bytes may be UTF-8, UTF-16 or UTF-32.
         object_pairs_hook: makes the value of an object from its keys and values. It may return a
-            list of them.
+            list of them. None: a dict, and no two keys may be equal.
 
     Raises:
-        ValueError: the text is not JSON or not UTF-8, nests deeper than 100 levels, or contains
-            NaN, Infinity, a number beyond the range of a float, an integer of more than 128 bits or
-            half of a surrogate pair.
+        ValueError: the text is not JSON or not UTF-8, nests deeper than 100 levels, has an object
+            with two equal keys, or contains NaN, Infinity, a number beyond the range of a float, an
+            integer of more than 128 bits or half of a surrogate pair.
     """
     if isinstance(text, bytes):
         text = text.decode(json.detect_encoding(text))
@@ -127,13 +128,25 @@ def parse_json(
             parse_constant=_refuse_constant,
             parse_float=_finite,
             parse_int=_bounded,
-            object_pairs_hook=object_pairs_hook,
+            object_pairs_hook=object_pairs_hook or _unique,
         )
     except RecursionError:
         raise ValueError("it nests too deep") from None
     # Few texts have so many brackets or such an escape, and need a second pass.
     if text.count("[") + text.count("{") > MOST_DEPTH or _SURROGATE.search(text):
         check_values(value)
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object. Of two equal keys, one reader takes the first value and another the last.
+
+    So a file that has been checked here could mean something else to whoever reads it next.
+    """
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"it has the key {cut(key, 80)!r} twice")
     return value
 
 

@@ -390,11 +390,6 @@ class Setup:
         batch = self.batch
         return batch.micro_batch * batch.micro_batches * batch.seq_len * self.layout.batch_ranks
 
-    @property
-    def is_multi_node(self) -> bool:
-        """Whether the ranks need more than one node."""
-        return self.layout.world_size > self.machine.devices_per_node
-
 
 @cache
 def _expert_blocks(sizes: Sizes, stage_blocks: tuple[int, ...]) -> tuple[int, ...]:

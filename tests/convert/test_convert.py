@@ -202,7 +202,7 @@ def test_a_name_twice_in_a_header_is_refused(tmp_path: Path) -> None:
     path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
     assert same(load_file(path), load_file(path))  # the library reads it
     (line,) = inspect(tmp_path / "hf")["problems"]
-    assert "its header has a name twice" in line
+    assert "it has the key 'model.norm.weight' twice" in line
 
 
 def test_damage_of_pytorch_bin_is_found(tmp_path: Path) -> None:
