@@ -2,12 +2,15 @@
 
 import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from composer3d import cli
 from composer3d.commands.parser import Parser
+from composer3d.commands.registry import make_parser
 from composer3d.facts.tags import COUNTED_TOKENS
 from composer3d.recipe.schema import model_table
 from composer3d.recipe.values import FIELDS, entries_of
@@ -17,14 +20,14 @@ from tools.prove.paths import ROOT
 KEYS = {**entries_of({"model": model_table("moe")}), **FIELDS}
 COMMANDS = {
     name: parser
-    for name, parser in (cli._parser().commands or {}).items()
+    for name, parser in (make_parser().commands or {}).items()
     if isinstance(parser, Parser)
 }
 EXAMPLES = [(name, example) for name, parser in COMMANDS.items() for example in parser.examples]
 
 
 def test_every_command_has_examples_and_a_group() -> None:
-    top = cli._parser()
+    top = make_parser()
     assert [name for name, parser in COMMANDS.items() if not 1 <= len(parser.examples) <= 3] == []
     listed = [name for group in top.groups.values() for name in group]
     assert sorted(listed) == sorted(COMMANDS)
@@ -34,16 +37,16 @@ def test_every_command_has_examples_and_a_group() -> None:
     assert all(f"\n{heading}:\n" in text for heading in top.groups)
 
 
-@pytest.mark.parametrize("example", cli._parser().examples)
+@pytest.mark.parametrize("example", make_parser().examples)
 def test_the_examples_of_the_first_help_name_commands(example: str) -> None:
     program, *arguments = shlex.split(example, comments=True)
     assert program == "composer3d"
     if arguments[-1] == "--help":
         with pytest.raises(SystemExit) as stop:
-            cli._parser().parse_args(arguments)
+            make_parser().parse_args(arguments)
         assert stop.value.code == 0
     else:
-        cli._parser().parse_args(arguments)
+        make_parser().parse_args(arguments)
 
 
 @pytest.mark.parametrize(("name", "example"), EXAMPLES)
@@ -51,17 +54,42 @@ def test_an_example_parses_and_is_in_the_help(
     name: str, example: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = shlex.split(example.partition(" > ")[0])  # the shell writes the output
-    parsed = vars(cli._parser().parse_args(words[words.index("composer3d") + 1 :]))
-    # ``import`` cannot be the name of a module.
-    assert parsed["command"] == {"import": "import_recipe"}.get(name, name)
+    parsed = vars(make_parser().parse_args(words[words.index("composer3d") + 1 :]))
+    assert parsed["command"] == name
     if parsed.get("recipe") is not None:
         assert (ROOT / "recipes" / f"{parsed['recipe']}.toml").is_file()
     for override in parsed.get("sets", []):
         assert override.partition("=")[0] in KEYS
     with pytest.raises(SystemExit):
-        cli._parser().parse_args([name, "--help"])
+        make_parser().parse_args([name, "--help"])
     assert f"\nexamples:\n  {COMMANDS[name].examples[0]}\n" in capsys.readouterr().out
     assert f"\n  {example}\n" in COMMANDS[name].format_help()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_parsing_a_command_needs_no_other_command_and_no_torch(name: str) -> None:
+    # Report draws what layout and timeline draw, with the devices of plan. The ranks of commands
+    # are started and joined by one module, and a shell completes the names of recipes.
+    shared = {"arguments", "job", "parser", "registry"}
+    uses = {
+        "report": {"layout", "plan", "timeline"},
+        "timeline": {"plan"},
+        "completion": {"recipes"},
+    }
+    code = (
+        "import sys; from composer3d import cli\n"
+        "status = cli.main(sys.argv[1:])\n"
+        "names = [name.split('.') for name in sys.modules]\n"
+        "own = [name[2] for name in names if name[:2] == ['composer3d', 'commands'] and name[2:]]\n"
+        "print(status, *own, *{'torch', 'numpy'} & set(sys.modules))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, name, "--help"], capture_output=True, text=True, check=True
+    )
+    status, *found = done.stdout.splitlines()[-1].split()
+    module = {"import": "import_recipe"}.get(name, name)
+    assert status == "0"
+    assert set(found) - shared == {module, *uses.get(name, ())}
 
 
 # These need no torch, and no file that a user must bring. The others are parsed only.
@@ -216,6 +244,6 @@ def test_help_says_which_tokens_count(command: str, capsys: pytest.CaptureFixtur
 def test_help_fits_a_narrow_and_a_wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     for columns in (60, 100, 250):
         monkeypatch.setenv("COLUMNS", str(columns))
-        lines = cli._parser().format_help().splitlines()
+        lines = make_parser().format_help().splitlines()
         rows = [line for line in lines if not line.startswith("  composer3d ")]
         assert max(map(len, rows)) <= min(columns, 100)

@@ -17,7 +17,7 @@ import tomli
 import torch
 
 import composer3d
-from composer3d import cli
+from composer3d.commands.registry import make_parser
 from composer3d.recipe.schema import model_table
 from composer3d.recipe.values import FIELDS as OUR_FIELDS
 from composer3d.recipe.values import entries_of
@@ -161,13 +161,13 @@ def check_composer3d(arguments: list[str]) -> None:
     """Parse the arguments of ``composer3d``. The name of a command alone must be one."""
     if len(arguments) == 1 or arguments[-1] in ("--version", "--help"):
         with pytest.raises(SystemExit) as stop:
-            cli._parser().parse_args(
+            make_parser().parse_args(
                 arguments if arguments[-1].startswith("-") else [*arguments, "--help"]
             )
         assert stop.value.code == 0
         return
     assert not arguments[0].startswith("-"), "no command"
-    for override in getattr(cli._parser().parse_args(arguments), "sets", []):
+    for override in getattr(make_parser().parse_args(arguments), "sets", []):
         assert override.partition("=")[0] in FIELDS
 
 

@@ -60,7 +60,7 @@ def watch():
 
 threading.Thread(target=watch, daemon=True).start()
 began_s = time.perf_counter()
-convert.run(sys.argv[1], sys.argv[2], to=sys.argv[3], as_json=False)
+convert.run(convert.Options(sys.argv[1], sys.argv[2], to=sys.argv[3]))
 print(json.dumps({"seconds": time.perf_counter() - began_s, "anonymous": peak - before}))
 """
 

@@ -1,5 +1,4 @@
-"""One module for each command of ``composer3d``.
+"""One module for each command of ``composer3d``: its options, and the function that runs it.
 
-Its function ``run`` takes the parsed arguments and returns the exit status. ``cli`` has the parser,
-and imports the module of a command only when that command runs.
+``registry`` lists the commands, and says what a module has.
 """

@@ -1,9 +1,11 @@
 """``composer3d check``: validate a recipe and print it. It answers without torch."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from composer3d.commands.arguments import add_gpus, add_json, add_recipe
+from composer3d.commands.parser import Parser
 from composer3d.facts.errors import RecipeError, UserError
 from composer3d.models.registry import architecture
 from composer3d.recipe.machine import folder_problem, shows_a_gpu, tracker_problems
@@ -11,19 +13,45 @@ from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import AXES, Recipe
 from composer3d.recipe.values import schema_text
 
+EXAMPLES = (
+    "composer3d check quickstart",
+    "composer3d check quickstart --set mesh.pp=4 --set mesh.dp_shard=1",
+    "composer3d check --schema",
+)
 
-def run(
-    *, recipe: str | None, sets: list[str], gpus: int | None, schema: bool, as_json: bool
-) -> int:
-    """Print the resolved recipe with the origin of each value, or every key of recipes.
 
-    Args:
+@dataclass(frozen=True)
+class Options:
+    """What the user asks for.
+
+    Attributes:
         recipe: the recipe's file; it may be None if ``schema`` is true.
         sets: overrides, each ``table.key=value``.
         gpus: the number of processes that the mesh must fill. If it is None, this machine must have
             the device that the recipe asks for.
         schema: whether to print every key that a recipe may have, and nothing else.
         as_json: whether to print one JSON object instead of text.
+    """
+
+    recipe: str | None
+    sets: list[str]
+    gpus: int | None
+    schema: bool
+    as_json: bool
+
+
+def add_arguments(command: Parser) -> None:
+    """Add the arguments, whose names are those of ``Options``."""
+    add_recipe(command, is_optional=True)
+    add_json(command)
+    add_gpus(command)
+    command.add_argument(
+        "--schema", action="store_true", help="print every key that a recipe may have, and exit"
+    )
+
+
+def run(options: Options) -> int:
+    """Print the resolved recipe with the origin of each value, or every key of recipes.
 
     Returns:
         The exit status 0.
@@ -31,17 +59,17 @@ def run(
     Raises:
         UserError: the recipe or this machine cannot be used.
     """
-    if schema:
+    if options.schema:
         text = schema_text()
-        print(json.dumps({"ok": True, "schema": text}) + "\n" if as_json else text, end="")
+        print(json.dumps({"ok": True, "schema": text}) + "\n" if options.as_json else text, end="")
         return 0
-    if recipe is None:
+    if options.recipe is None:
         raise UserError(
             "composer3d check: name a RECIPE, or use --schema for the vocabulary of recipes"
         )
-    resolved = load(recipe, sets, world_size=gpus, may_import=True)
-    _check_machine(resolved, will_train_here=gpus is None)
-    if as_json:
+    resolved = load(options.recipe, options.sets, world_size=options.gpus, may_import=True)
+    _check_machine(resolved, will_train_here=options.gpus is None)
+    if options.as_json:
         answer: dict[str, Any] = {
             "ok": True,
             "world_size": resolved.recipe.world_size,
@@ -51,7 +79,7 @@ def run(
         print(json.dumps(answer))
         return 0
     print(resolved.to_toml(), _summary(resolved.recipe), sep="\n")
-    if resolved.fills_world and gpus is None:
+    if resolved.fills_world and options.gpus is None:
         print(
             "# mesh.dp_shard uses all remaining processes; --gpus N shows the recipe for N of them"
         )

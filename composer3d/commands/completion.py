@@ -1,10 +1,12 @@
 """``composer3d completion``: print a script that completes words in a shell. No torch."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 from composer3d.commands.parser import Parser
 from composer3d.commands.recipes import names
+from composer3d.commands.registry import make_parser
 from composer3d.facts.errors import UserError
 
 SHELLS = ("bash", "zsh", "tcsh")
@@ -13,13 +15,30 @@ SHELLS = ("bash", "zsh", "tcsh")
 _RECIPE, _OWN_RECIPE = "RECIPE", "NAME"
 _PATHS = ("SRC", "DST", "DEST", "DIR", "PATH", "RUN")
 
+EXAMPLES = (
+    "composer3d completion bash > ~/.local/share/bash-completion/completions/composer3d",
+    "composer3d completion zsh > ~/.zfunc/_composer3d",
+)
 
-def run(*, shell: str, parser: Parser) -> int:
-    """Print the script for ``shell``, which completes commands, options, choices and recipes.
 
-    Args:
+@dataclass(frozen=True)
+class Options:
+    """What the user asks for.
+
+    Attributes:
         shell: one of ``SHELLS``.
-        parser: the parser of the whole command line.
+    """
+
+    shell: str
+
+
+def add_arguments(command: Parser) -> None:
+    """Add the arguments, whose names are those of ``Options``."""
+    command.add_argument("shell", metavar="SHELL", choices=SHELLS, help="bash, zsh or tcsh")
+
+
+def run(options: Options) -> int:
+    """Print the script for a shell, which completes commands, options, choices and recipes.
 
     Returns:
         The exit status 0.
@@ -34,13 +53,14 @@ def run(*, shell: str, parser: Parser) -> int:
             "composer3d completion needs shtab: pip install 'composer3d[completion]'"
         ) from None
 
+    parser = make_parser()
     for one in _parsers(parser):
         for argument in one.arguments:
             completion = _completion_of(argument.metavar, dict(shtab.FILE))
             if completion is not None and argument.choices is None:
                 # shtab reads this attribute.
                 cast(Any, argument).complete = completion
-    print(shtab.complete(parser, shell))
+    print(shtab.complete(parser, options.shell))
     return 0
 
 

@@ -1,21 +1,88 @@
 """``composer3d convert``: write a checkpoint in another format."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from composer3d.convert.convert import convert
+from composer3d.commands.arguments import add_json
+from composer3d.commands.parser import Parser
 from composer3d.facts.text import printable
 
+EXAMPLES = (
+    "composer3d convert runs/quickstart quickstart-hf --to hf",
+    "composer3d convert Llama-3.2-1B/ llama-dcp --to dcp --logits",
+)
 
-def run(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asks for.
+
+    Attributes:
+        src: the checkpoint.
+        dst: the folder or the file to make.
+        to: the format of ``dst``.
+        dtype: the dtype of the weights; None: that of ``src``.
+        weights_only: whether to leave out the state of the optimizer.
+        logits: whether to compare the logits of both models.
+        as_json: whether to print one JSON object instead of text.
+    """
+
+    src: str
+    dst: str
+    to: Literal["hf", "meta", "torch", "dcp"]
+    dtype: str | None = None
+    weights_only: bool = False
+    logits: bool = False
+    as_json: bool = False
+
+
+def add_arguments(command: Parser) -> None:
+    """Add the arguments, whose names are those of ``Options``."""
+    add_json(command)
+    command.add_argument(
+        "src",
+        metavar="SRC",
+        help="a checkpoint: a folder in Hugging Face or Meta format or of a run, or a torch file",
+    )
+    command.add_argument("dst", metavar="DST", help="file or folder to make; it must not exist")
+    command.add_argument(
+        "--to",
+        choices=("hf", "meta", "torch", "dcp"),
+        required=True,
+        help="format of DST; torch makes one file, the others a folder",
+    )
+    command.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16", "float64"),
+        help="dtype of the weights; default: as in SRC",
+    )
+    command.add_argument(
+        "--weights-only", action="store_true", help="leave out the state of the optimizer"
+    )
+    command.add_argument(
+        "--logits", action="store_true", help="also run the models of SRC and DST, and compare them"
+    )
+
+
+def run(options: Options) -> int:
     """Convert a checkpoint, and print a report.
 
-    ``options`` are the other arguments of ``convert.convert.convert``, which raises the errors.
-    Returns the exit status 0.
+    ``convert.convert.convert`` raises the errors. Returns the exit status 0.
     """
-    report = convert(Path(src), Path(dst), **options)
-    if as_json:
+    # Imported here because this module imports torch.
+    from composer3d.convert.convert import convert
+
+    report = convert(
+        Path(options.src),
+        Path(options.dst),
+        options.to,
+        dtype=options.dtype,
+        weights_only=options.weights_only,
+        logits=options.logits,
+    )
+    if options.as_json:
         print(json.dumps({"ok": True, **report}))
         return 0
 

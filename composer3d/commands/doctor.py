@@ -4,9 +4,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from composer3d.commands import job
+from composer3d.commands.arguments import add_json, add_recipe
+from composer3d.commands.parser import Parser
 from composer3d.doctor.report import Report, as_json_of, text_of
 from composer3d.doctor.row import row_of, toml_of
 from composer3d.facts.errors import UserError
@@ -19,15 +22,42 @@ from composer3d.runtime import environment, launch
 # Messages take seconds at most; ranks may take minutes to import torch and to meet.
 _TIMEOUT_S = 300.0
 
+EXAMPLES = (
+    "composer3d doctor debug-2-dp",
+    "torchrun --nproc-per-node 8 -m composer3d doctor llama3-8b-8-fsdp --write own.toml",
+)
 
-def run(*, recipe: str, sets: Sequence[str], write: str | None, as_json: bool) -> int:
-    """Examine: as one rank under torchrun, else with all ranks of the mesh on this machine.
 
-    Args:
+@dataclass(frozen=True)
+class Options:
+    """What the user asks for.
+
+    Attributes:
         recipe: the recipe's file.
         sets: overrides, each ``table.key=value``.
         write: a file to make, with a row of hardware for ``plan --gpu``; None makes none.
         as_json: whether to print one JSON object as the last line.
+    """
+
+    recipe: str
+    sets: Sequence[str]
+    write: str | None
+    as_json: bool
+
+
+def add_arguments(command: Parser) -> None:
+    """Add the arguments, whose names are those of ``Options``."""
+    add_recipe(command)
+    add_json(command)
+    command.add_argument(
+        "--write",
+        metavar="FILE.toml",
+        help="make FILE.toml, a row of hardware with the measured rates, for plan --gpu FILE.toml",
+    )
+
+
+def run(options: Options) -> int:
+    """Examine: as one rank under torchrun, else with all ranks of the mesh on this machine.
 
     Returns:
         The exit status: 0 if nothing is wrong, 1 if a group or a value is wrong, a rank is lost or
@@ -37,20 +67,27 @@ def run(*, recipe: str, sets: Sequence[str], write: str | None, as_json: bool) -
         UserError: the recipe or this machine cannot be used, or the file ``write`` exists or cannot
             be made.
     """
-    if write is not None and os.path.lexists(write):
-        raise UserError(f"--write {write}: the file exists; name another one")
-    if write is not None and environment.rank() == 0:
+    if options.write is not None and os.path.lexists(options.write):
+        raise UserError(f"--write {options.write}: the file exists; name another one")
+    if options.write is not None and environment.rank() == 0:
         # Before the minutes of measuring. Rank 0 alone writes the file.
-        folder = os.path.dirname(write) or "."
+        folder = os.path.dirname(options.write) or "."
         if not os.path.isdir(folder):
-            raise UserError(f"--write {write}: there is no folder {folder}; make it first")
+            raise UserError(f"--write {options.write}: there is no folder {folder}; make it first")
     if environment.is_rank():
-        return examine_rank(recipe, sets, write, as_json)
-    resolved = load(recipe, sets, check_files=False, may_import=True)
-    resolved, processes = job.count_processes(resolved, partial(_load, recipe, sets))
+        return examine_rank(options.recipe, options.sets, options.write, options.as_json)
+    resolved = load(options.recipe, options.sets, check_files=False, may_import=True)
+    resolved, processes = job.count_processes(
+        resolved, partial(_load, options.recipe, options.sets)
+    )
     if processes == 1:
-        return examine_rank(recipe, sets, write, as_json)
-    arguments = {"recipe": recipe, "sets": tuple(sets), "write": write, "as_json": as_json}
+        return examine_rank(options.recipe, options.sets, options.write, options.as_json)
+    arguments = {
+        "recipe": options.recipe,
+        "sets": tuple(options.sets),
+        "write": options.write,
+        "as_json": options.as_json,
+    }
     result = launch.run_ranks(examine_rank, arguments, processes=processes)
     job.print_lost_ranks(result, resolved.recipe.mesh)
     return result.status

@@ -2,7 +2,10 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from composer3d.commands.arguments import add_gpus, add_json, add_recipe, number
+from composer3d.commands.parser import Parser
 from composer3d.dryrun.report import StageReport, memory_table, traffic_table
 from composer3d.dryrun.run import dry_run
 from composer3d.facts import hardware
@@ -14,18 +17,47 @@ from composer3d.recipe.schema import Recipe
 _GPU = "H100-80GB SXM"
 _EFFICIENCY = 0.4
 
+EXAMPLES = (
+    "composer3d dryrun quickstart",
+    "composer3d dryrun llama3-405b-16384-3d --json",
+)
 
-def run(
-    *, recipe: str, sets: Sequence[str], gpus: int | None, routing_skew: float, as_json: bool
-) -> int:
-    """Print what each pipeline rank allocates and sends in a step.
 
-    Args:
+@dataclass(frozen=True)
+class Options:
+    """What the user asks for.
+
+    Attributes:
         recipe: the recipe's file.
         sets: overrides, each ``table.key=value``.
         gpus: the number of processes that the mesh must fill; None: those of the recipe.
         routing_skew: rows of the busiest rank of ep, divided by the mean.
         as_json: whether to print a JSON object instead of tables.
+    """
+
+    recipe: str
+    sets: Sequence[str]
+    gpus: int | None
+    routing_skew: float
+    as_json: bool
+
+
+def add_arguments(command: Parser) -> None:
+    """Add the arguments, whose names are those of ``Options``."""
+    add_recipe(command)
+    add_json(command)
+    add_gpus(command)
+    command.add_argument(
+        "--routing-skew",
+        metavar="X",
+        type=number,
+        default=1.0,
+        help="rows of the busiest rank of ep, divided by the mean; default: %(default)g, even",
+    )
+
+
+def run(options: Options) -> int:
+    """Print what each pipeline rank allocates and sends in a step.
 
     Returns:
         The exit status 0.
@@ -33,9 +65,11 @@ def run(
     Raises:
         UserError: the recipe cannot be used.
     """
-    resolved = load(recipe, sets, world_size=gpus, check_files=False, may_import=True).recipe
-    result = dry_run(resolved, skew=routing_skew)
-    if as_json:
+    resolved = load(
+        options.recipe, options.sets, world_size=options.gpus, check_files=False, may_import=True
+    ).recipe
+    result = dry_run(resolved, skew=options.routing_skew)
+    if options.as_json:
         print(json.dumps(result.as_json()))
         return 0
 

@@ -3,12 +3,15 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from composer3d.commands import job
+from composer3d.commands.arguments import add_json, add_run, add_sets, positive
+from composer3d.commands.parser import Parser
 from composer3d.facts.errors import UserError
 from composer3d.facts.text import printable
 from composer3d.recipe.draft import Document, Draft
@@ -21,23 +24,14 @@ _TIMEOUT_S = 600.0
 # With pp: enough micro-batches that few ranks wait.
 _MICRO_BATCHES_PER_STAGE = 4
 
+EXAMPLES = ("composer3d eval runs/quickstart data/held-out",)
 
-def run(
-    *,
-    src: str,
-    data: str,
-    batch: int,
-    seq_len: int | None,
-    packing: str | None,
-    dtype: str | None,
-    device: str,
-    recipe: str | None,
-    sets: Sequence[str],
-    as_json: bool,
-) -> int:
-    """Evaluate: as one rank under torchrun, else with all ranks of the mesh on this machine.
 
-    Args:
+@dataclass(frozen=True)
+class Options:
+    """What the user asks for.
+
+    Attributes:
         src: the checkpoint, as SRC of ``convert``.
         data: a folder of token files.
         batch: the sequences that a rank processes at once.
@@ -48,6 +42,49 @@ def run(
         recipe: the recipe of the run, for an architecture of the user's own.
         sets: overrides of the job's recipe, such as ``mesh.tp=2``.
         as_json: whether to print one JSON object as the last line.
+    """
+
+    src: str
+    data: str
+    batch: int
+    seq_len: int | None
+    packing: str | None
+    dtype: str | None
+    device: str
+    recipe: str | None
+    sets: Sequence[str]
+    as_json: bool
+
+
+def add_arguments(command: Parser) -> None:
+    """Add the arguments, whose names are those of ``Options``."""
+    add_json(command)
+    command.add_argument("src", metavar="SRC", help="a checkpoint, as SRC of convert")
+    command.add_argument("data", metavar="DATA", help="a folder that prepare made")
+    command.add_argument(
+        "--batch",
+        metavar="N",
+        type=positive,
+        default=8,
+        help="sequences that a process computes at once; default: %(default)s",
+    )
+    command.add_argument(
+        "--seq-len",
+        metavar="N",
+        type=positive,
+        help="tokens of a sequence; default: that of the run, or at most 2048",
+    )
+    command.add_argument(
+        "--packing",
+        choices=("none", "documents"),
+        help="as data.packing of a recipe; default: that of the run, or none",
+    )
+    add_run(command)
+    add_sets(command, help="a value of the job's recipe, such as mesh.tp=2; may be repeated")
+
+
+def run(options: Options) -> int:
+    """Evaluate: as one rank under torchrun, else with all ranks of the mesh on this machine.
 
     Returns:
         The exit status: 0 done, 1 a rank failed.
@@ -60,18 +97,18 @@ def run(
     from composer3d.generate.load import open_checkpoint
     from composer3d.generate.recipe import document_of, load_document
 
-    own = job.own_recipe(recipe)
-    checkpoint = open_checkpoint(Path(src), own)
+    own = job.own_recipe(options.recipe)
+    checkpoint = open_checkpoint(Path(options.src), own)
     usual = default_windows(checkpoint)
-    chosen: Any = packing or usual.packing
-    windows = Windows(seq_len=seq_len or usual.seq_len, packing=chosen)
-    notes = check_data(checkpoint, data, windows)
+    chosen: Any = options.packing or usual.packing
+    windows = Windows(seq_len=options.seq_len or usual.seq_len, packing=chosen)
+    notes = check_data(checkpoint, options.data, windows)
     for note in (*checkpoint.source.notes, *notes):
         if environment.rank() == 0:
             print(printable(note), file=sys.stderr)
-    dtype = dtype or checkpoint.dtype
+    dtype = options.dtype or checkpoint.dtype
     tables: dict[str, dict[str, Any]] = {
-        "run": {"device": device},
+        "run": {"device": options.device},
         # All processes of torchrun, unless --set says otherwise.
         "mesh": {"dp_shard": -1 if environment.is_rank() else 1},
         "parallel": {"schedule": "GPipe"},
@@ -81,16 +118,17 @@ def run(
         },
         "data": {
             "source": "tokens",
-            "path": data,
+            "path": options.data,
             "seq_len": windows.seq_len,
             "packing": windows.packing,
-            "micro_batch": batch,
+            "micro_batch": options.batch,
         },
     }
     document = document_of("eval", checkpoint, tables)
-    sets = [f"data.global_batch={_global_batch(document, sets, batch)}", *sets]
-    arguments: dict[str, Any] = {"document": document, "sets": tuple(sets), "src": src}
-    arguments |= {"own": own, "as_json": as_json}
+    global_batch = _global_batch(document, options.sets, options.batch)
+    sets = [f"data.global_batch={global_batch}", *options.sets]
+    arguments: dict[str, Any] = {"document": document, "sets": tuple(sets), "src": options.src}
+    arguments |= {"own": own, "as_json": options.as_json}
 
     def resolve(world_size: int | None = None) -> Resolved:
         return load_document(document, sets, world_size=world_size)

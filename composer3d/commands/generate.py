@@ -1,16 +1,20 @@
 """``composer3d generate``: go on with prompts, in one process or over the ranks of tp."""
 
+import argparse
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from composer3d.commands import job
+from composer3d.commands.arguments import MOST_DIGITS, add_json, add_run, number, positive
+from composer3d.commands.parser import Parser
 from composer3d.facts.errors import UserError
 from composer3d.facts.text import printable, printable_lines
 from composer3d.generate.prompts import Prompt, read_prompts
@@ -28,29 +32,17 @@ _TIMEOUT_S = 600.0
 
 _SHOWN_CHARACTERS = 60  # of a prompt above its completion
 
+EXAMPLES = (
+    'composer3d generate runs/quickstart --prompt "def main("',
+    "composer3d generate llama-hf --prompts prompts.txt --temperature 0.8 --top-p 0.95",
+)
 
-def run(
-    *,
-    src: str,
-    prompt: Sequence[str],
-    prompts: str | None,
-    max_tokens: int,
-    temperature: float,
-    top_p: float,
-    seed: int,
-    batch: int,
-    tokenizer: str | None,
-    no_special_tokens: bool,
-    dtype: str | None,
-    device: str,
-    tp: int | None,
-    recipe: str | None,
-    out: str | None,
-    as_json: bool,
-) -> int:
-    """Generate, and print the text that follows each prompt.
 
-    Args:
+@dataclass(frozen=True)
+class Options:
+    """What the user asks for.
+
+    Attributes:
         src: the checkpoint, as SRC of ``convert``.
         prompt: prompts.
         prompts: a file of prompts; see ``read_prompts``.
@@ -66,6 +58,114 @@ def run(
         recipe: the recipe of the run, for an architecture of the user's own.
         out: a file to make, with a line of JSON for each prompt.
         as_json: whether to print one JSON object as the last line.
+    """
+
+    src: str
+    prompt: Sequence[str]
+    prompts: str | None
+    max_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+    batch: int
+    tokenizer: str | None
+    no_special_tokens: bool
+    dtype: str | None
+    device: str
+    tp: int | None
+    recipe: str | None
+    out: str | None
+    as_json: bool
+
+
+def add_arguments(command: Parser) -> None:
+    """Add the arguments, whose names are those of ``Options``."""
+    add_json(command)
+    command.add_argument("src", metavar="SRC", help="a checkpoint, as SRC of convert")
+    command.add_argument(
+        "--prompt", metavar="TEXT", action="append", default=[], help="may be repeated"
+    )
+    command.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='a prompt on each line; in a .jsonl, {"prompt": "..."} or {"prompt": [1, 2]}, tokens',
+    )
+    command.add_argument(
+        "--max-tokens",
+        metavar="N",
+        type=positive,
+        default=64,
+        help="the most tokens after a prompt; default: %(default)s",
+    )
+    command.add_argument(
+        "--temperature",
+        metavar="X",
+        type=_temperature,
+        default=0.0,
+        help="divides the logits; 0, the default, always takes the most likely token",
+    )
+    command.add_argument(
+        "--top-p",
+        metavar="P",
+        type=_probability,
+        default=1.0,
+        help="choose among the most likely tokens that together have this probability; default: 1",
+    )
+    command.add_argument(
+        "--seed", metavar="N", type=_whole, default=0, help="of random choices; default: 0"
+    )
+    command.add_argument(
+        "--batch",
+        metavar="N",
+        type=positive,
+        default=8,
+        help="prompts that go on together; default: %(default)s",
+    )
+    command.add_argument(
+        "--tokenizer",
+        metavar="FILE|bytes",
+        help="a tokenizer.json; or bytes, which makes each byte a token; default: that of SRC",
+    )
+    command.add_argument(
+        "--no-special-tokens",
+        action="store_true",
+        help="take prompts without the tokens that the tokenizer adds, such as <s>",
+    )
+    add_run(command)
+    command.add_argument(
+        "--tp",
+        metavar="N",
+        type=positive,
+        help="processes that share each layer; default: 1, or all under torchrun",
+    )
+    command.add_argument(
+        "--out", metavar="FILE.jsonl", help="make FILE.jsonl, with a line for each prompt"
+    )
+
+
+def _whole(text: str) -> int:
+    if text.startswith("-") or not text.isdecimal():
+        words = f"must be a whole number of at least 0, got {one_line(text[:MOST_DIGITS])}"
+        raise argparse.ArgumentTypeError(words)
+    return 0 if text == "0" else positive(text)
+
+
+def _temperature(text: str) -> float:
+    value = number(text)
+    if not 0 <= value <= 1000:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 1000, got {one_line(text)}")
+    return value
+
+
+def _probability(text: str) -> float:
+    value = number(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {one_line(text)}")
+    return value
+
+
+def run(options: Options) -> int:
+    """Generate, and print the text that follows each prompt.
 
     Returns:
         The exit status: 0 done, 1 a rank failed.
@@ -73,9 +173,9 @@ def run(
     Raises:
         UserError: the checkpoint, the tokenizer, a prompt or the layout cannot be used.
     """
-    read = read_prompts(prompt, prompts)
-    if out is not None and os.path.lexists(out) and environment.rank() == 0:
-        raise UserError(f"--out {one_line(out)}: the file exists; name another one")
+    read = read_prompts(options.prompt, options.prompts)
+    if options.out is not None and os.path.lexists(options.out) and environment.rank() == 0:
+        raise UserError(f"--out {one_line(options.out)}: the file exists; name another one")
 
     # Imported here because these modules import torch.
     from composer3d.generate.sampling import Sampling
@@ -83,21 +183,27 @@ def run(
     from composer3d.runtime.process_group import pick_device
 
     request = Request(
-        src=src,
-        recipe=job.own_recipe(recipe),
+        src=options.src,
+        recipe=job.own_recipe(options.recipe),
         prompts=tuple(read),
-        max_tokens=max_tokens,
-        sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
-        batch=batch,
-        dtype=dtype,
-        tokenizer=tokenizer,
-        adds_special_tokens=not no_special_tokens,
+        max_tokens=options.max_tokens,
+        sampling=Sampling(temperature=options.temperature, top_p=options.top_p, seed=options.seed),
+        batch=options.batch,
+        dtype=options.dtype,
+        tokenizer=options.tokenizer,
+        adds_special_tokens=not options.no_special_tokens,
     )
-    if environment.is_rank() or (tp or 1) > 1:
-        return _run_ranks(request, tp or environment.world_size(), device, out=out, as_json=as_json)
+    if environment.is_rank() or (options.tp or 1) > 1:
+        return _run_ranks(
+            request,
+            options.tp or environment.world_size(),
+            options.device,
+            out=options.out,
+            as_json=options.as_json,
+        )
 
-    with open_session(request) as session, _Report(session, out, as_json) as report:
-        chosen: Any = device
+    with open_session(request) as session, _Report(session, options.out, options.as_json) as report:
+        chosen: Any = options.device
         result = generate_here(session, pick_device(chosen), **report.callbacks)
         report.finish(result)
     return 0

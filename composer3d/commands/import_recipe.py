@@ -2,26 +2,26 @@
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from composer3d.commands.arguments import add_json, add_sets, positive
+from composer3d.commands.parser import Parser
 from composer3d.facts.errors import UserError
 from composer3d.imports.result import Imported, import_file
 
+EXAMPLES = (
+    "composer3d import pretrain_gpt.sh --gpus 64 -o my.toml",
+    "composer3d import ds_config.json --gpus 16 --model llama3-8b -o my.toml",
+)
 
-def run(
-    *,
-    file: str,
-    out: str | None,
-    sets: list[str],
-    gpus: int | None,
-    model: str | None,
-    accept: list[str],
-    as_json: bool,
-) -> int:
-    """Write the recipe, and print what was taken over, what has no equal and what is open.
 
-    Args:
+@dataclass(frozen=True)
+class Options:
+    """What the user asks for.
+
+    Attributes:
         file: the configuration.
         out: the recipe to make; None prints it. It must not exist.
         sets: values of the recipe, each ``table.key=value``.
@@ -29,6 +29,56 @@ def run(
         model: a preset that gives the sizes that the file lacks.
         accept: the keys of open points that the user accepts.
         as_json: whether to print one JSON object as the last line.
+    """
+
+    file: str
+    out: str | None
+    sets: list[str]
+    gpus: int | None
+    model: str | None
+    accept: list[str]
+    as_json: bool
+
+
+def add_arguments(command: Parser) -> None:
+    """Add the arguments, whose names are those of ``Options``."""
+    add_json(command)
+    command.add_argument(
+        "file",
+        metavar="FILE",
+        help="a shell script or a Python dict with arguments of Megatron-LM, a DeepSpeed JSON, a "
+        "torchtitan TOML or JSON, or a YAML of nanotron, NeMo Automodel or Megatron-Bridge; it is "
+        "read as text, and nothing in it is executed",
+    )
+    command.add_argument(
+        "-o",
+        "--out",
+        metavar="FILE.toml",
+        help="recipe to make; it must not exist. Without it, the recipe is printed, and the report "
+        "goes to standard error",
+    )
+    command.add_argument(
+        "--gpus", metavar="N", type=positive, help="number of GPUs, if it is not in the file"
+    )
+    command.add_argument(
+        "--model",
+        metavar="PRESET",
+        help="model whose sizes complete those of the file; a DeepSpeed JSON has none",
+    )
+    command.add_argument(
+        "--accept",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="accept an open point: something that decides what is trained, and that the recipe "
+        "does not say. With open points, the recipe is a draft, which no command runs, and the "
+        "exit status is 1; may be repeated",
+    )
+    add_sets(command)
+
+
+def run(options: Options) -> int:
+    """Write the recipe, and print what was taken over, what has no equal and what is open.
 
     Returns:
         The exit status: 0, or 1 if the recipe is a draft with open points.
@@ -36,19 +86,21 @@ def run(
     Raises:
         UserError: no recipe can be made, or ``out`` cannot be written.
     """
-    if out is not None and Path(out).exists():
-        raise UserError(f"-o {out}: the file exists; choose another name")
-    imported = import_file(file, sets, gpus=gpus, model=model, accept=accept)
+    if options.out is not None and Path(options.out).exists():
+        raise UserError(f"-o {options.out}: the file exists; choose another name")
+    imported = import_file(
+        options.file, options.sets, gpus=options.gpus, model=options.model, accept=options.accept
+    )
     status = 1 if imported.made.open else 0
-    if out is not None:
-        _write(imported.text, Path(out))
-    if as_json:
+    if options.out is not None:
+        _write(imported.text, Path(options.out))
+    if options.as_json:
         print(json.dumps(_as_json(imported)))
         return status
-    if out is None:
+    if options.out is None:
         print(imported.text, end="")
-    report = sys.stderr if out is None else sys.stdout
-    print(*_report(imported, out), sep="\n", file=report)
+    report = sys.stderr if options.out is None else sys.stdout
+    print(*_report(imported, options.out), sep="\n", file=report)
     return status
 
 

@@ -1,30 +1,76 @@
 """``composer3d inspect``: report what a checkpoint or token files contain, and if all is whole."""
 
+import argparse
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from composer3d.convert.inspect import inspect
-from composer3d.data.examine import Sample, as_report, decode_samples, measure_lengths
-from composer3d.data.tokens import find_damage
+from composer3d.commands.arguments import add_json
+from composer3d.commands.parser import Parser
 from composer3d.facts.errors import DataError
 from composer3d.facts.text import printable
 from composer3d.facts.token_manifest import MANIFEST, read_manifest
 
 _BAR = 30  # characters of the longest bar of a histogram
 
+EXAMPLES = (
+    "composer3d inspect runs/quickstart",
+    "composer3d inspect data/train --json",
+)
 
-def run(path: str, *, tensors: bool, full: bool, samples: int, as_json: bool) -> int:
-    """Print a report on a checkpoint, or on a folder of token files.
 
-    Args:
+@dataclass(frozen=True)
+class Options:
+    """What the user asks for.
+
+    Attributes:
         path: the checkpoint, in any format that ``convert`` reads, or a folder that ``prepare``
             made.
         tensors: whether to list each tensor with its shape and dtype.
         samples: how many documents of token files to show as text.
         full: whether to compare all token files with their digests, not only their sizes.
         as_json: whether to print one JSON object instead of text.
+    """
+
+    path: str
+    tensors: bool
+    full: bool
+    samples: int
+    as_json: bool
+
+
+def add_arguments(command: Parser) -> None:
+    """Add the arguments, whose names are those of ``Options``."""
+    add_json(command)
+    command.add_argument(
+        "path", metavar="PATH", help="a checkpoint, as SRC of convert, or token files"
+    )
+    command.add_argument("--tensors", action="store_true", help="list each tensor")
+    command.add_argument(
+        "--samples",
+        metavar="N",
+        type=_samples,
+        default=3,
+        help="documents of token files to show as text; default: %(default)s; 0: none",
+    )
+    command.add_argument(
+        "--full",
+        action="store_true",
+        help="read all token files, and compare them with their digests; without it, only their "
+        "sizes are checked. A checkpoint is always read whole",
+    )
+
+
+def _samples(text: str) -> int:
+    if len(text) > 4 or not text.isdecimal() or int(text) > 1000:
+        raise argparse.ArgumentTypeError("must be a whole number from 0 to 1000")
+    return int(text)
+
+
+def run(options: Options) -> int:
+    """Print a report on a checkpoint, or on a folder of token files.
 
     Returns:
         The exit status: 0 if it is complete, 1 if it is not.
@@ -34,12 +80,17 @@ def run(path: str, *, tensors: bool, full: bool, samples: int, as_json: bool) ->
         DataError: the manifest of token files cannot be used.
         UserError: a later version of composer3d wrote the checkpoint.
     """
-    if os.path.exists(Path(path) / MANIFEST):  # unlike Path.exists, False for any odd name
-        return _inspect_tokens(Path(path), full=full, samples=samples, as_json=as_json)
-    report = inspect(Path(path))
+    if os.path.exists(Path(options.path) / MANIFEST):  # unlike Path.exists, False for any odd name
+        return _inspect_tokens(
+            Path(options.path), full=options.full, samples=options.samples, as_json=options.as_json
+        )
+    # Imported here because this module imports torch.
+    from composer3d.convert.inspect import inspect
+
+    report = inspect(Path(options.path))
     status = 0 if report["whole"] else 1
-    if as_json:
-        if not tensors:
+    if options.as_json:
+        if not options.tensors:
             del report["tensors"]
         print(json.dumps(report))
         return status
@@ -62,7 +113,7 @@ def run(path: str, *, tensors: bool, full: bool, samples: int, as_json: bool) ->
             print(printable(f"{name:<13}{value}"))
     for line in (*report["problems"], *report["notes"]):
         print(printable(line))
-    if tensors:
+    if options.tensors:
         for name, (shape, dtype) in report["tensors"].items():
             print(f"  {printable(name)} {shape} {dtype}")
     return status
@@ -70,6 +121,10 @@ def run(path: str, *, tensors: bool, full: bool, samples: int, as_json: bool) ->
 
 def _inspect_tokens(folder: Path, *, full: bool, samples: int, as_json: bool) -> int:
     """Print a report on token files. With ``full``, every byte is compared with its digest."""
+    # Imported here because these modules import numpy.
+    from composer3d.data.examine import Sample, as_report, decode_samples, measure_lengths
+    from composer3d.data.tokens import find_damage
+
     manifest = read_manifest(folder)
     problems = find_damage(manifest, full=full)
     notes: list[str] = []

@@ -6,9 +6,11 @@ It answers without torch, unless the architecture is a user's own.
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from composer3d.commands.arguments import add_picture, positive
+from composer3d.commands.parser import Parser
 from composer3d.draw import layout_svg, layout_text
 from composer3d.draw.files import write_picture
 from composer3d.draw.layout import AxisTraffic, Layout, make_layout
@@ -17,25 +19,47 @@ from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import AXES, Recipe
 from composer3d.recipe.values import one_line
 
+EXAMPLES = (
+    "composer3d layout quickstart",
+    "composer3d layout llama3-405b-16384-3d -o layout.svg",
+)
 
-def run(
-    *,
-    recipe: str,
-    sets: list[str],
-    gpus: int | None,
-    gpus_per_node: int,
-    out: str | None,
-    as_json: bool,
-) -> int:
-    """Draw the mesh of a recipe: nodes, layers, shards, samples, and the bytes of each axis.
 
-    Args:
+@dataclass(frozen=True)
+class Options:
+    """What the user asks for.
+
+    Attributes:
         recipe: the recipe's file.
         sets: overrides, each ``table.key=value``.
         gpus: the number of processes that the mesh must fill; None: as the recipe says.
         gpus_per_node: ranks of a node.
         out: an SVG file to write; None prints the picture with characters.
         as_json: whether to print one JSON object instead of text.
+    """
+
+    recipe: str
+    sets: list[str]
+    gpus: int | None
+    gpus_per_node: int
+    out: str | None
+    as_json: bool
+
+
+def add_arguments(command: Parser) -> None:
+    """Add the arguments, whose names are those of ``Options``."""
+    add_picture(command)
+    command.add_argument(
+        "--gpus-per-node",
+        metavar="N",
+        type=positive,
+        default=8,
+        help="ranks of a node; default: %(default)s",
+    )
+
+
+def run(options: Options) -> int:
+    """Draw the mesh of a recipe: nodes, layers, shards, samples, and the bytes of each axis.
 
     Returns:
         The exit status 0.
@@ -43,18 +67,18 @@ def run(
     Raises:
         UserError: the recipe cannot be used, or the file cannot be written.
     """
-    chosen = load(recipe, sets, world_size=gpus, may_import=True).recipe
-    layout = make_layout(chosen, gpus_per_node)
-    heading = f"{os.path.basename(recipe)}: {mesh_words(chosen)}"
+    chosen = load(options.recipe, options.sets, world_size=options.gpus, may_import=True).recipe
+    layout = make_layout(chosen, options.gpus_per_node)
+    heading = f"{os.path.basename(options.recipe)}: {mesh_words(chosen)}"
     note = note_of(layout)
-    if out is not None:
-        write_picture(out, layout_svg.draw(layout, heading=heading, notes=[note]))
-    if as_json:
+    if options.out is not None:
+        write_picture(options.out, layout_svg.draw(layout, heading=heading, notes=[note]))
+    if options.as_json:
         print(json.dumps(_as_json(layout)))
-    elif out is None:
+    elif options.out is None:
         print(heading, note, "", layout_text.render(layout, style_of(sys.stdout)), sep="\n", end="")
     else:
-        print(f"wrote {one_line(out)}")
+        print(f"wrote {one_line(options.out)}")
     return 0
 
 

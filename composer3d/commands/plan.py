@@ -1,10 +1,12 @@
 """``composer3d plan``: rank the legal layouts of a recipe by predicted time. It needs no torch."""
 
 import json
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from composer3d.commands.arguments import add_json, add_recipe, positive
+from composer3d.commands.parser import Parser
 from composer3d.facts import hardware
 from composer3d.facts.errors import DeviceError, UserError
 from composer3d.models.registry import is_ours
@@ -38,23 +40,18 @@ _NOT_FITTED = (
 )
 _MEMORY_KINDS = tuple(entry.name for entry in fields(RankMemory))
 
+EXAMPLES = (
+    "composer3d plan llama3-8b-8-fsdp --gpu H100",
+    "composer3d plan llama3-8b-8-fsdp --gpus 16 --write fastest.toml",
+    "composer3d plan llama3-8b-8-fsdp --gpu A100-80GB --memory",
+)
 
-def run(
-    *,
-    recipe: str,
-    sets: list[str],
-    gpus: int | None,
-    gpu: str,
-    gpus_per_node: int,
-    top: int,
-    memory: bool,
-    scale: bool,
-    write: str | None,
-    as_json: bool,
-) -> int:
-    """Print the fastest layouts, or the memory of the recipe's own layout.
 
-    Args:
+@dataclass(frozen=True)
+class Options:
+    """What the user asks for.
+
+    Attributes:
         recipe: the recipe's file.
         sets: overrides, each ``table.key=value``.
         gpus: the number of devices; None: as many as the recipe's mesh has.
@@ -65,6 +62,55 @@ def run(
         scale: whether to print the fastest layout for 8, 64, 512 and 2,048 devices as well.
         write: a file to make, with the fastest layout as a recipe.
         as_json: whether to print one JSON object as the last line.
+    """
+
+    recipe: str
+    sets: list[str]
+    gpus: int | None
+    gpu: str
+    gpus_per_node: int
+    top: int
+    memory: bool
+    scale: bool
+    write: str | None
+    as_json: bool
+
+
+def add_arguments(command: Parser) -> None:
+    """Add the arguments, whose names are those of ``Options``."""
+    add_recipe(command)
+    add_json(command)
+    command.add_argument(
+        "--gpus", metavar="N", type=positive, help="devices; default: as many as the recipe's mesh"
+    )
+    command.add_argument(
+        "--gpu",
+        metavar="NAME|FILE",
+        default="H100",
+        help="a device, such as A100-80GB, H100, H200, B200, GB200, MI300X or CPU, or a TOML file "
+        "with a row of your own; default: %(default)s",
+    )
+    command.add_argument(
+        "--gpus-per-node", metavar="N", type=positive, default=8, help="default: %(default)s"
+    )
+    command.add_argument(
+        "--top", metavar="N", type=positive, default=10, help="layouts; default: %(default)s"
+    )
+    command.add_argument(
+        "--memory", action="store_true", help="only say whether the recipe, as it is, fits"
+    )
+    command.add_argument(
+        "--scale",
+        action="store_true",
+        help="also plan for 8, 64, 512 and 2048 devices, up to --gpus",
+    )
+    command.add_argument(
+        "--write", metavar="FILE", help="make FILE, a recipe with the fastest layout"
+    )
+
+
+def run(options: Options) -> int:
+    """Print the fastest layouts, or the memory of the recipe's own layout.
 
     Returns:
         The exit status: 0, or 1 if nothing fits.
@@ -72,37 +118,43 @@ def run(
     Raises:
         UserError: the recipe or the device cannot be used.
     """
-    device = Device(hardware=find_device(gpu), per_node=gpus_per_node)
-    resolved = load(recipe, sets, check_files=False, may_import=True)
-    if gpus is not None and resolved.fills_world:
-        resolved = load(recipe, sets, check_files=False, world_size=gpus, may_import=True)
-    if not is_ours(resolved.recipe.model.architecture) and not as_json:
+    device = Device(hardware=find_device(options.gpu), per_node=options.gpus_per_node)
+    resolved = load(options.recipe, options.sets, check_files=False, may_import=True)
+    if options.gpus is not None and resolved.fills_world:
+        resolved = load(
+            options.recipe,
+            options.sets,
+            check_files=False,
+            world_size=options.gpus,
+            may_import=True,
+        )
+    if not is_ours(resolved.recipe.model.architecture) and not options.as_json:
         print(_OWN_ARCHITECTURE)
-    elif resolved.recipe.optim.train is not None and not as_json:
+    elif resolved.recipe.optim.train is not None and not options.as_json:
         print(_FROZEN)
-    if not device.hardware.is_fitted and not as_json and not memory:
+    if not device.hardware.is_fitted and not options.as_json and not options.memory:
         print(_NOT_FITTED.format(name=device.hardware.name))
-    if memory:
-        return _memory(resolved.recipe, device, as_json)
+    if options.memory:
+        return _memory(resolved.recipe, device, options.as_json)
 
-    count = gpus or resolved.recipe.world_size
+    count = options.gpus or resolved.recipe.world_size
     with Progress("plan", 0, "predictions") as progress:
         found = search(
             resolved.recipe,
             count,
             device,
-            top,
+            options.top,
             report=lambda what: progress.advance(note=f"{what} of each layout"),
         )
     if not found.legal:
         batch = resolved.recipe.data.global_batch
         raise UserError(
-            f"{recipe} has no legal layout on {count:,} devices with data.global_batch = {batch}; "
-            "try a batch that grows with the devices, such as "
+            f"{options.recipe} has no legal layout on {count:,} devices with "
+            f"data.global_batch = {batch}; try a batch that grows with the devices, such as "
             f"--set data.global_batch={_larger_batch(batch, resolved.recipe.world_size, count)}"
         )
-    if write is not None and found.fitting:
-        _write(resolved, found.plans[0].recipe, Path(write))
+    if options.write is not None and found.fitting:
+        _write(resolved, found.plans[0].recipe, Path(options.write))
     answer: dict[str, Any] = {
         "gpus": count,
         "gpu": device.hardware.name,
@@ -112,7 +164,7 @@ def run(
         "layouts": [_as_json(plan) for plan in found.plans],
     }
     table = []
-    if scale:
+    if options.scale:
         with Progress("plan --scale", 0, "predictions") as progress:
             table = scaling(
                 resolved.recipe,
@@ -121,14 +173,14 @@ def run(
                 report=lambda what: progress.advance(note=f"{what}, of each layout"),
             )
         answer["scaling"] = [_scale_json(point) for point in table]
-    if as_json:
+    if options.as_json:
         print(json.dumps(answer))
         return 0 if found.fitting else 1
     _print_search(answer, found.plans, device)
     if table:
         _print_scaling(table)
-    if write is not None and found.fitting:
-        print(f"the fastest layout is written to {one_line(write)}")
+    if options.write is not None and found.fitting:
+        print(f"the fastest layout is written to {one_line(options.write)}")
     return 0 if found.fitting else 1
 
 

@@ -1,97 +1,241 @@
 """``composer3d prepare``: make token files from text."""
 
+import argparse
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from composer3d.data.examples import Answers, Chat, Examples
-from composer3d.data.prepare import prepare
+from composer3d.commands.arguments import add_json, number, positive
+from composer3d.commands.parser import Parser
 from composer3d.facts.errors import DataError
+from composer3d.facts.ranges import MOST_VOCAB
 from composer3d.recipe.values import one_line
 
+_LEAST_VOCAB = 257
 
-def run(
-    *,
-    sources: Sequence[str],
-    out: str,
-    tokenizer: str | None,
-    train_tokenizer: int | None,
-    eod: str | None,
-    field: str | None,
-    processes: int | None,
-    shard_tokens: int,
-    split: float | None,
-    kind: str,
-    prompt_field: str | None,
-    answer_field: str | None,
-    chat_template: str | None,
-    max_expansion: int,
-    as_json: bool,
-) -> int:
+EXAMPLES = (
+    "composer3d prepare corpus/ -o data/train --tokenizer tokenizer.json",
+    "composer3d prepare chats.jsonl -o data/chats --tokenizer llama-hf --kind chat",
+    "composer3d prepare wiki.parquet -o data/wiki --train-tokenizer 32000",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asks for.
+
+    Those that are not named here are arguments of ``data.prepare.prepare``.
+
+    Attributes:
+        kind: the kind of the sources: "text", "answers" or "chat".
+        prompt_field, answer_field, chat_template: describe the examples of a kind; None: as usual.
+        as_json: whether to print a JSON object as the last line.
+    """
+
+    sources: Sequence[str]
+    out: str
+    tokenizer: str | None
+    train_tokenizer: int | None
+    eod: str | None
+    field: str | None
+    processes: int | None
+    shard_tokens: int
+    split: float | None
+    kind: str
+    prompt_field: str | None
+    answer_field: str | None
+    chat_template: str | None
+    max_expansion: int
+    as_json: bool
+
+
+def add_arguments(command: Parser) -> None:
+    """Add the arguments, whose names are those of ``Options``."""
+    add_json(command)
+    command.add_argument(
+        "sources",
+        metavar="SRC",
+        nargs="+",
+        help="a text file, or a folder of them: each file is a document; or a .jsonl or .parquet "
+        "file, or a folder of one of them, or a folder that save_to_disk of datasets made: each "
+        "line or row is a document. Text beside the others is refused. Files of text and JSONL may "
+        "end in .gz or .zst. Hidden files and links to folders are skipped",
+    )
+    command.add_argument(
+        "-o", "--out", metavar="DIR", required=True, help="folder to make; it must not exist"
+    )
+    tokenizers = command.add_mutually_exclusive_group(required=True)
+    command.note(
+        tokenizers.add_argument(
+            "--tokenizer",
+            metavar="FILE|DIR|bytes",
+            help="a tokenizer.json, or a Hugging Face folder that has one; or bytes, which makes "
+            "each byte a token",
+        )
+    )
+    command.note(
+        tokenizers.add_argument(
+            "--train-tokenizer",
+            metavar="N",
+            type=_vocabulary,
+            help="train a byte-level BPE of N tokens on the sources, write DIR/tokenizer.json and "
+            "DIR/tokenizer_config.json, and prepare with it",
+        )
+    )
+    command.add_argument(
+        "--kind",
+        choices=("text", "answers", "chat"),
+        default="text",
+        help="text: all tokens are learned; answers: lines of JSONL with a prompt and an answer, "
+        "which alone is learned; chat: conversations, of which the turns of the assistant are "
+        "learned. Lines of ShareGPT and Alpaca are read too; default: %(default)s",
+    )
+    command.add_argument(
+        "--prompt-field",
+        metavar="KEY",
+        help="with --kind answers: key of the prompt; default: prompt",
+    )
+    command.add_argument(
+        "--answer-field",
+        metavar="KEY",
+        help="with --kind answers: key of the answer, such as completion; default: answer",
+    )
+    command.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="with --kind chat: the chat template; default: the one of the tokenizer, in "
+        "chat_template.jinja or tokenizer_config.json beside it",
+    )
+    command.add_argument(
+        "--eod",
+        metavar="TOKEN",
+        help="token after each document; default: the eos_token that files beside the tokenizer "
+        "name, or a usual one; <|endoftext|> of one that is trained",
+    )
+    command.add_argument(
+        "--field",
+        metavar="KEY",
+        help="key of the text in a line of JSONL, or its column in a table; default: text. With "
+        "this option, a file of any other name is read as JSONL. With --kind chat: key of the "
+        "messages; default: messages",
+    )
+    command.add_argument(
+        "--processes",
+        metavar="N",
+        type=positive,
+        help="processes that tokenize; the output does not depend on it; default: one a core",
+    )
+    command.add_argument(
+        "--split",
+        metavar="SHARE",
+        type=_share,
+        help="make DIR/train and DIR/validation, with this share of the documents in the latter, "
+        "such as 0.01; the text of a document decides, so that equal documents stay together",
+    )
+    command.add_argument(
+        "--shard-tokens",
+        metavar="N",
+        type=positive,
+        default=100_000_000,
+        help="a shard ends with the document that reaches N tokens; an interrupted prepare goes on "
+        "after its last shard; default: %(default)s",
+    )
+    command.add_argument(
+        "--max-expansion",
+        metavar="N",
+        type=positive,
+        default=100,
+        help="refuse a compressed file or a table that holds more than N bytes of text for each of "
+        "its bytes, and over 64 MiB of text; default: %(default)s",
+    )
+
+
+def _vocabulary(text: str) -> int:
+    number = positive(text)
+    if not _LEAST_VOCAB <= number <= MOST_VOCAB:
+        raise argparse.ArgumentTypeError(
+            f"must be from {_LEAST_VOCAB} (the bytes, and the end of a document) to "
+            f"{MOST_VOCAB:,}, got {number}"
+        )
+    return number
+
+
+def _share(text: str) -> float:
+    value = number(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and below 1, got {value:g}")
+    return value
+
+
+def run(options: Options) -> int:
     """Write token files, and print their numbers of documents and tokens.
 
-    The arguments are those of ``data.prepare.prepare``, which raises the errors; ``kind``,
-    ``prompt_field``, ``answer_field`` and ``chat_template`` describe its ``examples``. ``as_json``
-    also prints a JSON object, as the last line. Returns the exit status 0.
+    ``data.prepare.prepare`` raises the other errors. Returns the exit status 0.
 
     Raises:
         DataError: an option does not belong to this ``kind``.
     """
+    # Imported here because these modules import torch.
+    from composer3d.data.examples import Answers, Chat, Examples
+    from composer3d.data.prepare import prepare
+
     for option, value, its_kind in (
-        ("--prompt-field", prompt_field, Answers.kind),
-        ("--answer-field", answer_field, Answers.kind),
-        ("--chat-template", chat_template, Chat.kind),
+        ("--prompt-field", options.prompt_field, Answers.kind),
+        ("--answer-field", options.answer_field, Answers.kind),
+        ("--chat-template", options.chat_template, Chat.kind),
     ):
-        if value is not None and kind != its_kind:
+        if value is not None and options.kind != its_kind:
             raise DataError(
-                f"{option} is only used with --kind {its_kind}, and this is --kind {kind}; "
+                f"{option} is only used with --kind {its_kind}, and this is --kind {options.kind}; "
                 f"remove it, or give --kind {its_kind}"
             )
-    if train_tokenizer is not None and kind != "text":
+    if options.train_tokenizer is not None and options.kind != "text":
         raise DataError(
-            f"--train-tokenizer is not used with --kind {kind}, because examples are learned with "
-            "the tokenizer of a trained model; give --tokenizer"
+            f"--train-tokenizer is not used with --kind {options.kind}, because examples are "
+            "learned with the tokenizer of a trained model; give --tokenizer"
         )
     examples: Examples | None = None
-    if kind == Answers.kind:
-        if field is not None:
+    if options.kind == Answers.kind:
+        if options.field is not None:
             raise DataError(
                 "--field is not used with --kind answers; give --prompt-field and --answer-field"
             )
-        examples = Answers(prompt_field or Answers.prompt, answer_field or Answers.answer)
-    elif kind == Chat.kind:
-        examples = Chat(field or Chat.messages, chat_template)
+        examples = Answers(
+            options.prompt_field or Answers.prompt, options.answer_field or Answers.answer
+        )
+    elif options.kind == Chat.kind:
+        examples = Chat(options.field or Chat.messages, options.chat_template)
     begin = time.monotonic()
     written = prepare(
-        sources,
-        out,
-        tokenizer=tokenizer,
-        train_tokenizer=train_tokenizer,
-        eod=eod,
-        field=field if examples is None else None,
-        processes=processes,
-        shard_tokens=shard_tokens,
-        split=split,
+        options.sources,
+        options.out,
+        tokenizer=options.tokenizer,
+        train_tokenizer=options.train_tokenizer,
+        eod=options.eod,
+        field=options.field if examples is None else None,
+        processes=options.processes,
+        shard_tokens=options.shard_tokens,
+        split=options.split,
         examples=examples,
-        max_expansion=max_expansion,
+        max_expansion=options.max_expansion,
     )
     seconds = time.monotonic() - begin
     megabytes = (written["source_bytes"] - written["resumed_bytes"]) / 1e6
+    out = one_line(options.out)
     print(
-        f"{one_line(out)}: {written['documents']:,} documents, {written['tokens']:,} tokens of "
+        f"{out}: {written['documents']:,} documents, {written['tokens']:,} tokens of "
         f"{written['vocab']:,} ({written['dtype']}), {megabytes:,.1f} MB in {seconds:.1f} s "
         f"({megabytes / seconds:.1f} MB/s)"
     )
     if "learned" in written:
         share = written["learned"] / written["tokens"]
-        print(f"{one_line(out)}: {written['learned']:,} tokens are learned ({share:.1%})")
+        print(f"{out}: {written['learned']:,} tokens are learned ({share:.1%})")
     for name, count in written.get("splits", {}).items():
-        print(
-            f"{one_line(out)}/{name}: {count['documents']:,} documents, {count['tokens']:,} tokens"
-        )
-    if train_tokenizer is not None:
+        print(f"{out}/{name}: {count['documents']:,} documents, {count['tokens']:,} tokens")
+    if options.train_tokenizer is not None:
         trained = one_line(written["trained_tokenizer"])
         print(f"{trained}: trained on this text, {written['vocab']:,} tokens")
-    if as_json:
-        print(json.dumps({"ok": True, "out": out, **written, "seconds": seconds}))
+    if options.as_json:
+        print(json.dumps({"ok": True, "out": options.out, **written, "seconds": seconds}))
     return 0

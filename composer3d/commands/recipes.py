@@ -1,14 +1,17 @@
 """``composer3d recipes``: list, show and copy the recipes that come with composer3d. No torch."""
 
+import argparse
 import json
 import os
 import re
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from composer3d.commands.parser import did_you_mean
+from composer3d.commands.arguments import add_json
+from composer3d.commands.parser import Parser, did_you_mean
 from composer3d.facts.errors import UserError
 from composer3d.facts.toml import parse_toml
 from composer3d.models.registry import architecture
@@ -24,16 +27,57 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
-def run(
-    *, action: str, name: str | None = None, dest: str | None = None, as_json: bool = False
-) -> int:
-    """List, show or copy recipes.
+EXAMPLES = (
+    "composer3d recipes ls",
+    "composer3d recipes show quickstart",
+    "composer3d recipes cp quickstart my.toml",
+)
 
-    Args:
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asks for.
+
+    Attributes:
         action: "ls", "show" or "cp".
         name: the recipe to show or to copy, with or without ``.toml``.
         dest: the file or the folder of the copy; None is a file in the working directory.
         as_json: whether ``ls`` prints one JSON object instead of a table.
+    """
+
+    action: str
+    name: str | None = None
+    dest: str | None = None
+    as_json: bool = False
+
+
+def add_arguments(command: Parser) -> None:
+    """Add the arguments, whose names are those of ``Options``."""
+    actions = command.add_subparsers(metavar="ls|show|cp", required=True)
+
+    def add_action(name: str, description: str) -> argparse.ArgumentParser:
+        action: argparse.ArgumentParser = actions.add_parser(
+            name, help=description, description=description
+        )
+        action.set_defaults(action=name)
+        if name != "ls":
+            action.add_argument("name", metavar="NAME", help="a recipe, as ls lists it")
+        return action
+
+    add_json(add_action("ls", "list the recipes with their size, mesh and purpose"))
+    add_action("show", "print a recipe as it is written; composer3d check NAME resolves it")
+    add_action(
+        "cp", "copy a recipe, with the recipes that it inherits, to change it; overwrites nothing"
+    ).add_argument(
+        "dest",
+        metavar="DEST",
+        nargs="?",
+        help="a folder, or a file that ends with .toml; default: NAME.toml in this folder",
+    )
+
+
+def run(options: Options) -> int:
+    """List, show or copy recipes.
 
     Returns:
         The exit status 0.
@@ -41,13 +85,13 @@ def run(
     Raises:
         UserError: there is no such recipe, or the copy cannot be made.
     """
-    if action == "ls":
-        return _list(as_json=as_json)
-    path = find(name or "")
-    if action == "show":
+    if options.action == "ls":
+        return _list(as_json=options.as_json)
+    path = find(options.name or "")
+    if options.action == "show":
         print(path.read_text(encoding="utf-8"), end="")
         return 0
-    made = copy(path, dest)
+    made = copy(path, options.dest)
     for file in made:
         print(f"made {one_line(str(file))}")
     print(f"train it: composer3d train {one_line(str(made[0]))}")

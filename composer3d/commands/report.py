@@ -1,17 +1,20 @@
 """``composer3d report``: write one page about a run, or about two. It answers without torch."""
 
 import json
-from dataclasses import MISSING
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
+from composer3d.commands.arguments import add_json, positive
 from composer3d.commands.layout import mesh_words, note_of
+from composer3d.commands.parser import Parser
 from composer3d.commands.plan import find_device
 from composer3d.commands.timeline import MOST_ACTIONS, UNIT_NOTE, of_recipe, page_of_run
 from composer3d.draw import layout_svg, timeline
 from composer3d.draw.layout import make_layout
 from composer3d.facts import hardware, trace
 from composer3d.facts.errors import UserError
+from composer3d.facts.tags import COUNTED_TOKENS
 from composer3d.facts.text import printable
 from composer3d.models.registry import architecture
 from composer3d.planner.search import Device, price
@@ -28,19 +31,18 @@ from composer3d.runtime.files import write_atomic
 _MOST_STAGES = 256
 _MOST_COUNTED = 2_000_000
 
+EXAMPLES = (
+    "composer3d report runs/quickstart",
+    "composer3d report runs/a runs/b",
+)
+DETAILS = f"It says tokens/s and the tokens seen. {COUNTED_TOKENS}"
 
-def run(
-    *,
-    run: str,
-    other: str | None,
-    out: str | None,
-    gpu: str | None,
-    gpus_per_node: int,
-    as_json: bool,
-) -> int:
-    """Write the report of a run, or of two.
 
-    Args:
+@dataclass(frozen=True)
+class Options:
+    """What the user asks for.
+
+    Attributes:
         run: the folder of a run.
         other: the folder of another run; None: there is nothing to compare.
         out: the HTML file to write; None: ``report.html`` in the folder of the run, or
@@ -48,6 +50,42 @@ def run(
         gpu: the device whose speed is predicted; None: that of the run.
         gpus_per_node: devices that share a node.
         as_json: whether to print one JSON object instead of text.
+    """
+
+    run: str
+    other: str | None
+    out: str | None
+    gpu: str | None
+    gpus_per_node: int
+    as_json: bool
+
+
+def add_arguments(command: Parser) -> None:
+    """Add the arguments, whose names are those of ``Options``."""
+    add_json(command)
+    command.add_argument("run", metavar="RUN", help="the folder of a run")
+    command.add_argument(
+        "other", metavar="RUN", nargs="?", help="the folder of another run, to compare them"
+    )
+    command.add_argument(
+        "-o",
+        "--out",
+        metavar="FILE.html",
+        help="default: report.html in the folder of the run, or compare-NAME.html, where NAME is "
+        "that of the other run",
+    )
+    command.add_argument(
+        "--gpu",
+        metavar="NAME|FILE",
+        help="the device whose speed is predicted, as in plan; default: that of the run",
+    )
+    command.add_argument(
+        "--gpus-per-node", metavar="N", type=positive, default=8, help="default: %(default)s"
+    )
+
+
+def run(options: Options) -> int:
+    """Write the report of a run, or of two.
 
     Returns:
         The exit status 0.
@@ -55,14 +93,14 @@ def run(
     Raises:
         UserError: a folder is not that of a run, or the file cannot be written.
     """
-    device = None if gpu is None else find_device(gpu)
-    folders = [folder.read(path) for path in (run, other) if path is not None]
+    device = None if options.gpu is None else find_device(options.gpu)
+    folders = [folder.read(path) for path in (options.run, options.other) if path is not None]
     subjects = [
-        _subject(found, label, device, gpus_per_node)
+        _subject(found, label, device, options.gpus_per_node)
         for found, label in zip(folders, _labels(folders), strict=True)
     ]
-    path = _path(folders, out)
-    differences = _differences(folders) if other is not None else None
+    path = _path(folders, options.out)
+    differences = _differences(folders) if options.other is not None else None
     text = page.render(subjects, differences)
     try:
         write_atomic(path, text)
@@ -70,7 +108,7 @@ def run(
         raise UserError(
             f"{one_line(str(path))} cannot be written ({error.strerror}); name a file with -o"
         ) from None
-    if as_json:
+    if options.as_json:
         print(json.dumps({"ok": True, "report": str(path), "runs": list(map(_as_json, subjects))}))
         return 0
     for subject in subjects:

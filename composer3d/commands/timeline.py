@@ -4,10 +4,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from composer3d.commands.arguments import add_picture, positive
+from composer3d.commands.parser import Parser
 from composer3d.commands.plan import find_device
 from composer3d.draw.files import write_picture
 from composer3d.draw.measured import measured_timeline, replayed_timeline
@@ -53,22 +55,18 @@ class Page(NamedTuple):
     facts: dict[str, Any]
 
 
-def run(
-    *,
-    recipe: str | None,
-    sets: list[str],
-    gpus: int | None,
-    gpu: str | None,
-    gpus_per_node: int,
-    measured: str | None,
-    step: int | None,
-    out: str | None,
-    compare: str | None,
-    as_json: bool,
-) -> int:
-    """Draw when each pipeline rank runs which action, and say how large the bubble is.
+EXAMPLES = (
+    "composer3d timeline quickstart",
+    "composer3d timeline llama-175b-512-3d --gpu H100 --compare GPipe -o timeline.svg",
+    "composer3d timeline --measured runs/quickstart",
+)
 
-    Args:
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asks for.
+
+    Attributes:
         recipe: the recipe's file; None: only a run is drawn.
         sets: overrides, each ``table.key=value``.
         gpus: the number of processes that the mesh must fill; None: as the recipe says.
@@ -79,6 +77,49 @@ def run(
         out: an SVG file to write; None prints the picture with characters.
         compare: another schedule, which is drawn below.
         as_json: whether to print one JSON object instead of a picture with characters.
+    """
+
+    recipe: str | None
+    sets: list[str]
+    gpus: int | None
+    gpu: str | None
+    gpus_per_node: int
+    measured: str | None
+    step: int | None
+    out: str | None
+    compare: str | None
+    as_json: bool
+
+
+def add_arguments(command: Parser) -> None:
+    """Add the arguments, whose names are those of ``Options``."""
+    add_picture(command, is_optional=True)
+    command.add_argument(
+        "--compare",
+        metavar="SCHEDULE",
+        help="also draw this schedule, with the same ranks and micro-batches",
+    )
+    command.add_argument(
+        "--gpu",
+        metavar="NAME|FILE",
+        help="predict the times of layers and messages on a device, as in plan; without it, all "
+        "stages are equal and messages take no time",
+    )
+    command.add_argument(
+        "--gpus-per-node", metavar="N", type=positive, default=8, help="default: %(default)s"
+    )
+    command.add_argument(
+        "--measured",
+        metavar="RUN",
+        help="draw what the run in this folder has done, from its trace (metrics.timeline_steps)",
+    )
+    command.add_argument(
+        "--step", metavar="N", type=positive, help="step of the run; default: the last traced one"
+    )
+
+
+def run(options: Options) -> int:
+    """Draw when each pipeline rank runs which action, and say how large the bubble is.
 
     Returns:
         The exit status 0.
@@ -87,35 +128,35 @@ def run(
         UserError: the recipe or the run cannot be used, the other schedule cannot run it, or the
             file cannot be written.
     """
-    if measured is not None:
-        page = page_of_run(measured, step)
-        if recipe is not None or compare is not None:
-            if recipe is None or gpu is None:
+    if options.measured is not None:
+        page = page_of_run(options.measured, options.step)
+        if options.recipe is not None or options.compare is not None:
+            if options.recipe is None or options.gpu is None:
                 raise UserError(
                     "--measured: only times in seconds can stand beside a run; name a RECIPE and "
                     "the device with --gpu, or leave out --compare and RECIPE"
                 )
-            predicted = _page_of_recipe(recipe, sets, gpus, gpu, gpus_per_node, compare)
+            predicted = _page_of_recipe(options.recipe, options)
             page.timelines.extend(predicted.timelines)
             page.notes.extend(predicted.notes)
-    elif recipe is None:
+    elif options.recipe is None:
         raise UserError("composer3d timeline: name a RECIPE, or a run with --measured RUN")
-    elif step is not None:
+    elif options.step is not None:
         raise UserError("--step is a step of a run; name the run with --measured RUN")
     else:
-        page = _page_of_recipe(recipe, sets, gpus, gpu, gpus_per_node, compare)
+        page = _page_of_recipe(options.recipe, options)
     heading, notes, unit, timelines, facts = page
-    if out is not None:
-        write_picture(out, draw(timelines, heading=heading, notes=notes, unit=unit))
-    if as_json:
+    if options.out is not None:
+        write_picture(options.out, draw(timelines, heading=heading, notes=notes, unit=unit))
+    if options.as_json:
         schedules = [_as_json(timeline, unit) for timeline in timelines]
         print(json.dumps({"ok": True, **facts, "unit": " ".join(notes), "schedules": schedules}))
-    elif out is None:
+    elif options.out is None:
         print(heading, *notes, "", render(timelines, style_of(sys.stdout), unit), sep="\n", end="")
     else:
         for timeline in timelines:
             print(f"{timeline.title}: {timeline.bubble_text()}")
-        print(f"wrote {one_line(out)}")
+        print(f"wrote {one_line(options.out)}")
     return 0
 
 
@@ -139,25 +180,24 @@ def page_of_run(run: str, step: int | None) -> Page:
     )
 
 
-def _page_of_recipe(
-    recipe: str,
-    sets: list[str],
-    gpus: int | None,
-    gpu: str | None,
-    gpus_per_node: int,
-    compare: str | None,
-) -> Page:
+def _page_of_recipe(recipe: str, options: Options) -> Page:
     """Return the simulated schedule of a recipe, and the one to compare it with."""
-    device = None if gpu is None else Device(hardware=find_device(gpu), per_node=gpus_per_node)
-    chosen = load(recipe, sets, world_size=gpus, check_files=device is None, may_import=True).recipe
+    device = (
+        None
+        if options.gpu is None
+        else Device(hardware=find_device(options.gpu), per_node=options.gpus_per_node)
+    )
+    chosen = load(
+        recipe, options.sets, world_size=options.gpus, check_files=device is None, may_import=True
+    ).recipe
     if chosen.mesh.pp == 1:
         raise UserError(
             f"{recipe}: mesh.pp = 1, so there is no pipeline to draw; try --set mesh.pp=4 "
             f"--set parallel.schedule=1F1B"
         )
     timelines = [of_recipe(chosen, device)]
-    if compare is not None:
-        timelines.append(_of_schedule(chosen, compare, device))
+    if options.compare is not None:
+        timelines.append(_of_schedule(chosen, options.compare, device))
     note = UNIT_NOTE
     if device is not None:
         note = (

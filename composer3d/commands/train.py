@@ -11,16 +11,19 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.checkpoint import manifest as manifests
 from composer3d.commands import job
+from composer3d.commands.arguments import add_recipe
+from composer3d.commands.parser import Parser
 from composer3d.facts import events
 from composer3d.facts.errors import RecipeError, UserError
 from composer3d.facts.interrupts import ending_at_once
+from composer3d.facts.tags import COUNTED_TOKENS
 from composer3d.recipe.advice import nothing_to_do, way_to_go_on
 from composer3d.recipe.changes import changes
 from composer3d.recipe.machine import tracker_problems
@@ -38,13 +41,34 @@ if TYPE_CHECKING:
 
 _STEP_FOLDER = re.compile(r"step-[0-9]{8}")
 
+EXAMPLES = (
+    "composer3d train quickstart",
+    "composer3d train quickstart --set run.steps=300 --set optim.lr=1e-3",
+    "torchrun --nproc-per-node 8 -m composer3d train quickstart",
+)
+DETAILS = f"Of each logged step, it prints tok/s of all ranks together. {COUNTED_TOKENS}"
 
-def run(recipe: str, sets: Sequence[str]) -> int:
-    """Train a recipe: as one rank under torchrun, else with all ranks of its mesh on this machine.
 
-    Args:
+@dataclass(frozen=True)
+class Options:
+    """What the user asks for.
+
+    Attributes:
         recipe: the recipe's file.
         sets: overrides, each ``table.key=value``.
+    """
+
+    recipe: str
+    sets: Sequence[str]
+
+
+def add_arguments(command: Parser) -> None:
+    """Add the arguments, whose names are those of ``Options``."""
+    add_recipe(command)
+
+
+def run(options: Options) -> int:
+    """Train a recipe: as one rank under torchrun, else with all ranks of its mesh on this machine.
 
     Returns:
         The exit status: 0 done, 1 a rank failed, 2 the user's input is wrong, 128 + N stopped by
@@ -56,7 +80,7 @@ def run(recipe: str, sets: Sequence[str]) -> int:
     """
     # Before the first step there is nothing to save.
     with ending_at_once():
-        return _run(recipe, sets)
+        return _run(options.recipe, options.sets)
 
 
 def _run(recipe: str, sets: Sequence[str]) -> int:

@@ -3,10 +3,12 @@
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from composer3d.commands import job
+from composer3d.commands.arguments import add_json, add_recipe, positive
+from composer3d.commands.parser import Parser
 from composer3d.facts.errors import UserError
 from composer3d.facts.files import MIB, read_plain
 from composer3d.facts.text import printable
@@ -21,20 +23,18 @@ from composer3d.verify.proof import verify_layout
 
 ProofDtype = Literal["float32", "float64"]
 
+EXAMPLES = (
+    "composer3d verify debug-2-dp",
+    "composer3d verify llama3-70b-64-fsdp-tp --set mesh.tp=4",
+    "torchrun --nproc-per-node 2 -m composer3d verify debug-2-dp --here",
+)
 
-def run(
-    *,
-    recipe: str,
-    sets: Sequence[str],
-    dtype: ProofDtype,
-    steps: int,
-    layouts: str | None,
-    here: bool,
-    as_json: bool,
-) -> int:
-    """Prove the recipe's layout, or each layout of the file ``layouts``, and print the verdicts.
 
-    Args:
+@dataclass(frozen=True)
+class Options:
+    """What the user asks for.
+
+    Attributes:
         recipe: the recipe's file.
         sets: overrides, each ``table.key=value``.
         dtype: "float64" or "float32", the dtype in which the layouts compute.
@@ -43,6 +43,46 @@ def run(
             proves the recipe's own layout.
         here: whether to prove the recipe's mesh on the ranks of this job, under torchrun.
         as_json: whether to print a JSON object as the last line.
+    """
+
+    recipe: str
+    sets: Sequence[str]
+    dtype: ProofDtype
+    steps: int
+    layouts: str | None
+    here: bool
+    as_json: bool
+
+
+def add_arguments(command: Parser) -> None:
+    """Add the arguments, whose names are those of ``Options``."""
+    add_recipe(command)
+    add_json(command)
+    command.add_argument(
+        "--dtype", choices=("float32", "float64"), default="float64", help="default: %(default)s"
+    )
+    command.add_argument(
+        "--steps",
+        metavar="N",
+        type=positive,
+        default=3,
+        help="optimizer steps; default: %(default)s",
+    )
+    command.add_argument(
+        "--layouts",
+        metavar="FILE",
+        help="prove many layouts: each line of FILE has key=value overrides",
+    )
+    command.add_argument(
+        "--here",
+        action="store_true",
+        help="under torchrun: prove the recipe's own mesh on the devices and the network of this "
+        "job, each process one rank, with a shrunk model",
+    )
+
+
+def run(options: Options) -> int:
+    """Prove the recipe's layout, or each layout of the file ``layouts``, and print the verdicts.
 
     Returns:
         The exit status: 0 if all layouts are exact, 1 if a layout is wrong or not proven in time,
@@ -52,10 +92,10 @@ def run(
         UserError: the file ``layouts`` cannot be read, or has no layout; or ``here`` is true, but
             this process is no rank of a job.
     """
-    if here:
-        return _run_here(recipe, sets, dtype, steps, layouts, as_json)
+    if options.here:
+        return _run_here(options)
     begin = time.monotonic()
-    lines = [""] if layouts is None else _read_layouts(layouts)
+    lines = [""] if options.layouts is None else _read_layouts(options.layouts)
     verdicts = []
     with (
         Pool() as pool,
@@ -67,10 +107,10 @@ def run(
             verdict = verify_layout(
                 pool,
                 folder,
-                recipe,
-                [*sets, *overrides],
-                dtype=dtype,
-                steps=steps,
+                options.recipe,
+                [*options.sets, *overrides],
+                dtype=options.dtype,
+                steps=options.steps,
                 # The user named the recipe and wrote ``sets``. The layouts may be a stranger's.
                 may_import="model.architecture" not in map(key_of_override, overrides),
             )
@@ -84,30 +124,23 @@ def run(
         exact = sum(verdict.passed for verdict in verdicts)
         seconds = time.monotonic() - begin
         print(f"{exact} of {len(verdicts)} layouts are exact, in {seconds:.0f} s")
-    if as_json:
+    if options.as_json:
         results = [asdict(verdict) for verdict in verdicts]
-        answer = results[0] if layouts is None else {"passed": passed, "results": results}
+        answer = results[0] if options.layouts is None else {"passed": passed, "results": results}
         print(json.dumps(answer))
     if passed:
         return 0
-    return 2 if layouts is None and verdicts[0].refused else 1
+    return 2 if options.layouts is None and verdicts[0].refused else 1
 
 
-def _run_here(
-    recipe: str,
-    sets: Sequence[str],
-    dtype: ProofDtype,
-    steps: int,
-    layouts: str | None,
-    as_json: bool,
-) -> int:
+def _run_here(options: Options) -> int:
     """Prove the recipe's mesh as one rank of this job. Rank 0 prints the verdict."""
-    if layouts is not None:
+    if options.layouts is not None:
         raise UserError("verify --here proves the recipe's own layout: leave out --layouts")
     if not environment.is_rank():
         raise UserError(
             "verify --here is one rank of a job: start it as the training, with torchrun "
-            f"--nproc-per-node N -m composer3d verify {one_line(recipe)} --here"
+            f"--nproc-per-node N -m composer3d verify {one_line(options.recipe)} --here"
         )
 
     def prove(resolved: Resolved, rank: int) -> int:
@@ -120,21 +153,23 @@ def _run_here(
 
         timeout_s = 60 * resolved.recipe.run.timeout_minutes
         with job.join(resolved, rank, timeout_s=timeout_s, advice=advice) as world:
-            verdict = prove_here(resolved.recipe, world.device, dtype, steps)
+            verdict = prove_here(resolved.recipe, world.device, options.dtype, options.steps)
             if verdict is not None:
                 _print_verdict(verdict, "")
-                if as_json:
+                if options.as_json:
                     print(json.dumps(asdict(verdict)), flush=True)
             passed = broadcast_object(verdict.passed if verdict is not None else None)
         return 0 if passed else 1
 
     def report(error: UserError) -> None:
-        if as_json:
+        if options.as_json:
             answer = {"passed": False, "refused": error.status == 2, "error": str(error)}
             print(json.dumps(answer), flush=True)
 
     def resolve(world_size: int) -> Resolved:
-        return load(recipe, sets, world_size=world_size, check_files=False, may_import=True)
+        return load(
+            options.recipe, options.sets, world_size=world_size, check_files=False, may_import=True
+        )
 
     return job.run_rank(prove, resolve, report=report)
 

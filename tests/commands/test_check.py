@@ -20,6 +20,7 @@ import pytest
 import composer3d
 from composer3d import cli
 from composer3d.commands import check as check_command
+from composer3d.commands import train, verify
 from composer3d.data import sources
 from composer3d.facts.errors import TrainingError
 from composer3d.models.moe.shape import MoeShape
@@ -532,29 +533,27 @@ def test_help_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
 def test_commands_are_dispatched_with_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
 
-    def replace_command(name: str, status: int) -> None:
-        def run(**arguments: object) -> int:
-            seen.append(arguments)
+    def replace_run(command: Any, status: int) -> None:
+        def run(options: object) -> int:
+            seen.append(options)
             return status
 
-        module: Any = type(sys)(f"composer3d.commands.{name}")
-        module.run = run
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(command, "run", run)
 
-    replace_command("train", status=0)
-    replace_command("verify", status=1)
+    replace_run(train, status=0)
+    replace_run(verify, status=1)
     assert cli.main(["train", "x.toml", "--set", "a.b=1", "--set", "c.d=2"]) == 0
     assert cli.main(["verify", "x.toml", "--dtype", "float32", "--layouts", "f.txt", "--json"]) == 1
-    verify = {
-        "recipe": "x.toml",
-        "sets": [],
-        "dtype": "float32",
-        "steps": 3,
-        "layouts": "f.txt",
-        "here": False,
-        "as_json": True,
-    }
-    assert seen == [{"recipe": "x.toml", "sets": ["a.b=1", "c.d=2"]}, verify]
+    proof = verify.Options(
+        recipe="x.toml",
+        sets=[],
+        dtype="float32",
+        steps=3,
+        layouts="f.txt",
+        here=False,
+        as_json=True,
+    )
+    assert seen == [train.Options(recipe="x.toml", sets=["a.b=1", "c.d=2"]), proof]
 
 
 def test_check_imports_neither_torch_nor_numpy() -> None:

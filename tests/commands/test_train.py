@@ -136,16 +136,16 @@ def test_too_many_processes_for_the_cores_are_refused(
     sets = [f"run.device={device}", f"run.out_dir={tmp_path}", *sets]
     if refused:
         with pytest.raises(RecipeError) as caught:
-            train.run(str(tmp_path / "r.toml"), sets)
+            train.run(train.Options(str(tmp_path / "r.toml"), sets))
         assert (
             "needs 33 processes, but this machine has 2 cores: at most 32 processes"
             in caught.value.lines[0]
         )
         assert "run.oversubscribe = true" in caught.value.lines[0]
         sets += ["mesh.dp_shard=32", "data.global_batch=32"]
-        assert train.run(str(tmp_path / "r.toml"), sets) == 32
+        assert train.run(train.Options(str(tmp_path / "r.toml"), sets)) == 32
     else:
-        assert train.run(str(tmp_path / "r.toml"), sets) == 33
+        assert train.run(train.Options(str(tmp_path / "r.toml"), sets)) == 33
 
 
 def test_a_rank_on_a_gpu_makes_and_says_its_settings_before_it_meets_the_others(

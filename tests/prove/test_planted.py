@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from composer3d import cli
+from composer3d.commands.registry import make_parser
 from composer3d.runtime.launch import Pool
 from tests.facts.test_hardware import GOOD_ROW
 from tests.facts.test_trace import write as write_trace
@@ -258,7 +259,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Path:
 
 
 def test_every_command_is_run_on_planted_files() -> None:
-    assert sorted(COMMANDS) == sorted(cli._parser().commands or {})
+    assert sorted(COMMANDS) == sorted(make_parser().commands or {})
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -95,7 +95,7 @@ def test_a_command_without_memory_has_no_traceback(tmp_path: Path) -> None:
         "import sys\n"
         "from composer3d import cli\n"
         "from composer3d.commands import check\n"
-        "def run(**_): bytearray(1 << 60)\n"
+        "def run(_): bytearray(1 << 60)\n"
         "check.run = run\n"
         "sys.exit(cli.main(['check', 'quickstart']))\n"
     )

@@ -155,7 +155,7 @@ def test_a_run_that_is_done_starts_no_rank(
     monkeypatch.chdir(trained)
     before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
     sets = ["run.steps=5", f"mesh.dp_shard={processes}"]
-    assert command.run("recipe.toml", sets) == 0
+    assert command.run(command.Options("recipe.toml", sets)) == 0
     assert capsys.readouterr().err == (
         "nothing to do: 5 of 5 steps are done; raise run.steps to train on\n"
     )
@@ -184,7 +184,7 @@ def test_a_checkpoint_that_is_not_whole_is_left_to_training(
     if spoil is not None:
         spoil(trained / "runs/small/checkpoints/step-00000005")
     with pytest.raises(AssertionError, match="a rank is started"):
-        command.run("recipe.toml", [f"run.steps={5 if spoil else 6}"])
+        command.run(command.Options("recipe.toml", [f"run.steps={5 if spoil else 6}"]))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_recipe_that_cannot_resume_is_refused_when_all_is_done(
     monkeypatch.chdir(trained)
     # The rank refuses the recipe.
     with pytest.raises(AssertionError, match="a rank is started"):
-        command.run("recipe.toml", ["run.steps=5", change])
+        command.run(command.Options("recipe.toml", ["run.steps=5", change]))
 
 
 def test_another_runs_checkpoint_starts_a_run_only_once(trained: Path) -> None:
