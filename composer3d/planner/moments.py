@@ -1,10 +1,11 @@
 """The memory of a pipeline rank, moment by moment, where the order is known. No torch here.
 
 ``memory`` adds the largest parts of all kinds, which is right if nothing is known of their order.
-Here the order is that of ``parallel.compose``: FSDP gathers the unit that runs and the next one,
-reduces a unit as soon as its gradients are there (with a pipeline: once, at the end), and backward
-frees a block before it begins the next. So the logits, the last block's backward and the reduction
-of its unit's gradients are never in memory together, and the peak is that of the largest moment.
+Here the order is known, because a run of ours is composed by ``parallel.compose``. FSDP gathers the
+unit that runs and the next one. It reduces a unit as soon as its gradients are there; with a
+pipeline, once, at the end. Backward frees a block before it begins the next one. So the logits, the
+last block's backward and the reduction of its unit's gradients are never in memory together, and
+the peak is that of the largest moment.
 
 All numbers are bytes of one rank.
 """

@@ -180,7 +180,7 @@ def apply(
 
     # In backward, FSDP prefetches the unit that ran before in forward. For the first unit that is
     # the `last` of the previous micro-batch: a useless all-gather. So every unit is told which
-    # unit to prefetch. The first one is told itself, which is gathered already.
+    # unit to prefetch. The first unit prefetches itself, which costs nothing: it is gathered.
     in_forward = [cast(FSDPModule, modules[0]) for modules in in_order]
     for previous, unit in zip((in_forward[0], *in_forward), in_forward, strict=False):
         unit.set_modules_to_backward_prefetch([previous])

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from composer3d.parallel.tensor.vocab import own_rows
-from composer3d.runtime.torch_private import fusible_gather, fusible_scatter_sum
 
 SEQUENCE_DIM = 1
 Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
@@ -24,7 +23,7 @@ def gather_sequence(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
     Backward sums the ranks' gradients and keeps this rank's shard. A rank sends (n - 1) shards in
     forward, and as many in backward.
     """
-    return _WithTranspose.apply(x_BTC, group, _all_gather, _reduce_scatter)
+    return WithTranspose.apply(x_BTC, group, _all_gather, _reduce_scatter)
 
 
 def scatter_sum(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -32,34 +31,17 @@ def scatter_sum(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Backward gathers the gradients. This is the transpose of ``gather_sequence``.
     """
-    return _WithTranspose.apply(x_BTC, group, _reduce_scatter, _all_gather)
-
-
-def fusible_gather_sequence(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather as ``gather_sequence``; in a compiled graph, by operators that products fuse with.
-
-    The collectives of forward and backward are the same. Outside of a graph the operators are too.
-    """
-    if not torch.compiler.is_compiling():
-        return gather_sequence(x_BTC, group)
-    return _WithTranspose.apply(x_BTC, group, _fusible_all_gather, _fusible_reduce_scatter)
-
-
-def fusible_scatter_sum_sequence(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum and scatter as ``scatter_sum``. See ``fusible_gather_sequence``."""
-    if not torch.compiler.is_compiling():
-        return scatter_sum(x_BTC, group)
-    return _WithTranspose.apply(x_BTC, group, _fusible_reduce_scatter, _fusible_all_gather)
+    return WithTranspose.apply(x_BTC, group, _reduce_scatter, _all_gather)
 
 
 def sum_gradients(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return ``x_BTC``, which is the same on all ranks. Backward sums the ranks' gradients."""
-    return _WithTranspose.apply(x_BTC, group, _identity, _all_reduce)
+    return WithTranspose.apply(x_BTC, group, _identity, _all_reduce)
 
 
 def sum_outputs(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum ``x_BTC`` over the ranks. Backward returns the gradient, the same on all ranks."""
-    return _WithTranspose.apply(x_BTC, group, _all_reduce, _identity)
+    return WithTranspose.apply(x_BTC, group, _all_reduce, _identity)
 
 
 def gather_columns(x_NV: Tensor, columns: int, group: dist.ProcessGroup) -> Tensor:
@@ -71,7 +53,7 @@ def gather_columns(x_NV: Tensor, columns: int, group: dist.ProcessGroup) -> Tens
     _, own_columns = own_rows(columns, group)
     chunk = -(-columns // group.size())
     padded_NV = F.pad(x_NV, (0, chunk - own_columns))
-    return _WithTranspose.apply(padded_NV, group, _all_gather, _own_chunk)[:, :columns]
+    return WithTranspose.apply(padded_NV, group, _all_gather, _own_chunk)[:, :columns]
 
 
 def no_collective(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -79,7 +61,7 @@ def no_collective(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x
 
 
-class _WithTranspose(torch.autograd.Function):
+class WithTranspose(torch.autograd.Function):
     """A collective whose backward is another collective, its transpose."""
 
     @staticmethod
@@ -109,14 +91,6 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(by_rank.shape[1:])
     dist.reduce_scatter_single(out, by_rank.flatten(0, 1), group=group)
     return out
-
-
-def _fusible_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return fusible_gather(x, SEQUENCE_DIM, group)
-
-
-def _fusible_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return fusible_scatter_sum(x, SEQUENCE_DIM, group)
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
