@@ -104,7 +104,7 @@ class Plan:
         return offsets
 
     def attend(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute ``(out, lse)`` of a call, as ``kernels.attend_block`` does."""
+        """Compute ``(out, lse)`` of a call, (B, H, T, D) and (B, H, T)."""
         return segment_kernel.attend_segments(q, k, v, call.segments(self.offsets_on(q)))
 
     def differentiate(
@@ -117,7 +117,7 @@ class Plan:
         out: Tensor,
         lse: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the contributions of a call, as ``kernels.attend_block_backward`` does."""
+        """Compute the contributions of a call to dq (B, H, T, D), and dk and dv (B, K, S, D)."""
         segments = call.segments(self.offsets_on(q))
         return segment_kernel.attend_segments_backward(grad, q, k, v, out, lse, segments)
 

@@ -23,7 +23,7 @@ def gather_sequence(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
     Backward sums the ranks' gradients and keeps this rank's shard. A rank sends (n - 1) shards in
     forward, and as many in backward.
     """
-    return WithTranspose.apply(x_BTC, group, _all_gather, _reduce_scatter)
+    return _WithTranspose.apply(x_BTC, group, _all_gather, _reduce_scatter)
 
 
 def scatter_sum(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -31,17 +31,17 @@ def scatter_sum(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Backward gathers the gradients. This is the transpose of ``gather_sequence``.
     """
-    return WithTranspose.apply(x_BTC, group, _reduce_scatter, _all_gather)
+    return _WithTranspose.apply(x_BTC, group, _reduce_scatter, _all_gather)
 
 
 def sum_gradients(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return ``x_BTC``, which is the same on all ranks. Backward sums the ranks' gradients."""
-    return WithTranspose.apply(x_BTC, group, _identity, _all_reduce)
+    return _WithTranspose.apply(x_BTC, group, _identity, _all_reduce)
 
 
 def sum_outputs(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum ``x_BTC`` over the ranks. Backward returns the gradient, the same on all ranks."""
-    return WithTranspose.apply(x_BTC, group, _all_reduce, _identity)
+    return _WithTranspose.apply(x_BTC, group, _all_reduce, _identity)
 
 
 def gather_columns(x_NV: Tensor, columns: int, group: dist.ProcessGroup) -> Tensor:
@@ -53,7 +53,7 @@ def gather_columns(x_NV: Tensor, columns: int, group: dist.ProcessGroup) -> Tens
     _, own_columns = own_rows(columns, group)
     chunk = -(-columns // group.size())
     padded_NV = F.pad(x_NV, (0, chunk - own_columns))
-    return WithTranspose.apply(padded_NV, group, _all_gather, _own_chunk)[:, :columns]
+    return _WithTranspose.apply(padded_NV, group, _all_gather, _own_chunk)[:, :columns]
 
 
 def no_collective(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -61,7 +61,7 @@ def no_collective(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x
 
 
-class WithTranspose(torch.autograd.Function):
+class _WithTranspose(torch.autograd.Function):
     """A collective whose backward is another collective, its transpose."""
 
     @staticmethod

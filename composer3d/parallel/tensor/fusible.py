@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composer3d.parallel.tensor import collectives
-from composer3d.parallel.tensor.collectives import SEQUENCE_DIM, WithTranspose
+from composer3d.parallel.tensor.collectives import SEQUENCE_DIM, _WithTranspose
 from composer3d.runtime.torch_private import fusible_gather, fusible_scatter_sum
 
 
@@ -20,14 +20,17 @@ def gather_sequence(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
     """
     if not torch.compiler.is_compiling():
         return collectives.gather_sequence(x_BTC, group)
-    return WithTranspose.apply(x_BTC, group, _fusible_all_gather, _fusible_reduce_scatter)
+    return _WithTranspose.apply(x_BTC, group, _fusible_all_gather, _fusible_reduce_scatter)
 
 
 def scatter_sum(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum and scatter as ``collectives.scatter_sum``. See ``gather_sequence``."""
+    """Sum and scatter as ``collectives.scatter_sum``: (B, T, C) to (B, T / n, C).
+
+    See ``gather_sequence``.
+    """
     if not torch.compiler.is_compiling():
         return collectives.scatter_sum(x_BTC, group)
-    return WithTranspose.apply(x_BTC, group, _fusible_reduce_scatter, _fusible_all_gather)
+    return _WithTranspose.apply(x_BTC, group, _fusible_reduce_scatter, _fusible_all_gather)
 
 
 def _fusible_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -58,7 +58,7 @@ def drop_sum_of_gradients() -> None:
 def sum_gradients_twice() -> None:
     """tp without sequence parallelism: backward sums the gradients of a shared input twice."""
     right = collectives._all_reduce
-    styles.sum_gradients = lambda x, group: collectives.WithTranspose.apply(
+    styles.sum_gradients = lambda x, group: collectives._WithTranspose.apply(
         x, group, collectives._identity, lambda grad, group: right(right(grad, group), group)
     )
 
