@@ -56,7 +56,7 @@ from composer3d.runtime.torch_private import fake_world
 from composer3d.training import loop
 from composer3d.training.build import build, build_stages
 from composer3d.training.optimizers import build_optimizer
-from composer3d.training.step import StepSums
+from composer3d.training.step_values import StepSums
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 RECIPES = {

@@ -277,7 +277,8 @@ class Source:
     def attempt(self, function: Callable[..., T], *arguments: Any) -> T | None:
         """Return the result of ``function``. If it fails, add a problem and return None.
 
-        A UserError that is not a CheckpointError passes: the checkpoint has no problem then.
+        Only a CheckpointError is a problem of the checkpoint. Another UserError is raised: it is
+        about something else, such as the recipe.
         """
         try:
             with reading(f"{self.path} as {self.format}"):

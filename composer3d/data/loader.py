@@ -15,8 +15,14 @@ import torch
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from composer3d.data.blend import Blend, samples_before, sources_of, whole_weights
-from composer3d.data.order import ORDERS, Order, sample_order
+from composer3d.data.blend import Blend, whole_weights
+from composer3d.data.order import (
+    ORDERS,
+    Order,
+    sample_order,
+    samples_before,
+    sources_of,
+)
 from composer3d.data.rows import FILLING, EvenRows, Rows, WholeDocumentRows
 from composer3d.data.tokens import Corpus
 from composer3d.facts.errors import DataError

@@ -1,10 +1,20 @@
-"""The order in which the samples of a corpus are seen: each epoch has a permutation of its own.
+"""Which sample of which corpus a global sample is: the order in which a run sees its data.
+
+Each epoch of a corpus has a permutation of its own. Of a blend, global sample g is taken from one
+of the corpora. The corpus is chosen by the divisor method of Webster and Sainte-Laguë: the next
+sample goes to the corpus with the smallest (2 n + 1) / weight, where n is the number of its samples
+so far. After any number of samples, each of k corpora has its exact share of them, up to
+1/2 + weight k / 2 samples, where the weights sum to 1. Nothing is drawn at random, and nothing is
+remembered: the state after any number of samples is computed.
 
 The order of a run never changes, because a checkpoint has the number of a step and not the samples.
 So a new kind of order gets a new name, and the older ones stay.
 """
 
 import hashlib
+import heapq
+from collections.abc import Sequence
+from fractions import Fraction
 from functools import lru_cache
 from typing import Literal, get_args
 
@@ -111,3 +121,49 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 def _permutation(n_samples: int, seed: int, epoch: int) -> np.ndarray:
     generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
     return generator.permutation(n_samples)
+
+
+def samples_before(weights: Sequence[int], count: int) -> list[int]:
+    """Return how many of the first ``count`` global samples each corpus gives.
+
+    Args:
+        weights: whole numbers, at least 1.
+        count: at least 0. The time does not depend on it.
+    """
+    if len(weights) == 1:
+        return [count]
+    # The n-th sample of a corpus has the time (2 n + 1) / weight, and samples are in the order of
+    # their times. Count those up to a time that is reached a little before ``count`` samples.
+    total, early = sum(weights), max(count - len(weights), 0)
+    counts = [(2 * weight * early + total) // (2 * total) for weight in weights] if early else []
+    counts = counts or [0] * len(weights)
+    for source in _merge(weights, counts, count - sum(counts)):
+        counts[source] += 1
+    return counts
+
+
+def sources_of(weights: Sequence[int], first: int, count: int) -> np.ndarray:
+    """Return the corpus of each of the global samples ``first`` to ``first + count - 1``.
+
+    Returns:
+        int64, (count,): places in ``weights``.
+    """
+    if len(weights) == 1:
+        return np.zeros(count, dtype=np.int64)
+    return np.array(_merge(weights, samples_before(weights, first), count), dtype=np.int64)
+
+
+def _merge(weights: Sequence[int], counts: Sequence[int], count: int) -> list[int]:
+    """Return the corpora of the next samples, after ``counts`` samples of each corpus."""
+    times = [
+        (Fraction(2 * done + 1, weight), source)
+        for source, (done, weight) in enumerate(zip(counts, weights, strict=True))
+    ]
+    heapq.heapify(times)
+    steps = [Fraction(2, weight) for weight in weights]
+    chosen = []
+    for _ in range(count):
+        time, source = times[0]  # of equal times, the corpus that is listed first
+        heapq.heapreplace(times, (time + steps[source], source))
+        chosen.append(source)
+    return chosen

@@ -38,6 +38,7 @@ FONT_SIZE, SMALLEST_FONT_SIZE = 11, 9.5
 TP_GAP, CP_GAP, PP_GAP, DP_GAP = 66, 44, 84, 52
 CELL_PADDING = 12
 MOST_ROWS = 8  # of rank boxes
+_SPACE_IN_NODE = 7  # between the boxes of ranks and the line round their node
 HEADER_HEIGHT = 74
 
 # Colours of Okabe and Ito, dark enough for text on white.
@@ -254,16 +255,23 @@ def _rank(picture: Picture, layout: Layout, rank: int, box: Box) -> None:
 
 def _nodes(picture: Picture, layout: Layout, boxes: dict[int, Box]) -> None:
     """Draw a dashed line round the shown ranks of each node, if these are rectangles."""
-    outlines: dict[int, Box] = {}
-    for node in sorted({rank // layout.gpus_per_node for rank in boxes}):
-        own = [box for rank, box in boxes.items() if rank // layout.gpus_per_node == node]
-        x, y = min(box.x for box in own) - 7, min(box.y for box in own) - 7
-        right, bottom = max(box.right for box in own) + 7, max(box.bottom for box in own) + 7
-        outlines[node] = Box(x, y, right - x, bottom - y)
-    if any(_overlap(a, b) for a, b in combinations(outlines.values(), 2)):
+    of_nodes: dict[int, list[Box]] = {}
+    for rank, box in sorted(boxes.items()):
+        of_nodes.setdefault(rank // layout.gpus_per_node, []).append(box)
+    outlines = [_outline(own) for own in of_nodes.values()]
+    if any(_overlap(a, b) for a, b in combinations(outlines, 2)):
         return  # Each rank names its node.
-    for box in outlines.values():
+    for box in outlines:
         picture.rectangle(box, fill="none", stroke=QUIET_INK, radius=8, dashed=True)
+
+
+def _outline(boxes: list[Box]) -> Box:
+    """Return the box that holds some boxes, with space around them."""
+    x = min(box.x for box in boxes) - _SPACE_IN_NODE
+    y = min(box.y for box in boxes) - _SPACE_IN_NODE
+    right = max(box.right for box in boxes) + _SPACE_IN_NODE
+    bottom = max(box.bottom for box in boxes) + _SPACE_IN_NODE
+    return Box(x, y, right - x, bottom - y)
 
 
 def _overlap(a: Box, b: Box) -> bool:

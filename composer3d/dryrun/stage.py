@@ -40,9 +40,9 @@ from composer3d.models.contract import Constant, ShardingPlan
 from composer3d.models.layers.moe import Exchange, Exchanged
 from composer3d.models.registry import architecture
 from composer3d.parallel import Stages
-from composer3d.parallel.compose import cut_into_stages
 from composer3d.parallel.data import fsdp
 from composer3d.parallel.pipeline.runtime import Pipeline, place_stages
+from composer3d.parallel.pipeline.stage_cut import cut_into_stages
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.parallel.stages import Stage
 from composer3d.recipe.schema import CompileTable, Recipe

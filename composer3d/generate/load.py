@@ -10,6 +10,7 @@ from torch import nn
 
 from composer3d.convert.formats import OwnModel, Source, open_source
 from composer3d.facts.files import parse_json
+from composer3d.models import fit
 from composer3d.models.contract import Decoder, ShardingPlan
 from composer3d.models.registry import OURS, Architecture, architecture, resolve
 from composer3d.models.shape import DecoderShape
@@ -123,7 +124,7 @@ def load_model(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.devi
     Raises CheckpointError if a tensor cannot be read.
     """
     model: Decoder = checkpoint.architecture.build(checkpoint.shape, dtype=dtype, device="meta")
-    checkpoint.plan.check(model)
+    fit.check(model, checkpoint.plan)
     _allocate(model, device)
     for name, parameter in model.named_parameters():
         parameter.copy_(checkpoint.source.read(f"{_NAME}{name}"))

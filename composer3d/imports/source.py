@@ -453,19 +453,37 @@ def _note_unsure(source: Source, script: Script, command: Command) -> None:
     A variable decides if it is the value of a word that does, or if one of its values, used or not,
     has an option that does. A word that is not known is an open point by itself.
     """
-    program = PROGRAMS[source.program]
     settings = source.settings.values()
     unsure = [one.unsure for one in command.words] + [one.unsure for one in settings]
     for name in sorted(frozenset().union(*unsure)):
-        words = [one.name for one in settings if name in one.unsure]
-        deciding = tuple(word for word in words if program.find(word) and _decides(program, word))
-        texts = [one.text for one in command.words if name in one.unsure]
-        has_options = any(not text or text.startswith("--") for text in texts)
-        options = [one for text in (*script.others[name], *texts) for one in _options_of(text)]
-        if has_options and any(_decides(program, _as_word(option)) for option in options):
+        deciding = _deciding_words(source, name)
+        if _gives_a_deciding_option(source, script, command, name):
             source.open[name] = Guess(script.unsure[name])
         elif deciding:
             source.open[name] = Guess(script.unsure[name], deciding)
+
+
+def _deciding_words(source: Source, variable: str) -> tuple[str, ...]:
+    """Return the words that decide, and whose value has this variable in it."""
+    program = PROGRAMS[source.program]
+    words = [one.name for one in source.settings.values() if variable in one.unsure]
+    return tuple(word for word in words if program.find(word) and _decides(program, word))
+
+
+def _gives_a_deciding_option(
+    source: Source, script: Script, command: Command, variable: str
+) -> bool:
+    """Return whether a value of a variable, used or not, has an option that decides."""
+    program = PROGRAMS[source.program]
+    texts = [one.text for one in command.words if variable in one.unsure]
+    # In a word that is neither empty nor an option, the variable is a value.
+    if not any(not text or text.startswith("--") for text in texts):
+        return False
+    for text in (*script.others[variable], *texts):
+        for option in _options_of(text):
+            if _decides(program, _as_word(option)):
+                return True
+    return False
 
 
 def _options_of(text: str) -> Iterator[str]:

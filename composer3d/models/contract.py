@@ -143,7 +143,7 @@ class ShardingPlan:
     """A table that says how a model may be cut and how it is initialised.
 
     Globs are those of ``fnmatch``, whose ``*`` also matches dots. If several globs match a name,
-    the first one counts.
+    the first one counts. ``models.fit`` checks that they fit the model.
 
     Attributes:
         tensor: globs of module names, each with a style (``models.table``). The module of every
@@ -160,8 +160,9 @@ class ShardingPlan:
             keeps the outputs of these operators.
         unread: globs of modules whose outputs nothing in a block's backward reads, such as the last
             projection of a block. Selective activation checkpointing does not keep what operators
-            in them return. They must be the last to compute: backward computes the others again, up
-            to the last tensor that it reads. ``models.claims`` checks both.
+            in them return. In a block, they must be the last modules that compute: backward runs
+            the block again up to the last tensor that it reads, and so leaves them out.
+            ``models.claims`` checks both.
         float8: globs of the linear layers in ``blocks`` that ``precision.matmul = "float8"`` lets
             multiply in float8. Each is a ``torch.nn.Linear`` of style "column", "kv_column" or
             "row".
@@ -179,110 +180,6 @@ class ShardingPlan:
     unread: tuple[str, ...] = ()
     float8: tuple[str, ...] = ()
     first_only_looks_up: bool = False
-
-    def check(self, model: nn.Module) -> None:
-        """Check that the plan fits the whole model, before it is cut.
-
-        Raises:
-            PlanError: the plan does not fit, or the model has buffers. The error has a line for
-                each glob without a match, each parameter without a glob, each buffer, each style
-                that does not fit its module, a missing ``kv_heads``, and each module that
-                ``attend`` or ``experts`` should match or should not match.
-        """
-        modules = [name for name, _ in model.named_modules()]
-        parameters = [name for name, _ in model.named_parameters()]
-        lines = [
-            f"the plan's {table} glob {glob!r} matches no {noun} of {type(model).__name__}"
-            for table, globs, names, noun in (
-                ("tensor", self.tensor, modules, "module"),
-                ("init", self.init, parameters, "parameter"),
-                ("attend", (self.attend,) if self.attend else (), modules, "module"),
-                ("experts", (self.experts,) if self.experts else (), modules, "module"),
-                ("unread", self.unread, modules, "module"),
-                ("float8", self.float8, modules, "module"),
-            )
-            for glob in globs
-            if not any(fnmatchcase(name, glob) for name in names)
-        ]
-
-        for name in parameters:
-            module_name = name.rpartition(".")[0]
-            style = self.style_of(module_name)
-            if style is None and not self.holds_experts(module_name):
-                lines.append(f"no glob of the plan's tensor table covers parameter {name!r}")
-            elif style == "gather":
-                lines.append(
-                    f'parameter {name!r} belongs to a module of style "gather", which can have '
-                    "none: give the module another style, or move the parameter into a submodule"
-                )
-            if self.init_of(name) is None:
-                lines.append(f"no glob of the plan's init table covers parameter {name!r}")
-
-        lines.extend(
-            f"buffer {name!r} would hold any values: a model is built without memory, and only its "
-            "parameters get values afterwards; compute it in `DecoderBlock.prepare`, and keep it "
-            "in `seq.shared`"
-            for name, _ in model.named_buffers()
-        )
-
-        for name in modules:
-            ancestors = name.split(".")
-            styles_above = {
-                self.style_of(".".join(ancestors[:count])) for count in range(len(ancestors))
-            }
-            if self.style_of(name) in ("column", "kv_column") and "gather" not in styles_above:
-                lines.append(
-                    f"the plan cuts {name!r} into columns, so a module above it needs style "
-                    '"gather"'
-                )
-
-        for name, module in model.named_modules():
-            if self.style_of(name) == "row":
-                lines += [
-                    f'{name!r} has style "row" and a parameter {parameter!r} that is no matrix: '
-                    "every tp rank would add it; leave it out, or add it after the module"
-                    for parameter, value in module.named_parameters(recurse=False)
-                    if value.ndim != 2
-                ]
-
-        for name, module in model.named_modules():
-            if self.multiplies_in_float8(name):
-                is_linear = type(module) is nn.Linear and name.startswith("blocks.")
-                if not is_linear or self.style_of(name) not in ("column", "kv_column", "row"):
-                    lines.append(
-                        f"the plan's float8 names {name!r}, which is no torch.nn.Linear in blocks "
-                        'of style "column", "kv_column" or "row"'
-                    )
-
-        if self.first_only_looks_up:
-            lines += [
-                f"the plan says first_only_looks_up, but {name!r} is a parameter of a module that "
-                "is no torch.nn.Embedding, and backward may read it"
-                for name in parameters
-                if name.startswith("first.")
-                and not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
-            ]
-
-        if "kv_column" in self.tensor.values() and self.kv_heads is None:
-            lines.append('the plan has modules of style "kv_column", so it must give kv_heads')
-
-        for name, module in model.named_modules():
-            if self.attends(name) and not hasattr(module, "attend"):
-                lines.append(f"the plan's attend glob matches {name!r}, which has no seam `attend`")
-            if not self.attends(name) and hasattr(module, "attend"):
-                lines.append(
-                    f"{name!r} has the seam `attend`; the plan's attend glob must match it"
-                )
-            if self.holds_experts(name) and not hasattr(module, "exchange"):
-                lines.append(
-                    f"the plan's experts glob matches {name!r}, which has no seam `exchange`"
-                )
-            if not self.holds_experts(name) and hasattr(module, "exchange"):
-                lines.append(
-                    f"{name!r} has the seam `exchange`; the plan's experts glob must match it"
-                )
-        if lines:
-            raise PlanError(lines)
 
     def style_of(self, module: str) -> Style | None:
         """Return the style of the module with this name, or None if no glob matches."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from composer3d.models import claims
+from composer3d.models import claims, fit
 from composer3d.models.contract import Decoder, ShardingPlan
 from composer3d.models.registry import Reference, resolve
 from composer3d.models.shape import DecoderShape
@@ -34,7 +34,7 @@ def table_of_module(model: Decoder, plan: ShardingPlan) -> ParameterTable:
     Raises:
         PlanError: the plan does not fit the model.
     """
-    plan.check(model)
+    fit.check(model, plan)
     rows = dict(_rows(model, plan))
     units: dict[str, list[Row]] = {"first": [], "last": []}
     units |= {f"blocks.{number}": [] for number in model.blocks}

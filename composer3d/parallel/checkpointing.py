@@ -1,7 +1,8 @@
 """Activation checkpointing: a block keeps its input, and backward computes the rest again.
 
 Chen et al. 2016 (arXiv 1604.06174); selective: Korthikanti et al. 2022 (arXiv 2205.05198). Only the
-non-reentrant form works with FSDP's hooks and pipeline schedules.
+non-reentrant form works with FSDP's hooks and pipeline schedules. The loss in parts is the same
+idea for the logits.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from composer3d.facts.errors import PlanError
 from composer3d.models.contract import ShardingPlan
 from composer3d.recipe.schema import MemoryTable
 
@@ -103,3 +105,25 @@ def _as_unread(module_forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
             _is_unread.reset(token)
 
     return forward
+
+
+def set_loss_chunks(model: nn.Module, plan: ShardingPlan, chunks: int) -> None:
+    """Make the heads of ``model`` compute the loss in ``chunks`` parts of a micro-batch's tokens.
+
+    Only one part's logits are in memory at a time. Backward computes them again, with the
+    collectives of ``vocab.cross_entropy``. It sums the gradient of the head's weight in float32 or
+    wider, in memory that it allocates.
+
+    Raises:
+        PlanError: ``chunks`` is above 1, and the model has no head with the attribute ``chunks``.
+    """
+    if chunks == 1:
+        return
+    heads = [module for name, module in model.named_modules() if plan.style_of(name) == "head"]
+    if not heads or not all(hasattr(head, "chunks") for head in heads):
+        raise PlanError(
+            f"memory.loss_chunks = {chunks}: {type(model).__name__} has no head with the attribute "
+            "`chunks`; use memory.loss_chunks = 1"
+        )
+    for head in heads:
+        head.chunks = chunks

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composer3d.facts.errors import DeviceError
-from composer3d.models.contract import DecoderBlock, SequenceInfo
+from composer3d.facts.errors import DeviceError, PlanError
+from composer3d.models.contract import DecoderBlock, SequenceInfo, ShardingPlan
 from composer3d.recipe.schema import CompileTable
 from composer3d.runtime.torch_private import (
     FUSE_TP,
@@ -28,6 +28,15 @@ from composer3d.runtime.torch_private import (
 )
 
 Refresh = Callable[[], None]
+
+
+def check(plan: ShardingPlan, table: CompileTable) -> None:
+    """Raise PlanError if blocks are to be compiled that hold experts."""
+    if table.enabled and plan.experts is not None:
+        raise PlanError(
+            "compile.enabled = true makes one graph of a block, but the number of tokens of each "
+            "expert changes in every step; use compile.enabled = false"
+        )
 
 
 def apply(
@@ -45,8 +54,8 @@ def apply(
         blocks: the blocks, changed in place.
         table: the recipe's ``[compile]``.
         device: the device that the blocks run on.
-        refreshes: functions from ``tensor.styles.apply``, by the name of a module within
-            ``blocks``. Before each call of the graph, a block calls ``DecoderBlock.prepare`` and
+        refreshes: functions from ``tensor.styles.apply``, by the name of a module in the stage.
+            Before each call of the graph, a block calls ``DecoderBlock.prepare`` and
             then the functions of its own modules.
         async_tp_group: the tp ranks with ``parallel.async_tp``, else None. The compiler then makes
             one operator of an all-gather and the products that read it, and one of a product and
@@ -69,7 +78,7 @@ def apply(
         own_refreshes = [
             refresh
             for module_name, refresh in refreshes.items()
-            if f"{module_name}.".startswith(f"{name}.")
+            if f"{module_name}.".startswith(f"blocks.{name}.")
         ]
         compiled = torch.compile(block.forward, dynamic=False, options=options)
         block.forward = _with_preparation(block, own_refreshes, compiled)

@@ -1,6 +1,7 @@
 """The stages of a composed model on one rank, and the forward and backward of a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -15,28 +16,10 @@ from composer3d.parallel.context.ownership import shard_sequence
 from composer3d.parallel.data import fsdp
 from composer3d.parallel.executor import Executor
 from composer3d.parallel.expert.balance import Balance, RouterLoad
+from composer3d.parallel.host_tensor import HostTensor
 from composer3d.parallel.pipeline.ties import Ties, local_shard
 from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.mesh import Mesh
-from composer3d.runtime.torch_private import cut_by_pipelines
-
-
-class HostTensor:
-    """A tensor (B, T) in host memory, as an input of a module that FSDP shards.
-
-    FSDP moves tensors among a module's inputs to the GPU, and looks for them in lists, tuples and
-    dicts, but not in this object. torch's pipelines do look into it (``cut_by_pipelines``): they
-    cut the tensor into micro-batches as they cut others.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def __getitem__(self, rows: slice) -> "HostTensor":
-        return HostTensor(self.tensor[rows])
-
-
-cut_by_pipelines(HostTensor, "tensor")
 
 
 class Stage(nn.Module):
@@ -96,21 +79,24 @@ class Stages:
         modules: the stages, first to last. Their parameters keep their global names.
         mesh: the mesh of the job.
         executor: runs their micro-batches: ``Pipeline`` if pp is above 1, else ``OneStage``.
+        _ties: the exchange of tied parameters; None if no two stages share one.
+        _balance: what the routers see; None if the model has none.
     """
 
     modules: Sequence[Stage]
     mesh: Mesh
     executor: Executor
     _parallel: ParallelTable
-    _ties: Ties
-    _balance: Balance
+    _ties: Ties | None
+    _balance: Balance | None
     _has_run: bool = False
 
     @cached_property
     def _parameters_by_module(self) -> list[list[tuple[str, nn.Parameter]]]:
-        """All parameters of each stage, by name. To look for them takes as long as a small kernel.
+        """All parameters of each stage, by name. They are looked for once.
 
-        Their objects stay the same: FSDP swaps gathered parameters in and its own back.
+        Each search visits all modules, which takes the host as long as a small kernel runs. The
+        objects stay the same: FSDP swaps gathered parameters in and its own back.
         """
         return [list(module.named_parameters()) for module in self.modules]
 
@@ -178,11 +164,13 @@ class Stages:
         self._begin(training=True)
         for _, parameter in chain.from_iterable(self._parameters_by_module):
             parameter.grad = None
-        self._balance.reset()
+        if self._balance is not None:
+            self._balance.reset()
         keywords = self._keywords(labels_BT, positions_BT, documents_BT)
         total = self.executor.forward_backward(tokens_BT, keywords, valid_tokens)
         self.finish_gradients()
-        self._balance.collect()
+        if self._balance is not None:
+            self._balance.collect()
         return total if self.counts_loss else torch.zeros_like(total)
 
     @property
@@ -191,14 +179,15 @@ class Stages:
 
         The same on all ranks. On a GPU, the host waits for it.
         """
-        return self._balance.loads()
+        return {} if self._balance is None else self._balance.loads()
 
     def move_router_biases(self, is_good: Tensor) -> None:
         """Move the biases of routers by their loads, once a step, if ``is_good``.
 
         ``is_good`` is a bool scalar on the mesh's device. No collective, and no wait.
         """
-        self._balance.move_biases(is_good)
+        if self._balance is not None:
+            self._balance.move_biases(is_good)
 
     def finish_gradients(self) -> None:
         """Sum the gradients that are parts of a sum over tp, and those of tied parameters.
@@ -219,7 +208,8 @@ class Stages:
             sums = packed.split([grad.numel() for grad in partial])
             for grad, whole in zip(partial, sums, strict=True):
                 grad.copy_(whole.view_as(grad))
-        self._ties.add_gradients()
+        if self._ties is not None:
+            self._ties.add_gradients()
 
     @torch.no_grad()
     def evaluate(
@@ -279,7 +269,8 @@ class Stages:
         tokens = labels_BT.numel() * self.mesh.sizes.cp
         divisor = torch.full((), tokens, device=self.mesh.device)
         modules = {module.number: module for module in self.modules}
-        with self._balance.undisturbed(), local_gradients.seen_by(see, modules):
+        undisturbed = nullcontext() if self._balance is None else self._balance.undisturbed()
+        with undisturbed, local_gradients.seen_by(see, modules):
             total = self.executor.forward_backward(tokens_BT, keywords, divisor)
         return total if self.counts_loss else torch.zeros_like(total)
 
@@ -288,8 +279,9 @@ class Stages:
         for module in self.modules:
             if module.training != training:  # ``train`` visits all modules
                 module.train(training)
-        # The optimizer or a loaded checkpoint may have changed the owners of tied copies.
-        self._ties.refresh()
+        if self._ties is not None:
+            # The optimizer or a loaded checkpoint may have changed the owners of tied copies.
+            self._ties.refresh()
 
     def _keywords(
         self, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None

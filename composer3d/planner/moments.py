@@ -1,10 +1,11 @@
 """The memory of a pipeline rank, moment by moment, where the order is known. No torch here.
 
 ``memory`` adds the largest parts of all kinds, which is right if nothing is known of their order.
-Here the order is that of ``parallel.compose``: FSDP gathers the unit that runs and the next one,
-reduces a unit as soon as its gradients are there (with a pipeline: once, at the end), and backward
-frees a block before it begins the next. So the logits, the last block's backward and the reduction
-of its unit's gradients are never in memory together, and the peak is that of the largest moment.
+Here the order is known, because a run of ours is composed by ``parallel.compose``. FSDP gathers the
+unit that runs and the next one. It reduces a unit as soon as its gradients are there; with a
+pipeline, once, at the end. Backward frees a block before it begins the next one. So the logits, the
+last block's backward and the reduction of its unit's gradients are never in memory together, and
+the peak is that of the largest moment.
 
 All numbers are bytes of one rank.
 """
@@ -294,30 +295,62 @@ class _MicroBatch:
         kept_width = 0.0 if adds_at_once else rank.narrow
         # The last unit may be smaller than the two before it.
         for nth, (group, unit) in enumerate(zip(groups[:3], units, strict=False)):
-            # The buffer of the all-gather, and the parameters copied from it.
-            copied = self._gathered([unit, unit])
-            moments.append(Moment(sums, copied, buffer, held))
-            whole = 0.0
+            after = units[nth + 1 : nth + 2]
+            moments += self._backward_of_unit(
+                group, unit, after, sums=sums, buffer=buffer, held=held, kept_width=kept_width
+            )
             for block in reversed(group):
-                running = held + block.again + block.extra
-                gathered = self._gathered(units[nth : nth + 2])
-                moments.append(Moment(sums + whole, gathered, buffer, running))
-                whole += kept_width * block.unit.trained
                 held -= block.kept
-            moments.append(Moment(sums + whole, gathered, buffer, held + rank.stream))
             if self.reduces:
-                # They are added to the sum, or copied to the buffer and freed.
-                shard = rank.sharded_gradients(unit.trained_shard)
-                copied = sums if self.sums_whole and self.repeats else sums + max(whole, shard)
-                gathered = self._gathered(units[nth + 1 : nth + 2])
                 buffer = wide * unit.trained
-                moments.append(Moment(copied, gathered, buffer, held + rank.stream))
-                moments += self._exchange(sums + shard, gathered, unit, held + rank.stream)
         end_buffer = wide * self.end.trained if self.reduces else 0.0
         end_sums = sums if self.is_tied else sums + written * self.end.trained
         end_gathered = self._gathered([], self.end.elements)
         moments.append(Moment(end_sums, end_gathered, end_buffer, rank.stream))
         moments += self._exchange(sums, end_gathered, self.end, rank.stream)
+        return moments
+
+    def _backward_of_unit(
+        self,
+        group: Sequence[BlockBytes],
+        unit: Unit,
+        after: Sequence[Unit],
+        *,
+        sums: float,
+        buffer: float,
+        held: float,
+        kept_width: float,
+    ) -> list[Moment]:
+        """Return the moments of the backward of a unit of blocks.
+
+        Args:
+            group: the blocks of the unit, in the order of forward.
+            unit: their parameters.
+            after: the unit that backward comes to next, which is gathered ahead; or nothing.
+            sums, buffer: the gradients, and the buffer of the reduction before.
+            held: what the blocks keep that backward has not been through.
+            kept_width: the bytes of an element of a gradient that is not reduced yet.
+        """
+        rank = self.rank
+        # The buffer of the all-gather, and the parameters copied from it.
+        copied = self._gathered([unit, unit])
+        moments = [Moment(sums, copied, buffer, held)]
+        gathered = self._gathered([unit, *after])
+        whole = 0.0
+        for block in reversed(group):
+            running = held + block.again + block.extra
+            moments.append(Moment(sums + whole, gathered, buffer, running))
+            whole += kept_width * block.unit.trained
+            held -= block.kept
+        moments.append(Moment(sums + whole, gathered, buffer, held + rank.stream))
+        if self.reduces:
+            # They are added to the sum, or copied to the buffer and freed.
+            shard = rank.sharded_gradients(unit.trained_shard)
+            copied = sums if self.sums_whole and self.repeats else sums + max(whole, shard)
+            gathered = self._gathered(after)
+            buffer = rank.wide * unit.trained
+            moments.append(Moment(copied, gathered, buffer, held + rank.stream))
+            moments += self._exchange(sums + shard, gathered, unit, held + rank.stream)
         return moments
 
     def _exchange(

@@ -411,8 +411,8 @@ class _Rank:
     def _pipeline(self, stage: StageLayers) -> None:
         """Sends of ``parallel.pipeline.runtime``: the residual stream on, its gradient back.
 
-        A message is this rank's shard of one micro-batch (``compose.stage_activation``). A stage on
-        the same rank gets it without a message.
+        A message is this rank's shard of one micro-batch (``stage_cut.stage_activation``). A stage
+        on the same rank gets it without a message.
         """
         cuts = self.mesh.tp if self.parallel.sequence_parallel else 1
         message_bytes = self.tokens // cuts * self.shape.dim * self.e

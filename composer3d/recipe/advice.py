@@ -35,6 +35,15 @@ def nothing_to_do(recipe: Recipe, steps_done: int) -> str:
     )
 
 
+def stopped_by_signal(recipe: Recipe, steps_done: int, signal: int) -> tuple[str, str]:
+    """Return what is said of a run that a signal has stopped: the cause alone, and a whole line."""
+    cause = f"stopped by signal {signal}"
+    if steps_done < recipe.run.steps:
+        return cause, f"{cause} after step {steps_done}; {way_to_go_on(recipe)} from there"
+    cause = f"{cause} in the validation"
+    return cause, f"{cause} after the last step; all {steps_done} steps are saved"
+
+
 def decays_over_run(recipe: Recipe) -> bool:
     """Return whether the learning rate of a step depends on ``run.steps``."""
     return recipe.optim.schedule != "constant" and recipe.optim.decay is None

@@ -1,4 +1,4 @@
-"""The blocks of each pipeline stage, as ``parallel.compose`` cuts them. No torch here."""
+"""The blocks of each pipeline stage, as ``pipeline.stage_cut`` cuts them. No torch here."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -27,8 +27,8 @@ def stage_ranges(recipe: Recipe) -> tuple[range, ...]:
 def _cut(shape: Model, n_stages: int) -> tuple[range, ...]:
     """Cut the blocks into stages of about equal parameters.
 
-    The embedding counts half, because forward only looks its parameters up; ``compose`` has the
-    same rule.
+    The embedding counts half, because forward only looks its parameters up. The rule stands in
+    ``pipeline.stage_cut`` too, which needs torch.
     """
     table = architecture(shape.architecture).table_of(shape)
     blocks = list(map(_elements, table.blocks))

@@ -1,4 +1,4 @@
-"""Find the rank whose memory or arithmetic lies, by digests that must be the same on several ranks.
+"""Find the rank whose memory or arithmetic is faulty: its digests differ from those of its peers.
 
 Two ranks hold the same bits if they hold the same part of the same parameters: data-parallel
 replicas do, and ranks of tp do for the parameters that tp does not cut. Which they are follows from

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from composer3d.facts.flags import StepFlags
 from composer3d.facts.interrupts import INSIST_S, STOP_SIGNALS
-from composer3d.runtime import log
+from composer3d.runtime import log, process_group
 
 
 class StopSignals:
@@ -27,6 +28,14 @@ class StopSignals:
     def first(self) -> int:
         """The number of the first signal; 0 for none."""
         return self.received[0] if self.received else 0
+
+    def agree(self) -> int:
+        """Return the signal that asks to stop, the same on all ranks; 0 for none.
+
+        Collective over all ranks: one all-reduce in host memory.
+        """
+        own = StepFlags(self.first).pack()
+        return StepFlags.unpack(process_group.max_over_ranks(own)).stop_signal
 
     def catch(self) -> None:
         """Collect ``STOP_SIGNALS`` from now on. A second call does nothing.

@@ -431,31 +431,10 @@ def _job_result(
         stop_signals: the signals that were forwarded to the ranks, in the order of their arrival.
     """
     stop_signal = stop_signals[0] if stop_signals else 0
-    # Schedulers send several signals: a later one can end a rank that has saved and is leaving.
-    ends_by_stop = {end for number in stop_signals for end in (-number, 128 + number)}
-    died: dict[int, int] = {}
-    left: dict[int, int] = {}
-    lacked_memory: list[int] = []
-    ended_by_stop = False
-    tracebacks: list[str] = []
-    for worker in workers:
-        if worker.rank in stuck:
-            continue
-        answer = answers[worker.rank]
-        if answer is None:
-            end = -(worker.exit_code or 0)
-            if worker.exit_code in ends_by_stop:
-                ended_by_stop = True
-                left[worker.rank] = end
-            else:
-                died[worker.rank] = end
-        elif not answer.succeeded:
-            tracebacks.append(str(answer.value).strip())
-        elif answer.value == NO_MEMORY:
-            lacked_memory.append(worker.rank)
-        elif answer.value != LOST_PEERS:
-            left[worker.rank] = -answer.value
-    if died:
+    ends = _ends_of(workers, answers, stuck, stop_signals)
+    tracebacks = ends.tracebacks
+    if ends.died:
+        # The rank that died is the cause of these.
         tracebacks = [text for text in tracebacks if not _has_only_lost_a_peer(text)]
 
     failures = [
@@ -463,36 +442,92 @@ def _job_result(
         for answer in answers.values()
         if answer is not None and answer.succeeded and answer.value
     ]
-    lost_peers = bool(failures) and all(status == LOST_PEERS for status in failures)
     statuses = [1 if status in (LOST_PEERS, NO_MEMORY) else status for status in failures]
     was_stopped = stop_signal and (statuses or stuck or None in answers.values())
-    # If the save after the signal failed, the job must not look as if it had stopped and saved.
-    # But a rank that the signal has ended before the first step leaves peers without a connection.
-    has_other_failure = died or any(
-        status != 128 + stop_signal and not (status == LOST_PEERS and ended_by_stop)
-        for status in failures
-    )
 
     if tracebacks:
         say([printable_lines(tracebacks[0])])
         status = 1
-    elif was_stopped and not has_other_failure:
+    elif was_stopped and not _has_other_failure(ends, failures, stop_signal):
         status = 128 + stop_signal
-    elif died:
+    elif ends.died:
         status = 1
     else:
         status = statuses[0] if statuses else 0
     return JobResult(
         status,
-        died,
+        ends.died,
         stuck,
         raised=bool(tracebacks),
-        lost_peers=lost_peers,
-        left=left if LOST_PEERS in failures and not lacked_memory else {},
-        lacked_memory=lacked_memory,
+        lost_peers=bool(failures) and all(status == LOST_PEERS for status in failures),
+        left=ends.left if LOST_PEERS in failures and not ends.lacked_memory else {},
+        lacked_memory=ends.lacked_memory,
         stopped_by=stop_signal,
         traceback=tracebacks[0] if tracebacks else "",
     )
+
+
+@dataclass
+class _Ends:
+    """How the ranks ended that are not stuck.
+
+    Attributes:
+        died, left: the ranks that died without an answer, and those that ended otherwise, with the
+            values of ``JobResult``.
+        lacked_memory: the ranks that had no more memory.
+        tracebacks: of ranks that raised an error, by rank.
+        is_by_stop: whether a stop signal has ended a rank that does not catch it yet.
+    """
+
+    died: dict[int, int] = field(default_factory=dict)
+    left: dict[int, int] = field(default_factory=dict)
+    lacked_memory: list[int] = field(default_factory=list)
+    tracebacks: list[str] = field(default_factory=list)
+    is_by_stop: bool = False
+
+
+def _ends_of(
+    workers: Sequence[_Worker],
+    answers: Mapping[int, Answer | None],
+    stuck: Sequence[int],
+    stop_signals: Sequence[int],
+) -> _Ends:
+    # Schedulers send several signals: a later one can end a rank that has saved and is leaving.
+    codes_of_stop = {code for number in stop_signals for code in (-number, 128 + number)}
+    ends = _Ends()
+    for worker in workers:
+        if worker.rank in stuck:
+            continue
+        answer = answers[worker.rank]
+        if answer is None:
+            end = -(worker.exit_code or 0)
+            if worker.exit_code in codes_of_stop:
+                ends.is_by_stop = True
+                ends.left[worker.rank] = end
+            else:
+                ends.died[worker.rank] = end
+        elif not answer.succeeded:
+            ends.tracebacks.append(str(answer.value).strip())
+        elif answer.value == NO_MEMORY:
+            ends.lacked_memory.append(worker.rank)
+        elif answer.value != LOST_PEERS:
+            ends.left[worker.rank] = -answer.value
+    return ends
+
+
+def _has_other_failure(ends: _Ends, failures: Sequence[int], stop_signal: int) -> bool:
+    """Return whether a rank failed for another reason than the stop signal.
+
+    If the save after the signal failed, the job must not look as if it had stopped and saved. But a
+    rank that the signal has ended before the first step leaves peers without a connection.
+    """
+    if ends.died:
+        return True
+    for status in failures:
+        is_left_by_a_peer = status == LOST_PEERS and ends.is_by_stop
+        if status != 128 + stop_signal and not is_left_by_a_peer:
+            return True
+    return False
 
 
 def _has_only_lost_a_peer(text: str) -> bool:

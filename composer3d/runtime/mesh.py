@@ -66,7 +66,7 @@ class Mesh:
         )
         return cls(sizes=sizes, rank=dist.get_rank(), device=device, device_mesh=device_mesh)
 
-    @property
+    @cached_property
     def coords(self) -> dict[str, int]:
         """This rank's coordinate on each axis."""
         return coordinates(self.rank, self.sizes)

@@ -7,7 +7,7 @@ import torch
 
 from composer3d.facts.errors import DataError, TrainingError, UserError, reason_in_one_line
 from composer3d.facts.flags import StepFlags
-from composer3d.recipe.advice import nothing_to_do, way_to_go_on
+from composer3d.recipe.advice import nothing_to_do, stopped_by_signal
 from composer3d.reliability.signals import StopSignals, stop_signals
 from composer3d.runtime import collector, log, process_group
 from composer3d.training.build import Run
@@ -99,17 +99,19 @@ def _loop(run: Run, signals: StopSignals) -> int:
         if must_save or stopped_by:
             _save(run)
             # A save can take minutes.
-            stopped_by = stopped_by or _agree_on_signal(signals)
+            stopped_by = stopped_by or signals.agree()
 
         must_validate = run.validation.is_due(run.step)
         if must_validate and not stopped_by:
             must_validate = not _validate(run, signals)  # it may have been cut off
-            stopped_by = _agree_on_signal(signals)
+            stopped_by = signals.agree()
             if stopped_by and not must_save:
                 _save(run)
 
         if stopped_by and (must_validate or not is_last):
-            _tell_stop(run, stopped_by)
+            cause, line = stopped_by_signal(recipe, run.step, stopped_by)
+            run.observers.event(run.step, "stop", cause)
+            log.get().info(line)
             return stopped_by
     return 0
 
@@ -153,18 +155,6 @@ def do_step(run: Run, own_flags: Callable[[], StepFlags] = StepFlags) -> StepFla
     return values.flags
 
 
-def _tell_stop(run: Run, stopped_by: int) -> None:
-    stop = f"stopped by signal {stopped_by}"
-    if run.step < run.recipe.run.steps:
-        run.observers.event(run.step, "stop", stop)
-        log.get().info(f"{stop} after step {run.step}; {way_to_go_on(run.recipe)} from there")
-    else:
-        run.observers.event(run.step, "stop", f"{stop} in the validation")
-        log.get().info(
-            f"{stop} in the validation after the last step; all {run.step} steps are saved"
-        )
-
-
 def _save(run: Run) -> None:
     begin_s = time.perf_counter()
     with run.observers.phase("checkpoint"):
@@ -176,16 +166,7 @@ def _save(run: Run) -> None:
 def _validate(run: Run, signals: StopSignals) -> bool:
     """Validate. Return False if a signal has cut the validation off."""
     with run.observers.phase("validation"):
-        loss = run.validation.run(run.loader.order, lambda: _agree_on_signal(signals) != 0)
+        loss = run.validation.run(run.loader.order, lambda: signals.agree() != 0)
     if loss is not None:
         run.observers.end_validation(run.step, loss)
     return loss is not None
-
-
-def _agree_on_signal(signals: StopSignals) -> int:
-    """Return the signal that asks to stop, the same on all ranks; 0 for none.
-
-    Collective over all ranks: one all-reduce in host memory.
-    """
-    own = StepFlags(signals.first).pack()
-    return StepFlags.unpack(process_group.max_over_ranks(own)).stop_signal

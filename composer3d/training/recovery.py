@@ -9,7 +9,7 @@ from composer3d.reliability.report import Report
 from composer3d.runtime import process_group
 from composer3d.training.observers.observer import Observer
 from composer3d.training.optimizers import Optimizer
-from composer3d.training.step import StepValues
+from composer3d.training.step_values import StepValues
 
 
 class Recovery:

@@ -21,7 +21,7 @@ from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.training import build, loop, run_folder
-from composer3d.training.step import StepValues
+from composer3d.training.step_values import StepValues
 from tests.checkpoint.store_jobs import contents, make_job, make_manifest, names
 
 RECIPE = """\

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from composer3d.data import Batch, Blend, Corpus, Loader
-from composer3d.data.blend import samples_before, sources_of, whole_weights
+from composer3d.data.blend import whole_weights
+from composer3d.data.order import samples_before, sources_of
 from composer3d.facts.errors import DataError
 
 WEIGHTS = [

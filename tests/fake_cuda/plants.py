@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from composer3d.models.layers.attention import Attention
-from composer3d.parallel.context import kernels
+from composer3d.parallel.context import segment_kernel
 
 
 def read_an_item() -> None:
@@ -39,14 +39,14 @@ def make_a_clone() -> None:
 
 def call_a_kernel_for_each_document() -> None:
     """Attend to each document of the first row by itself, over the shard of this rank."""
-    attend: Any = kernels.attend_segments
+    attend: Any = segment_kernel.attend_segments
 
-    def attend_to_each(q: Tensor, k: Tensor, v: Tensor, segments: kernels.Segments) -> Any:
+    def attend_to_each(q: Tensor, k: Tensor, v: Tensor, segments: segment_kernel.Segments) -> Any:
         for _ in range(segments.query_offsets.numel() - 1):
             result = attend(q, k, v, segments)
         return result
 
-    kernels.attend_segments = attend_to_each
+    segment_kernel.attend_segments = attend_to_each
 
 
 def _before_attention(action: Callable[[Tensor], object]) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from composer3d.facts.errors import PlanError
+from composer3d.models import fit
 from composer3d.models.contract import Constant, Normal
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
@@ -39,7 +40,7 @@ def test_all_errors_of_a_plan_are_reported_at_once() -> None:
         unread=("down", "last"),
     )
     with pytest.raises(PlanError) as caught:
-        plan.check(Tiny())
+        fit.check(Tiny(), plan)
     assert caught.value.lines == (
         "the plan's tensor glob 'blocks.*' matches no module of Tiny",
         "the plan's init glob '*.bias' matches no parameter of Tiny",
@@ -56,7 +57,7 @@ def test_all_errors_of_a_plan_are_reported_at_once() -> None:
 def test_a_plan_that_fits_is_accepted() -> None:
     tensor = {"": "gather", "up": "column", "down": "row", "norm": "norm"}
     plan = ShardingPlan(tensor=tensor, init={"*": Normal(1.0)})  # type: ignore[arg-type]
-    plan.check(Tiny())
+    fit.check(Tiny(), plan)
     assert [plan.style_of(name) for name in ("up", "down", "norm")] == ["column", "row", "norm"]
 
 
@@ -65,7 +66,7 @@ def test_a_buffer_is_refused() -> None:
     model = Llama(PRESETS["debug-tiny"], device="meta")
     model.blocks["1"].register_buffer("angles", torch.arange(4.0), persistent=False)
     with pytest.raises(PlanError, match=r"buffer 'blocks\.1\.angles' would hold any values"):
-        sharding_plan(PRESETS["debug-tiny"]).check(model)
+        fit.check(model, sharding_plan(PRESETS["debug-tiny"]))
 
 
 def test_only_embeddings_are_only_looked_up() -> None:
@@ -79,14 +80,14 @@ def test_only_embeddings_are_only_looked_up() -> None:
         init={**plan.init, "first.up.weight": Normal(1.0)},
     )
     with pytest.raises(PlanError, match=r"but 'first\.up\.weight' is a parameter of a"):
-        plan.check(model)
-    replace(plan, first_only_looks_up=False).check(model)
+        fit.check(model, plan)
+    fit.check(model, replace(plan, first_only_looks_up=False))
 
 
 @pytest.mark.parametrize("preset", ["debug-tiny", "llama3-405b"])
 def test_llama_has_a_plan(preset: str) -> None:
     plan = sharding_plan(PRESETS[preset])
-    plan.check(Llama(PRESETS[preset]))
+    fit.check(Llama(PRESETS[preset]), plan)
     assert plan.style_of("blocks.1.attn.wq") == "column"
     assert plan.style_of("blocks.1.attn.wk") == "kv_column"
     assert plan.kv_heads == PRESETS[preset].n_kv_heads
@@ -100,8 +101,8 @@ def test_key_value_columns_need_the_number_of_heads() -> None:
     with pytest.raises(
         PlanError, match='has modules of style "kv_column", so it must give kv_heads'
     ):
-        plan.check(Tiny())
-    replace(plan, kv_heads=2).check(Tiny())
+        fit.check(Tiny(), plan)
+    fit.check(Tiny(), replace(plan, kv_heads=2))
 
 
 def test_columns_need_a_module_that_gathers_their_input() -> None:
@@ -112,7 +113,7 @@ def test_columns_need_a_module_that_gathers_their_input() -> None:
         PlanError,
         match="the plan cuts 'up' into columns, so a module above it needs style \"gather\"",
     ):
-        plan.check(Tiny())
+        fit.check(Tiny(), plan)
 
 
 @pytest.mark.parametrize(
@@ -156,9 +157,9 @@ def test_experts_are_the_modules_with_the_seam_exchange(
 ) -> None:
     shape = replace(MOE_PRESETS["debug-moe"], n_layers=1)
     plan = moe_plan(shape)
-    plan.check(MoeLlama(shape))
+    fit.check(MoeLlama(shape), plan)
     with pytest.raises(PlanError) as caught:
-        replace(plan, experts=experts).check(MoeLlama(shape))
+        fit.check(MoeLlama(shape), replace(plan, experts=experts))
     assert caught.value.lines == lines
 
 

@@ -15,7 +15,7 @@ from composer3d.models.moe.shape import PRESETS as MOE_PRESETS
 from composer3d.models.moe.shape import MoeShape
 from composer3d.models.registry import architecture, resolve
 from composer3d.models.table import ParameterTable, Row
-from composer3d.parallel.compose import cut_into_stages
+from composer3d.parallel.pipeline.stage_cut import cut_into_stages
 from composer3d.parallel.tensor import styles
 from composer3d.planner.traffic import cut_of
 from composer3d.recipe.schema import MeshTable, ParallelTable

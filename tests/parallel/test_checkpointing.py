@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from composer3d.models import fit
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
@@ -141,7 +142,7 @@ def run_blocks(mode: str, *, shape: Any, defers: bool) -> Products:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     plan = moe_plan(shape) if is_moe else sharding_plan(shape)
-    plan.check(model)
+    fit.check(model, plan)
     take_work = zero_bubble.defer_weight_grads(model, model.blocks) if defers else None
     checkpointing.apply(model.blocks, plan, MemoryTable(activation_checkpoint=mode))
     tokens = torch.arange(16).view(2, 8)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from composer3d.facts.errors import DeviceError, PlanError
+from composer3d.models import fit
 from composer3d.models.contract import SequenceInfo, ShardingPlan
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
@@ -284,7 +285,7 @@ def test_only_the_layers_of_the_plan_are_replaced() -> None:
 def check(tp: int = 1, device: torch.device = CPU, **changes: Any) -> None:
     model = Llama(SHAPE)
     plan = replace(sharding_plan(SHAPE), **changes)
-    plan.check(model)
+    fit.check(model, plan)
     float8.check(model, plan, MeshTable(tp=tp, dp_shard=1), IN_FLOAT8, device)
 
 

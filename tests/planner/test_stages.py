@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from composer3d.models.registry import architecture
-from composer3d.parallel.compose import cut_into_stages
 from composer3d.parallel.pipeline.runtime import place_stages
+from composer3d.parallel.pipeline.stage_cut import cut_into_stages
 from composer3d.planner.links import Group, group_of, nic_share
 from composer3d.planner.stages import stage_layers, stages_by_rank
 from composer3d.planner.traffic import Axis

@@ -18,7 +18,7 @@ from composer3d.runtime.process_group import pool_world
 from composer3d.training import loop, saving
 from composer3d.training.build import build
 from composer3d.training.observers.observer import Observer
-from composer3d.training.step import StepSums
+from composer3d.training.step_values import StepSums
 
 RECIPE = """\
 [run]

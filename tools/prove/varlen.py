@@ -14,9 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from composer3d.parallel.context import kernels
-from composer3d.parallel.context.kernels import VariableLength, wide
+from composer3d.parallel.context.kernels import wide
 from composer3d.parallel.context.packed import Call, Plan
+from composer3d.parallel.context.segment_kernel import (
+    VariableLength,
+    calls_causal,
+    lengths_of,
+    window_of,
+)
 
 
 class _Segment(NamedTuple):
@@ -140,8 +145,8 @@ def count_scores(plan: Plan, call: Call, rows: int, tokens: int, all_keys: int) 
         assert offsets[0] == 0
         assert offsets[-1] == rows * length
         assert offsets == sorted(offsets)
-    _, _, most_queries, most_keys = kernels._lengths(segments)
-    window = kernels._window(segments)
+    _, _, most_queries, most_keys = lengths_of(segments)
+    window = window_of(segments)
     some_see_none = False
     for (q0, q1), (k0, k1) in zip(pairwise(q_lengths[1]), pairwise(k_lengths[1]), strict=True):
         assert q1 - q0 <= most_queries
@@ -150,7 +155,7 @@ def count_scores(plan: Plan, call: Call, rows: int, tokens: int, all_keys: int) 
             q1 - q0,
             k1 - k0,
             most_keys,
-            kernels._is_causal(segments),
+            calls_causal(segments),
             (window["window_size_left"], window["window_size_right"]),
         )
         some_see_none |= not visible.any(-1).all()

@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composer3d.data.loader import number_documents
-
 
 class OwnedRange(NamedTuple):
     """Consecutive tokens of a sequence that one rank holds.
@@ -143,24 +141,3 @@ def gather_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _part_of(x: Tensor, dim: int, rank: int, size: int, balanced: bool) -> Tensor:
     owned = owned_ranges(rank, size, x.shape[dim] // size, balanced=balanced)
     return torch.cat([x.narrow(dim, tokens.position, tokens.length) for tokens in owned], dim)
-
-
-def attention_imbalance(
-    documents_BT: Tensor, size: int, *, balanced: bool, window: int | None = None
-) -> float:
-    """Measure how unevenly packed documents spread attention over ``size`` ranks. No collective.
-
-    Args:
-        documents_BT: int64 (B, T): the documents of whole rows.
-        size: the number of context parallel ranks.
-        balanced: as in ``shard_sequence``.
-        window: the most keys that a query sees; None for all before it.
-
-    Returns:
-        The number of attention scores of the busiest rank, divided by the mean over the ranks; 1 at
-        best.
-    """
-    _, position_BT = number_documents(documents_BT != documents_BT.roll(-1, 1))
-    visible_keys_BT = (position_BT + 1).clamp(1, window)
-    scores = parts_of_all_ranks(visible_keys_BT, 1, size, balanced).sum((1, 2))
-    return (scores.max() * size / scores.sum()).item()

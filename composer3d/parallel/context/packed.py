@@ -24,8 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from composer3d.parallel.context.kernels import Segments
+from composer3d.parallel.context import segment_kernel
 from composer3d.parallel.context.ownership import OwnedRange, owned_ranges
+from composer3d.parallel.context.segment_kernel import Segments
 from composer3d.parallel.context.tiles import NOT_CAUSAL, Run, Starts, runs_of
 from composer3d.runtime.torch_private import fake_mode_of
 
@@ -39,7 +40,7 @@ class Call(NamedTuple):
         queries: places in this rank's shard, the same in all rows.
         keys: places in the shard of the keys, the same in all rows.
         offsets: where ``Plan.offsets_on`` has the offsets of the queries, and those of the keys.
-        causal, left, longest_queries, longest_keys, all_see: as in ``kernels.Segments``.
+        causal, left, longest_queries, longest_keys, all_see: as in ``Segments``.
     """
 
     queries: slice
@@ -102,14 +103,32 @@ class Plan:
             self._offsets = offsets
         return offsets
 
+    def attend(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute ``(out, lse)`` of a call, (B, H, T, D) and (B, H, T)."""
+        return segment_kernel.attend_segments(q, k, v, call.segments(self.offsets_on(q)))
+
+    def differentiate(
+        self,
+        call: Call,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the contributions of a call to dq (B, H, T, D), and dk and dv (B, K, S, D)."""
+        segments = call.segments(self.offsets_on(q))
+        return segment_kernel.attend_segments_backward(grad, q, k, v, out, lse, segments)
+
 
 class _Segment(NamedTuple):
-    """Queries and keys of one document, with the limits of ``kernels.Segments``.
+    """Queries and keys of one document, with the limits of ``Segments``.
 
     Attributes:
         row: the sample of the micro-batch.
         queries, keys: the first place, and the one after the last.
-        causal, left: as in ``kernels.Segments``.
+        causal, left: as in ``Segments``.
     """
 
     row: int

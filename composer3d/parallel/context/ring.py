@@ -25,8 +25,24 @@ from composer3d.parallel.context.ownership import (
     parts_of_all_ranks,
 )
 from composer3d.parallel.context.packed import Call, Plan, plan_calls
+from composer3d.parallel.context.segment_kernel import VARIABLE_LENGTH
 from composer3d.parallel.context.tiles import Tile, starts_of, tiles
 from composer3d.runtime.torch_private import group_by_name
+
+
+class _ByTiles:
+    """Computes tiles, one kernel call each. ``packed.Plan`` has the same methods for its calls."""
+
+    @staticmethod
+    def attend(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return kernels.attend_block(q, k, v, causal=tile.causal, mask=tile.mask)
+
+    @staticmethod
+    def differentiate(
+        tile: Tile, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        causal, mask = tile.causal, tile.mask
+        return kernels.attend_block_backward(grad, q, k, v, out, lse, causal=causal, mask=mask)
 
 
 class _Round(NamedTuple):
@@ -37,13 +53,13 @@ class _Round(NamedTuple):
             its order, and there are no other rounds.
         kv: keys and values: two tensors, or one that has both.
         blocks: the tiles, or the calls that cover them.
-        plan: has the offsets of calls; None for tiles.
+        kernel: computes one of these blocks.
     """
 
     source: int | None
     kv: Tensor | tuple[Tensor, Tensor]
     blocks: tuple[Tile, ...] | tuple[Call, ...]
-    plan: Plan | None
+    kernel: Any
 
     @property
     def is_one_block(self) -> bool:
@@ -52,28 +68,20 @@ class _Round(NamedTuple):
 
     def attend(self, block: Tile | Call, q: Tensor) -> tuple[Tensor, Tensor]:
         """Compute ``(out, lse)`` of a block."""
-        rows, queries, keys = block.rows, block.queries, block.keys
-        q, k, v = q[rows, :, queries], self.kv[0][rows, :, keys], self.kv[1][rows, :, keys]
-        if isinstance(block, Tile):
-            return kernels.attend_block(q, k, v, causal=block.causal, mask=block.mask)
-        assert self.plan is not None
-        return kernels.attend_segments(q, k, v, block.segments(self.plan.offsets_on(q)))
+        k, v = self._keys_and_values(block)
+        return self.kernel.attend(block, q[block.rows, :, block.queries], k, v)
 
     def differentiate(
         self, block: Tile | Call, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the contributions of a block to dq, dk and dv."""
-        rows, queries, keys = block.rows, block.queries, block.keys
-        grad, q, out = (x[rows, :, queries] for x in (grad, q, out))
-        lse = lse[rows, :, queries]
-        k, v = self.kv[0][rows, :, keys], self.kv[1][rows, :, keys]
-        if isinstance(block, Tile):
-            return kernels.attend_block_backward(
-                grad, q, k, v, out, lse, causal=block.causal, mask=block.mask
-            )
-        assert self.plan is not None
-        segments = block.segments(self.plan.offsets_on(q))
-        return kernels.attend_segments_backward(grad, q, k, v, out, lse, segments)
+        grad, q, out, lse = (x[block.rows, :, block.queries] for x in (grad, q, out, lse))
+        k, v = self._keys_and_values(block)
+        return self.kernel.differentiate(block, grad, q, k, v, out, lse)
+
+    def _keys_and_values(self, block: Tile | Call) -> tuple[Tensor, Tensor]:
+        """Cut out the keys and the values of a block."""
+        return self.kv[0][block.rows, :, block.keys], self.kv[1][block.rows, :, block.keys]
 
 
 @torch.library.custom_op("composer3d::ring_attention", mutates_args=())
@@ -214,7 +222,7 @@ def _kv_rounds(
     starts = starts_of(documents)
     kernel = kernels.kernel_of(q)
     plan: Plan | None = None
-    if kernel in kernels.VARIABLE_LENGTH and (starts is not None or window > 0):
+    if kernel in VARIABLE_LENGTH and (starts is not None or window > 0):
         plan = plan_calls(rank, size, rows, tokens, starts, window, method, balanced)
     banded = kernel is kernels.Kernel.REFERENCE
 
@@ -224,7 +232,7 @@ def _kv_rounds(
         held = owned_ranges(0, 1, tokens * size, balanced=balanced)
         if source is not None:
             held = owned_ranges(source, size, tokens, balanced=balanced)
-        return _Round(source, kv, tiles(owned, held, starts, window, q.device, banded), None)
+        return _Round(source, kv, tiles(owned, held, starts, window, q.device, banded), _ByTiles)
 
     if group is None and plan is not None:
         yield round_with(None, (k, v))

@@ -5,7 +5,7 @@ loss is already divided by the number of valid tokens of the whole step; FSDP's 
 number of ranks would divide it a second time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -135,35 +135,13 @@ def apply(
     if memory.cpu_offload:
         offload_policy = CPUOffloadPolicy(pin_memory=meshes.dense.device_type == "cuda")
 
-    children = dict(stage.named_children())
-    first, last = children.get("first"), children.get("last")
-    if find_ties(stage):
-        first = last = None
-    in_order = units_of_blocks(list(children["blocks"].children()), parallel.fsdp_blocks)
-    if first is not None:
-        in_order.insert(0, [first])
-    if last is not None:
-        in_order.append([last])
-    experts = {
-        parameter
-        for name, parameter in stage.named_parameters()
-        if plan.holds_experts(name.rpartition(".")[0])
-    }
+    first, in_order, last = _units_in_forward(stage, parallel.fsdp_blocks)
+    place = _placements(stage, plan, meshes)
     router_biases = {
         module.bias
         for module in stage.modules()
         if isinstance(module, Router) and module.bias is not None
     }
-    # The rows of each expert are sharded; the first dim is the expert.
-    of_experts: Any = None
-    if meshes.experts is not None:
-        # FSDP tells meshes apart by their process groups, and takes one object for each.
-        is_dense = meshes.experts.get_all_groups() == meshes.dense.get_all_groups()
-        of_experts = Shard(1) if is_dense else shard_over(meshes.experts, 1)
-
-    def place(parameter: nn.Parameter) -> Any:
-        return of_experts if parameter in experts else _columns_if_rows_are_uneven(parameter)
-
     for modules in (*in_order, [stage]):
         # Backward starts with `last`. If its forward dropped its parameters, they would be gathered
         # again at once.
@@ -178,12 +156,7 @@ def apply(
             ignored_params=router_biases,
         )
 
-    # In backward, FSDP prefetches the unit that ran before in forward. For the first unit that is
-    # the `last` of the previous micro-batch: a useless all-gather. So every unit is told which
-    # unit to prefetch. The first one is told itself, which is gathered already.
-    in_forward = [cast(FSDPModule, modules[0]) for modules in in_order]
-    for previous, unit in zip((in_forward[0], *in_forward), in_forward, strict=False):
-        unit.set_modules_to_backward_prefetch([previous])
+    _name_what_to_prefetch([cast(FSDPModule, modules[0]) for modules in in_order])
     if first is not None and plan.first_only_looks_up:
         cast(FSDPModule, first).set_unshard_in_backward(False)
     for unit in units(stage):
@@ -192,6 +165,65 @@ def apply(
         unit.set_force_sum_reduction_for_comms(True)
     if precision.reduces_in != precision.params:
         set_reduce_scatter(stage, SendNarrow(getattr(torch, precision.reduces_in)))
+
+
+class _InForward(NamedTuple):
+    """The units of a stage in the order of forward, each a list of modules.
+
+    ``first`` and ``last`` are None if the stage lacks them, or if they share a parameter: then the
+    stage itself is their unit, which ``units`` leaves out.
+    """
+
+    first: nn.Module | None
+    units: list[list[nn.Module]]
+    last: nn.Module | None
+
+
+def _units_in_forward(stage: nn.Module, fsdp_blocks: int) -> _InForward:
+    children = dict(stage.named_children())
+    units = units_of_blocks(list(children["blocks"].children()), fsdp_blocks)
+    if find_ties(stage):
+        return _InForward(None, units, None)
+    first, last = children.get("first"), children.get("last")
+    if first is not None:
+        units.insert(0, [first])
+    if last is not None:
+        units.append([last])
+    return _InForward(first, units, last)
+
+
+def _placements(
+    stage: nn.Module, plan: ShardingPlan, meshes: ShardMeshes
+) -> Callable[[nn.Parameter], Any]:
+    """Return the function that tells FSDP how to shard a parameter; None is ``Shard(0)``."""
+    experts = {
+        parameter
+        for name, parameter in stage.named_parameters()
+        if plan.holds_experts(name.rpartition(".")[0])
+    }
+    # The rows of each expert are sharded; the first dim is the expert.
+    of_experts: Any = None
+    if meshes.experts is not None:
+        # FSDP tells meshes apart by their process groups, and takes one object for each.
+        is_dense = meshes.experts.get_all_groups() == meshes.dense.get_all_groups()
+        of_experts = Shard(1) if is_dense else shard_over(meshes.experts, 1)
+
+    def place(parameter: nn.Parameter) -> Any:
+        return of_experts if parameter in experts else _columns_if_rows_are_uneven(parameter)
+
+    return place
+
+
+def _name_what_to_prefetch(in_forward: Sequence[FSDPModule]) -> None:
+    """Tell each unit, by its first module, which one to gather ahead in backward.
+
+    ``in_forward`` has the first modules of all units, in the order of forward.
+    """
+    # In backward, FSDP prefetches the unit that ran before in forward. For the first unit that is
+    # the `last` of the previous micro-batch: a useless all-gather. So every unit is told which
+    # unit to prefetch. The first unit prefetches itself, which costs nothing: it is gathered.
+    for previous, unit in zip((in_forward[0], *in_forward), in_forward, strict=False):
+        unit.set_modules_to_backward_prefetch([previous])
 
 
 def _columns_if_rows_are_uneven(parameter: nn.Parameter) -> Shard | None:

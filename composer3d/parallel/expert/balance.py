@@ -48,6 +48,14 @@ class RouterSize(NamedTuple):
     per_token: int
 
 
+def sizes_of_routers(model: nn.Module) -> dict[str, RouterSize]:
+    """Return the sizes of the routers of a model, by global name."""
+    return {
+        name: RouterSize(router.experts, router.per_token)
+        for name, router in routers_of(model).items()
+    }
+
+
 class Balance:
     """Sums what routers have seen over the job, and moves their biases.
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from composer3d.parallel.tensor.vocab import own_rows
-from composer3d.runtime.torch_private import fusible_gather, fusible_scatter_sum
 
 SEQUENCE_DIM = 1
 Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
@@ -33,23 +32,6 @@ def scatter_sum(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
     Backward gathers the gradients. This is the transpose of ``gather_sequence``.
     """
     return _WithTranspose.apply(x_BTC, group, _reduce_scatter, _all_gather)
-
-
-def fusible_gather_sequence(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather as ``gather_sequence``; in a compiled graph, by operators that products fuse with.
-
-    The collectives of forward and backward are the same. Outside of a graph the operators are too.
-    """
-    if not torch.compiler.is_compiling():
-        return gather_sequence(x_BTC, group)
-    return _WithTranspose.apply(x_BTC, group, _fusible_all_gather, _fusible_reduce_scatter)
-
-
-def fusible_scatter_sum_sequence(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum and scatter as ``scatter_sum``. See ``fusible_gather_sequence``."""
-    if not torch.compiler.is_compiling():
-        return scatter_sum(x_BTC, group)
-    return _WithTranspose.apply(x_BTC, group, _fusible_reduce_scatter, _fusible_all_gather)
 
 
 def sum_gradients(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -109,14 +91,6 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(by_rank.shape[1:])
     dist.reduce_scatter_single(out, by_rank.flatten(0, 1), group=group)
     return out
-
-
-def _fusible_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return fusible_gather(x, SEQUENCE_DIM, group)
-
-
-def _fusible_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return fusible_scatter_sum(x, SEQUENCE_DIM, group)
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -17,23 +17,15 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import (
-    DTensor,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from composer3d.facts.errors import PlanError
 from composer3d.models.contract import ShardingPlan, Style
 from composer3d.models.layers.head import cross_entropy
-from composer3d.parallel.tensor import vocab
+from composer3d.parallel.tensor import fusible, vocab
 from composer3d.parallel.tensor.collectives import (
     Collective,
-    fusible_gather_sequence,
-    fusible_scatter_sum_sequence,
     gather_columns,
     gather_sequence,
     no_collective,
@@ -189,7 +181,7 @@ def _style(style: Style, plan: ShardingPlan, mesh: DeviceMesh, parallel: Paralle
     sequence_parallel = parallel.sequence_parallel
     # The collectives before column layers and after row layers.
     if sequence_parallel and parallel.async_tp:
-        gather, reduce = fusible_gather_sequence, fusible_scatter_sum_sequence
+        gather, reduce = fusible.gather_sequence, fusible.scatter_sum
     elif sequence_parallel:
         gather, reduce = gather_sequence, scatter_sum
     else:
@@ -199,10 +191,8 @@ def _style(style: Style, plan: ShardingPlan, mesh: DeviceMesh, parallel: Paralle
             return Local(Shard(0), post_collective=reduce, make_forward=_embedding_forward)
         case "norm":
             return Local(Replicate(), sums_gradients=sequence_parallel)
-        case "router":
-            return Local(Replicate(), sums_gradients=True)
-        case "head_norm":
-            # A rank sees only some of the heads, so its gradient is a part of the sum.
+        case "router" | "head_norm":
+            # A rank sees only some of the tokens or of the heads: its gradient is a part of a sum.
             return Local(Replicate(), sums_gradients=True)
         case "gather":
             # One all-gather serves all projections that read this input.

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from composer3d.facts.errors import PlanError
-from composer3d.models.contract import IGNORE_INDEX, ShardingPlan
+from composer3d.models.contract import IGNORE_INDEX
 
 
 class OwnRows(NamedTuple):
@@ -96,25 +96,3 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _is_own(labels_N: Tensor, first: int, logits_NV: Tensor) -> Tensor:
     return (labels_N >= first) & (labels_N < first + logits_NV.shape[1])
-
-
-def set_loss_chunks(model: nn.Module, plan: ShardingPlan, chunks: int) -> None:
-    """Make the heads of ``model`` compute the loss in ``chunks`` parts of a micro-batch's tokens.
-
-    Only one part's logits are in memory at a time. Backward computes them again, with the
-    collectives of ``cross_entropy``. It sums the gradient of the head's weight in float32 or wider,
-    in memory that it allocates.
-
-    Raises:
-        PlanError: ``chunks`` is above 1, and the model has no head with the attribute ``chunks``.
-    """
-    if chunks == 1:
-        return
-    heads = [module for name, module in model.named_modules() if plan.style_of(name) == "head"]
-    if not heads or not all(hasattr(head, "chunks") for head in heads):
-        raise PlanError(
-            f"memory.loss_chunks = {chunks}: {type(model).__name__} has no head with the attribute "
-            "`chunks`; use memory.loss_chunks = 1"
-        )
-    for head in heads:
-        head.chunks = chunks

@@ -31,7 +31,7 @@ from composer3d.facts import events
 from composer3d.facts.errors import UserError
 from composer3d.facts.files import open_plain, parse_json
 from composer3d.parallel import Stages
-from composer3d.parallel.context.ownership import attention_imbalance
+from composer3d.parallel.context.imbalance import attention_imbalance
 from composer3d.parallel.expert.balance import expert_metrics
 from composer3d.recipe.schema import MetricsTable, Recipe
 from composer3d.reliability.report import Report

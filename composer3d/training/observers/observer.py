@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, TypeVar
 from composer3d.data import Batch
 from composer3d.facts.events import Kind
 from composer3d.reliability.report import Report
-from composer3d.training.step import StepValues
+from composer3d.training.step_values import StepValues
 
 T = TypeVar("T", bound="Observer")
 

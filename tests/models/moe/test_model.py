@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from composer3d.models import counts
+from composer3d.models import counts, fit
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.layers.moe import MoE
 from composer3d.models.moe.model import MoeLlama
@@ -69,7 +69,7 @@ def small(shape: MoeShape) -> MoeShape:
 def test_every_preset_has_a_plan_and_meta_allocates_nothing(preset: str) -> None:
     for shape in (PRESETS[preset], small(PRESETS[preset])):
         model, plan = MoeLlama(shape), sharding_plan(shape)
-        plan.check(model)
+        fit.check(model, plan)
         assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
         last = f"blocks.{shape.n_layers - 1}"  # it has experts in every preset
         assert plan.style_of(f"{last}.moe.router") == "router"

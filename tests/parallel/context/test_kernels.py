@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from composer3d.parallel.context import kernels, packed
+from composer3d.parallel.context import kernels, packed, segment_kernel
 from composer3d.parallel.context.tiles import NOT_CAUSAL, starts_of
 from tests.parallel.context.attention import (
     HEADS,
@@ -200,7 +200,7 @@ def test_segments_agree_with_plain_scores(
 ) -> None:
     """Backward gets the output and the logsumexp of rows that have other keys as well."""
     if device == "cpu":
-        monkeypatch.setitem(kernels.VARIABLE_LENGTH, kernels.Kernel.CPU_FLASH, varlen.KERNEL)
+        monkeypatch.setitem(segment_kernel.VARIABLE_LENGTH, kernels.Kernel.CPU_FLASH, varlen.KERNEL)
     tokens = 160
     length = tokens * hops.cp
     documents = None
@@ -221,7 +221,7 @@ def test_segments_agree_with_plain_scores(
         q, grad = q[:, :, call.queries], grad[:, :, call.queries]
         k, v = k[:, :, call.keys], v[:, :, call.keys]
         segments = call.segments(plan.offsets_on(q))
-        out, lse = kernels.attend_segments(q, k, v, segments)
+        out, lse = segment_kernel.attend_segments(q, k, v, segments)
 
         q64, k64, v64, grad64 = (x.double().cpu() for x in (q, k, v, grad))
         expected_out, expected_lse = kernels.attend_reference(
@@ -235,7 +235,7 @@ def test_segments_agree_with_plain_scores(
         # Some weight goes to the other keys.
         row_lse = expected_lse.clamp(min=-1.0) + 0.5
         row_out = (0.6 * expected_out + 0.1).to(dtype)
-        grads = kernels.attend_segments_backward(
+        grads = segment_kernel.attend_segments_backward(
             grad, q, k, v, row_out.to(q), row_lse.to(lse), segments
         )
         assert all(x.dtype == dtype for x in (out, *grads))

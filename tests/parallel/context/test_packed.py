@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from composer3d.parallel.context import api, kernels, packed, ring
+from composer3d.parallel.context import api, kernels, packed, ring, segment_kernel
 from composer3d.parallel.context.ownership import owned_ranges
 from composer3d.parallel.context.tiles import NOT_CAUSAL, starts_of
 from composer3d.runtime.launch import Pool
@@ -122,7 +122,7 @@ def check_values(heads: list[tuple[int, int]], methods: tuple[str, ...]) -> int:
     """Compare with one process, with the kernel's model in place of it; count comparisons."""
     count = 0
     with pool_world(), pytest.MonkeyPatch.context() as patch:
-        patch.setitem(kernels.VARIABLE_LENGTH, kernels.Kernel.CPU_FLASH, varlen.KERNEL)
+        patch.setitem(segment_kernel.VARIABLE_LENGTH, kernels.Kernel.CPU_FLASH, varlen.KERNEL)
         blocks: list[type] = []
         attend = ring._Round.attend
 
@@ -178,7 +178,7 @@ def test_one_rank_agrees_with_tiles(
     for kernel in (None, varlen.KERNEL):
         with pytest.MonkeyPatch.context() as patch:
             if kernel is not None:
-                patch.setitem(kernels.VARIABLE_LENGTH, kernels.Kernel.CPU_FLASH, kernel)
+                patch.setitem(segment_kernel.VARIABLE_LENGTH, kernels.Kernel.CPU_FLASH, kernel)
             leaves = [x.clone().requires_grad_() for x in whole]
             out = api.ring_attention(*leaves, group=None, document_ids=documents, window=window)
             results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])

@@ -22,7 +22,7 @@ from composer3d.models.layers.head import Head
 from composer3d.models.llama.model import Last, Llama
 from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import ModelShape
-from composer3d.parallel import Stages, StepShape, compose, init
+from composer3d.parallel import Stages, StepShape, checkpointing, compose, init
 from composer3d.parallel.tensor import styles, vocab
 from composer3d.parallel.tensor.collectives import gather_columns
 from composer3d.recipe.schema import MeshTable, OptimTable, ParallelTable
@@ -295,7 +295,7 @@ def largest_tensor(chunks: int) -> int:
             mesh = Mesh.build(MeshTable(dp_shard=1, tp=dist.get_world_size()), device)
             assert mesh.tp is not None
             styles.apply(model, plan, mesh.tp, ParallelTable(sequence_parallel=False))
-        vocab.set_loss_chunks(model, plan, chunks)
+        checkpointing.set_loss_chunks(model, plan, chunks)
         h, labels = random(2, 15, 4, seed=1).requires_grad_(), random_labels(30, 40)
         expected = summed_loss(F.linear(h, weight).flatten(0, 1), labels)
         expected_grads = torch.autograd.grad(expected, (h, weight))
@@ -332,14 +332,14 @@ def test_loss_in_parts_never_has_all_logits_in_memory(
 
 def test_loss_in_parts_needs_a_head_with_chunks() -> None:
     model = Llama(SHAPE)
-    vocab.set_loss_chunks(model, sharding_plan(SHAPE), 5)
+    checkpointing.set_loss_chunks(model, sharding_plan(SHAPE), 5)
     assert isinstance(model.last, Last)
     assert model.last.head.chunks == 5
     model.last.head = nn.Linear(3, 3)  # type: ignore[assignment]
-    vocab.set_loss_chunks(model, sharding_plan(SHAPE), 1)
+    checkpointing.set_loss_chunks(model, sharding_plan(SHAPE), 1)
     with pytest.raises(
         PlanError,
         match=r"memory\.loss_chunks = 2: Llama has no head with the attribute `chunks`; "
         r"use memory\.loss_chunks = 1",
     ):
-        vocab.set_loss_chunks(model, sharding_plan(SHAPE), 2)
+        checkpointing.set_loss_chunks(model, sharding_plan(SHAPE), 2)

@@ -6,13 +6,13 @@ Each lets the CPU take it too, with ``tools/prove/varlen.py`` in place of a GPU'
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from composer3d.parallel.context import kernels, packed, ring
+from composer3d.parallel.context import kernels, packed, ring, segment_kernel
 from tools.prove import varlen
 
 
 def take_the_path_of_gpus() -> None:
     """No fault: documents and windows take the calls that they take on a GPU."""
-    kernels.VARIABLE_LENGTH[kernels.Kernel.CPU_FLASH] = varlen.KERNEL
+    segment_kernel.VARIABLE_LENGTH[kernels.Kernel.CPU_FLASH] = varlen.KERNEL
 
 
 def _change_edges(change: Callable[[Any], Any]) -> None:

@@ -1,0 +1,73 @@
+"""What a step adds up over all ranks, and how it comes from the device to the host."""
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from composer3d.facts.flags import N_FLAGS, StepFlags
+from composer3d.parallel import grad_norm
+
+
+class StepValues(NamedTuple):
+    """What the host learns of a step, the same on all ranks.
+
+    Attributes:
+        loss: of the job, the mean over all valid tokens, in nats.
+        norm: the norm of all gradients. It is NaN if a gradient is.
+        flags: those that any rank has raised.
+        norm_by_part: the norm of each part of the model (``grad_norm.PARTS``); empty if the step
+            was not asked for it. A part that the model lacks has none.
+    """
+
+    loss: float
+    norm: float
+    flags: StepFlags = StepFlags()
+    norm_by_part: Mapping[str, float] = MappingProxyType({})
+
+
+class StepSums:
+    """What all ranks have summed up after backward, on the device, where nothing waits for it.
+
+    Args:
+        sums: float64 (2 + flags + parts) on the mesh's device: the loss, the squared norm, the
+            packed ``StepFlags``, and the squared norm of each of ``grad_norm.PARTS``.
+
+    Attributes:
+        loss, norm: the scalars of ``StepValues``, on the device.
+    """
+
+    def __init__(self, sums: Tensor) -> None:
+        self.loss, self.norm = sums[0], sums[1].sqrt()
+        self._values = torch.cat((self.loss[None], self.norm[None], sums[2:]))
+        self._host_values: Tensor | None = None
+        self._has_arrived: torch.Event | None = None
+
+    def send_to_host(self) -> None:
+        """Copy the values to the host, behind what the device has to do up to here.
+
+        ``await_values`` then waits for that alone, and not for what the device is given later.
+        """
+        if self._values.device.type == "cpu":
+            return
+        # torch copies to pinned memory, so the host goes on at once.
+        self._host_values = self._values.to("cpu", non_blocking=True)
+        self._has_arrived = torch.Event(self._values.device)
+        self._has_arrived.record()
+
+    def await_values(self) -> StepValues:
+        """Wait until the device has summed up the step, and return the values."""
+        if self._host_values is None or self._has_arrived is None:
+            values = self._values
+        else:
+            self._has_arrived.synchronize()
+            values = self._host_values
+        loss, norm, *others = values.tolist()
+        flags, parts = others[:N_FLAGS], others[N_FLAGS:]
+        norms_sq = zip(grad_norm.PARTS, parts, strict=True)
+        # A part that the model lacks has no gradient on any rank, so its sum is exactly 0.
+        by_part = {part: math.sqrt(value) for part, value in norms_sq if value != 0}
+        return StepValues(loss, norm, StepFlags.unpack(flags), by_part)
