@@ -28,6 +28,7 @@ MOE_PRESETS = (
     "mixtral-8x22b, qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3-gqa, gshard-like-top2, "
     "switch-like-top1"
 )
+OLMO2_PRESETS = "debug-olmo2, olmo2-1b, olmo2-7b, olmo2-13b, olmo2-32b"
 TABLES = (
     "run, model, mesh, parallel, memory, precision, compile, data, optim, checkpoint, metrics, "
     "validation, reliability"

@@ -1,6 +1,6 @@
 """Models with experts, and layouts of experts, that are refused."""
 
-from tests.recipe.wrong import MOE_PRESETS, PRESETS, TINY, Wrong
+from tests.recipe.wrong import MOE_PRESETS, OLMO2_PRESETS, PRESETS, TINY, Wrong
 
 # Lines 1 to 3: dim 64, 4 layers, 4 heads, 2 key-value heads, width of an expert 96, 8 experts.
 MOE = '[model]\narchitecture = "moe"\npreset = "debug-moe"\n'
@@ -11,7 +11,8 @@ EXPERTS = [
         '[model]\narchitecture = "moe"\npreset = "llama3-8b"\n',
         [
             f'x.toml:3: model.preset = "llama3-8b" is unknown; the presets are {MOE_PRESETS}; with '
-            f'model.architecture = "llama" they are {PRESETS}'
+            f'model.architecture = "llama" they are {PRESETS}; with '
+            f'model.architecture = "olmo2" they are {OLMO2_PRESETS}'
         ],
     ),
     Wrong(

@@ -105,8 +105,8 @@ TYPES = [
         TINY + "mesh = { pp = 1 }\n",
         [
             "x.toml:3: unknown key 'model.mesh'; the keys of [model] are dim, n_layers, n_heads, "
-            "n_kv_heads, ffn, vocab, rope_theta, norm_eps, head_dim, tied, qk_norm, qkv_bias, "
-            "window, rope_factor, rope_low_freq, rope_high_freq, rope_context, architecture, "
+            "n_kv_heads, ffn, vocab, rope_theta, norm_eps, head_dim, tied, rope_factor, "
+            "rope_low_freq, rope_high_freq, rope_context, qk_norm, qkv_bias, window, architecture, "
             "preset, hf"
         ],
     ),
@@ -305,8 +305,8 @@ ARCHITECTURES = [
         TINY + '[data]\nseq_len = "x"\n',
         [
             "x.toml:4: 'data.seq_len' must be int, got \"x\"",
-            '--set model.architecture="": model.architecture = "" must be "llama", "moe", or '
-            '"package.module:NAME" of at most 200 characters',
+            '--set model.architecture="": model.architecture = "" must be "llama", "moe", '
+            '"olmo2", or "package.module:NAME" of at most 200 characters',
         ],
         sets=('model.architecture=""',),
     ),
@@ -314,8 +314,8 @@ ARCHITECTURES = [
         "an architecture with a name that is too long",
         f'[model]\npreset = "debug-tiny"\narchitecture = "{"a" * 200}:A"\n',
         [
-            f'x.toml:3: model.architecture = "{"a" * 200}:A" must be "llama", "moe", or '
-            '"package.module:NAME" of at most 200 characters',
+            f'x.toml:3: model.architecture = "{"a" * 200}:A" must be "llama", "moe", '
+            '"olmo2", or "package.module:NAME" of at most 200 characters',
         ],
     ),
 ]

@@ -2,7 +2,7 @@
 
 import json
 
-from tests.recipe.wrong import HF, MOE_PRESETS, PRESETS, SIZES, TINY, Wrong, shape
+from tests.recipe.wrong import HF, MOE_PRESETS, OLMO2_PRESETS, PRESETS, SIZES, TINY, Wrong, shape
 from tests.recipe.wrong_data import DATA, RUN
 from tests.recipe.wrong_experts import EXPERTS
 from tests.recipe.wrong_layouts import LAYOUTS
@@ -30,7 +30,8 @@ MODEL = [
         '[model]\npreset = "llama3-9b"\n',
         [
             f'x.toml:2: model.preset = "llama3-9b" is unknown; the presets are {PRESETS}; with '
-            f'model.architecture = "moe" they are {MOE_PRESETS}'
+            f'model.architecture = "moe" they are {MOE_PRESETS}; with '
+            f'model.architecture = "olmo2" they are {OLMO2_PRESETS}'
         ],
     ),
     Wrong(
@@ -78,11 +79,11 @@ MODEL = [
         + "window = -1\nrope_factor = 0.5\nrope_low_freq = 0\n"
         + "rope_high_freq = -1\nrope_context = 0\n",
         [
-            "x.toml:3: model.window = -1 must be from 0 to 134_217_728",
             "x.toml:4: model.rope_factor = 0.5 must be from 1 to 1_000_000",
             "x.toml:5: model.rope_low_freq = 0.0 must be above 0 and at most 1_000_000",
             "x.toml:6: model.rope_high_freq = -1.0 must be above 0 and at most 1_000_000",
             "x.toml:7: model.rope_context = 0 must be from 1 to 134_217_728",
+            "x.toml:3: model.window = -1 must be from 0 to 134_217_728",
         ],
     ),
     Wrong(
@@ -127,7 +128,7 @@ MODEL = [
         {"x.toml": '[model]\nhf = "m"\n', "m/config.json": '{"model_type": "gpt2"}'},
         [
             'x.toml:2: model.hf: m/config.json: model_type = "gpt2" is not supported; it must be '
-            "llama, mistral, qwen2, qwen3, mixtral or qwen3_moe"
+            "llama, mistral, qwen2, qwen3, mixtral, qwen3_moe or olmo2"
         ],
     ),
     Wrong(

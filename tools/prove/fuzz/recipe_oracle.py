@@ -70,7 +70,7 @@ TABLES: dict[str, dict[str, Any]] = {
         "rope_low_freq": _floats(0, 1e6, above=True),
         "rope_high_freq": _floats(0, 1e6, above=True),
         "rope_context": _ints(1, _TOKENS),
-        "architecture": ("llama", "moe"),
+        "architecture": ("llama", "moe", "olmo2"),
         "preset": str,
         "hf": str,
     },
