@@ -375,3 +375,17 @@ def test_the_planner_counts_what_the_dry_run_counts_of_gradients_in_bfloat16(
                 operation: (flow.count, round(flow.bytes)) for operation, flow in operations.items()
             }
         assert "reduce_scatter" not in counted["fsdp"]
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_the_planner_counts_the_means_of_norms_that_are_computed_again(
+    checkpointing: str, pool: Pool
+) -> None:
+    """Backward averages over the ranks once more, and sums the outputs that norms read."""
+    mode = f"memory.activation_checkpoint={checkpointing}"
+    recipe = recipe_of(BASE, (*SIZES, "mesh.tp=8", *OLMO_2, mode))
+    planned = {
+        operation: (usage.count, round(usage.bytes))
+        for operation, usage in traffic(recipe)["tp"].items()
+    }
+    assert planned == traffic_of(dry_run_of(pool, recipe))["tp"]
