@@ -149,8 +149,8 @@ class ShardingPlan:
         tensor: globs of module names, each with a style (``models.table``). The module of every
             parameter must have a style other than "gather".
         init: globs of parameter names, each with initial values. Every parameter must match one.
-        kv_heads: the number of key-value heads that modules of style "kv_column" project to. It is
-            required if the plan has this style.
+        kv_heads: the number of key-value heads that modules of style "kv_column" project to, and
+            those of style "kv_column_norm" normalise. It is required if the plan has these styles.
         attend: a glob of the modules that attend across tokens. It must match exactly the modules
             with the seam ``attend``.
         experts: a glob of the modules that hold experts: those with the seam ``exchange`` (see

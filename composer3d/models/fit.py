@@ -10,6 +10,7 @@ from torch import nn
 
 from composer3d.facts.errors import PlanError
 from composer3d.models.contract import ShardingPlan
+from composer3d.models.table import Style
 
 
 def check(model: nn.Module, plan: ShardingPlan) -> None:
@@ -127,8 +128,10 @@ def _first_that_computes(model: nn.Module, plan: ShardingPlan) -> Iterator[str]:
 
 
 def _missing_kv_heads(plan: ShardingPlan) -> Iterator[str]:
-    if "kv_column" in plan.tensor.values() and plan.kv_heads is None:
-        yield 'the plan has modules of style "kv_column", so it must give kv_heads'
+    styles: tuple[Style, ...] = ("kv_column", "kv_column_norm")
+    for style in styles:
+        if style in plan.tensor.values() and plan.kv_heads is None:
+            yield f'the plan has modules of style "{style}", so it must give kv_heads'
 
 
 def _seams(model: nn.Module, plan: ShardingPlan) -> Iterator[str]:

@@ -26,6 +26,7 @@ DEFAULT = "llama"
 OURS: Mapping[str, str] = {
     "llama": "composer3d.models.llama.architecture:ARCHITECTURE",
     "moe": "composer3d.models.moe.architecture:ARCHITECTURE",
+    "olmo2": "composer3d.models.olmo2.architecture:ARCHITECTURE",
 }
 
 

@@ -17,6 +17,10 @@ from typing import Literal, NamedTuple
 #   norm       Not cut. Under sequence parallelism, it runs on this rank's part of the sequence.
 #   router     Not cut. It chooses experts for this rank's part of the sequence.
 #   head_norm  Not cut. It runs on this rank's heads.
+#   column_norm, kv_column_norm
+#              A ``torch.nn.RMSNorm`` over all heads of a "column" or "kv_column" together: (B, T,
+#              heads, head width). Its weight is cut like theirs. The ranks average the mean squares
+#              of each token.
 #   gather     A module that contains columns and has no parameters of its own. It gathers their
 #              input once, for all of them.
 #   column     The output features are cut. It must lie below a module of style "gather".
@@ -28,7 +32,17 @@ from typing import Literal, NamedTuple
 #              labels_N)``. To compute the loss in parts, it also needs ``chunks``, as
 #              ``models.layers.head.Head`` has.
 Style = Literal[
-    "embedding", "norm", "router", "head_norm", "gather", "column", "kv_column", "row", "head"
+    "embedding",
+    "norm",
+    "router",
+    "head_norm",
+    "column_norm",
+    "kv_column_norm",
+    "gather",
+    "column",
+    "kv_column",
+    "row",
+    "head",
 ]
 
 # The style of a parameter. "experts": its first dim is the expert, and tp does not cut it.

@@ -147,7 +147,7 @@ def cut_of(row: Row, shape: DecoderShape, *, tp: int, sequence_parallel: bool) -
             return "whole_partial" if sequence_parallel else "whole"
         case "router" | "head_norm":
             return "whole_partial" if row.trains else "whole"
-        case "kv_column":
+        case "kv_column" | "kv_column_norm":
             return "rows" if shape.n_kv_heads % tp == 0 else "whole_partial"
         case _:
             return "rows"
@@ -247,7 +247,8 @@ class _Rank:
         With sequence parallelism, attention and feed-forward each gather their input and
         reduce-scatter their output (B T/cp C e bytes); backward has the transposes. A layer of
         experts has none, but its shared expert does. Without sequence parallelism, each output is
-        all-reduced in forward, and each input's gradient in backward.
+        all-reduced in forward, and each input's gradient in backward. A norm over all heads
+        all-reduces a number of each token (B T/cp w bytes), and its gradient.
 
         A checkpointed block runs its forward again, up to the last tensor that backward needs. The
         collective of its last output comes after that, and is not repeated.
@@ -278,6 +279,15 @@ class _Rank:
             add("all_reduce", "forward", "activations", sums)
             add("all_reduce", "backward", "gradients of activations", gathers)
             add("all_reduce", "backward", "recomputed activations", sums_again)
+        norms, norms_again = sum(map(_wide_norms, units)), sum(map(_wide_norms, recomputed))
+        norm_flows: tuple[tuple[Phase, str, int], ...] = (
+            ("forward", "means of norms", norms),
+            ("backward", "gradients of means of norms", norms),
+            ("backward", "recomputed means of norms", norms_again),
+        )
+        for phase, purpose, calls in norm_flows:
+            numbers_bytes = self.tokens * self.w
+            self._add("tp", "all_reduce", phase, purpose, calls * self.m, numbers_bytes, tp)
         if stage.has_last:
             self._loss()
 
@@ -610,6 +620,11 @@ def _gathers(rows: Sequence[Row]) -> int:
 def _sums(rows: Sequence[Row]) -> int:
     """Return how often the forward of a unit sums activations over tp."""
     return len({row.module for row in rows if row.style in ("row", "embedding")})
+
+
+def _wide_norms(rows: Sequence[Row]) -> int:
+    """Return how many norms of a unit average over the heads of all tp ranks."""
+    return sum(row.style in ("column_norm", "kv_column_norm") for row in rows)
 
 
 _ACTIVE_STAGES = 3  # torch's runtime keeps the parameters of this many stages gathered

@@ -112,9 +112,10 @@ def _preset_range(architecture: str) -> Range:
     return Range(lambda value: value in presets, text)
 
 
+_OURS = ", ".join(f'"{name}"' for name in registry.OURS)
 ARCHITECTURE = Range(
     lambda value: 0 < len(value) <= 200 and _is_printable_text(value),
-    'must be "llama", "moe", or "package.module:NAME" of at most 200 characters',
+    f'must be {_OURS}, or "package.module:NAME" of at most 200 characters',
 )
 FOLDER_NAME = Range(
     is_name,
@@ -169,8 +170,8 @@ class Model(ModelShape):
 
     architecture: str = key(
         registry.DEFAULT,
-        'llama, moe, or "package.module:NAME" of your own; the other keys are the fields of its '
-        "shape",
+        f'{_OURS}, or "package.module:NAME" of your own; the other keys are the fields of '
+        "its shape",
         ARCHITECTURE,
     )
     preset: str | None = key(

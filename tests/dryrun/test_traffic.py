@@ -42,6 +42,7 @@ EXPERTS = (
     "model.expert_ffn=96",
     *SIZES,
 )
+OLMO_2 = ('model.architecture="olmo2"', 'model.preset="debug-olmo2"')
 E, K, EXPERT_F = 8, 2, 96
 EXPERT_WEIGHTS = 3 * E * C * EXPERT_F
 MOE_DENSE = ATTENTION + 2 * C + E * C  # of a block, without its experts
@@ -164,6 +165,19 @@ LAYOUTS = {
             # sequence, so that their gradients are summed, all at once.
             ("tp", "all_reduce"): Row(
                 16 * 2 + 1, 16 * summed(3 * B * T, 8) + summed((2 * L + 1) * C, 8)
+            ),
+        },
+    ),
+    "tp, norms over all heads": Layout(
+        ("mesh.tp=8", *OLMO_2),
+        {
+            ("tp", "all_gather"): Row(16 * (4 * L + 2), 16 * (4 * L + 2) * gathered(STREAM, 8)),
+            ("tp", "reduce_scatter"): Row(16 * (4 * L + 2), 16 * (4 * L + 2) * gathered(STREAM, 8)),
+            # As "tp". And the queries and the keys of a block average a number of each token, in
+            # forward and in backward.
+            ("tp", "all_reduce"): Row(
+                16 * (2 + 4 * L) + 1,
+                16 * (summed(3 * B * T, 8) + 4 * L * summed(B * T, 8)) + summed((2 * L + 1) * C, 8),
             ),
         },
     ),
@@ -367,3 +381,17 @@ def test_the_planner_counts_what_the_dry_run_counts_of_gradients_in_bfloat16(
                 operation: (flow.count, round(flow.bytes)) for operation, flow in operations.items()
             }
         assert "reduce_scatter" not in counted["fsdp"]
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_the_planner_counts_the_means_of_norms_that_are_computed_again(
+    checkpointing: str, pool: Pool
+) -> None:
+    """Backward averages over the ranks once more, and sums the outputs that norms read."""
+    mode = f"memory.activation_checkpoint={checkpointing}"
+    recipe = recipe_of(BASE, (*SIZES, "mesh.tp=8", *OLMO_2, mode))
+    planned = {
+        operation: (usage.count, round(usage.bytes))
+        for operation, usage in traffic(recipe)["tp"].items()
+    }
+    assert planned == traffic_of(dry_run_of(pool, recipe))["tp"]

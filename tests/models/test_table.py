@@ -13,7 +13,10 @@ from composer3d.models.llama.shape import PRESETS, ModelShape
 from composer3d.models.module_table import table_of_module
 from composer3d.models.moe.shape import PRESETS as MOE_PRESETS
 from composer3d.models.moe.shape import MoeShape
+from composer3d.models.olmo2.shape import PRESETS as OLMO2_PRESETS
+from composer3d.models.olmo2.shape import Olmo2Shape
 from composer3d.models.registry import architecture, resolve
+from composer3d.models.shape import DecoderShape
 from composer3d.models.table import ParameterTable, Row
 from composer3d.parallel.pipeline.stage_cut import cut_into_stages
 from composer3d.parallel.tensor import styles
@@ -26,26 +29,29 @@ from composer3d.runtime.process_group import pool_world
 _UNEVEN = ModelShape(dim=48, n_layers=3, n_heads=6, n_kv_heads=2, ffn=100, vocab=77)
 _UNEVEN_MOE = MoeShape(48, 4, 6, 2, 100, 77, experts=5, experts_per_token=3, expert_ffn=28)
 _ALL: dict[str, Any] = {"head_dim": 10, "tied": True, "qk_norm": True, "qkv_bias": True}
-SHAPES: dict[str, ModelShape] = {
+SHAPES: dict[str, DecoderShape] = {
     **PRESETS,
     **MOE_PRESETS,
+    **OLMO2_PRESETS,
     "uneven": _UNEVEN,
     "uneven with all": replace(_UNEVEN, **_ALL),
     "uneven with experts": replace(_UNEVEN_MOE, dense_layers=1, moe_every=2),
     "uneven with experts and all": replace(_UNEVEN_MOE, **_ALL, shared_ffn=20, router_bias=True),
+    "uneven with wide norms": Olmo2Shape(48, 3, 12, 2, 100, 77, head_dim=10, tied=True),
 }
 
 
-def architecture_of(shape: ModelShape) -> Any:
-    return architecture("moe" if isinstance(shape, MoeShape) else "llama")
+def architecture_of(shape: DecoderShape) -> Any:
+    names: dict[type, str] = {MoeShape: "moe", ModelShape: "llama", Olmo2Shape: "olmo2"}
+    return architecture(names[type(shape)])
 
 
-def table_of(shape: ModelShape) -> ParameterTable:
+def table_of(shape: DecoderShape) -> ParameterTable:
     return architecture_of(shape).table_of(shape)
 
 
 @cache
-def model_of(shape: ModelShape) -> Decoder:
+def model_of(shape: DecoderShape) -> Decoder:
     return architecture_of(shape).build(shape, dtype=torch.float32, device="meta")
 
 
@@ -87,7 +93,7 @@ def test_a_table_that_is_read_from_the_model_is_the_same(name: str) -> None:
     assert (read.attention, read.first_only_looks_up) == ("attn", True)
 
 
-def few_layers(shape: ModelShape) -> ModelShape:
+def few_layers(shape: DecoderShape) -> DecoderShape:
     """Return the same shape with few layers, but each kind of them."""
     is_moe = isinstance(shape, MoeShape)
     layers = max(shape.dense_layers + 1, shape.moe_every) if is_moe else 1

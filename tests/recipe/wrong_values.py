@@ -40,11 +40,11 @@ MODEL = [
         + "window = -1\nrope_factor = 0.5\nrope_low_freq = 0\n"
         + "rope_high_freq = -1\nrope_context = 0\n",
         [
-            "x.toml:3: model.window = -1",
             "x.toml:4: model.rope_factor = 0.5",
             "x.toml:5: model.rope_low_freq = 0.0",
             "x.toml:6: model.rope_high_freq = -1.0",
             "x.toml:7: model.rope_context = 0",
+            "x.toml:3: model.window = -1",
         ],
     ),
     Wrong(

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from composer3d.facts.errors import CheckpointError
 from composer3d.facts.files import read_json
 from composer3d.models import registry
-from composer3d.models.llama.shape import ModelShape
+from composer3d.models.llama.shape import ModelShape, RotaryShape
 from composer3d.models.untrusted import (
     Requirements,
     checked_shape,
@@ -78,7 +78,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # values in layer_types
 
 MODEL_TYPES = tuple(_DEFAULTS)  # the values of model_type that this module reads
 
-Shape = TypeVar("Shape", bound=ModelShape)
+Shape = TypeVar("Shape", bound=RotaryShape)
 
 
 def read_shape(folder: str | Path) -> ModelShape:
@@ -209,7 +209,7 @@ def make_shape(values: Mapping[str, Any], keys: Mapping[str, str] | None = None)
 
 
 def decoder_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list[str]:
-    """Return a line for each rule on several values that a ModelShape would break.
+    """Return a line for each rule on several values that a RotaryShape would break.
 
     The arguments are those of ``find_problems`` in ``checked_shape``.
     """
@@ -233,7 +233,7 @@ def without_usual_head_dim(shape: Shape) -> Shape:
     return replace(shape, head_dim=None) if is_ratio else shape
 
 
-def canonical(shape: ModelShape) -> ModelShape:
+def canonical(shape: Shape) -> Shape:
     """Return the same shape for all shapes whose config.json would describe the same model."""
     return replace(shape, head_dim=shape.head_width)
 
@@ -369,7 +369,7 @@ def make_config(
     return complete_config(own, shape, dtype, carried or {}, partial(_describes, shape=shape))
 
 
-def decoder_keys(shape: ModelShape, model_type: str) -> dict[str, Any]:
+def decoder_keys(shape: RotaryShape, model_type: str) -> dict[str, Any]:
     """Return the keys of a config.json that all decoders share, except those of positions."""
     class_name = "".join(part.capitalize() for part in model_type.split("_"))
     return {
@@ -385,7 +385,7 @@ def decoder_keys(shape: ModelShape, model_type: str) -> dict[str, Any]:
 
 def complete_config(
     own: Mapping[str, Any],
-    shape: ModelShape,
+    shape: RotaryShape,
     dtype: str,
     carried: Mapping[str, Any],
     describes: Callable[[dict[str, Any]], bool],

@@ -13,10 +13,10 @@ from composer3d.models.layers.attention import Attention
 from composer3d.models.layers.ffn import FeedForward
 from composer3d.models.layers.head import Head
 from composer3d.models.layers.rope import Rope, shared_rope_table
-from composer3d.models.llama.shape import ModelShape
+from composer3d.models.llama.shape import ModelShape, RotaryShape
 
 
-def rope_of(shape: ModelShape) -> Rope:
+def rope_of(shape: RotaryShape) -> Rope:
     """Return the settings of the rotary positions of a shape."""
     return Rope(
         head_dim=shape.head_width,
@@ -82,8 +82,10 @@ class Last(nn.Module):
         return self.head(self.norm(h_BTC), labels_BT)
 
 
-class Llama(Decoder):
-    """A whole Llama with uninitialised parameters. ``Decoder`` documents its calls.
+class RotaryDecoder(Decoder):
+    """A whole model of a ``RotaryShape``: Llama's ``First`` and ``Last`` around blocks.
+
+    A subclass makes the blocks. The parameters are uninitialised. ``Decoder`` documents the calls.
 
     Args:
         shape: the sizes of the whole model.
@@ -92,7 +94,7 @@ class Llama(Decoder):
     """
 
     def __init__(
-        self, shape: ModelShape, *, dtype: torch.dtype = torch.float32, device: str = "meta"
+        self, shape: RotaryShape, *, dtype: torch.dtype = torch.float32, device: str = "meta"
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -106,6 +108,20 @@ class Llama(Decoder):
         if shape.tied:
             self.last.head.weight = self.first.embed.weight
         self.to(dtype)
+
+    def make_block(self, layer: int, rope: Rope) -> DecoderBlock:
+        """Build a block by its number. A subclass overrides this.
+
+        Raises:
+            NotImplementedError: the subclass does not.
+        """
+        raise NotImplementedError
+
+
+class Llama(RotaryDecoder):
+    """A Llama of one ``ModelShape``. ``RotaryDecoder`` documents its arguments."""
+
+    shape: ModelShape
 
     def make_block(self, layer: int, rope: Rope) -> Block:
         """Build a block by its number. A model with other blocks overrides this."""

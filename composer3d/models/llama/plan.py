@@ -1,7 +1,7 @@
 """The sharding plan of a Llama, which follows from the table of its parameters."""
 
 from composer3d.models.contract import ShardingPlan
-from composer3d.models.llama.shape import ModelShape
+from composer3d.models.llama.shape import ModelShape, RotaryShape
 from composer3d.models.llama.table import table
 from composer3d.models.table import ParameterTable
 
@@ -11,7 +11,7 @@ def sharding_plan(shape: ModelShape) -> ShardingPlan:
     return plan_of(table(shape), shape)
 
 
-def plan_of(table: ParameterTable, shape: ModelShape) -> ShardingPlan:
+def plan_of(table: ParameterTable, shape: RotaryShape) -> ShardingPlan:
     """Return the sharding plan of a model with the blocks of a Llama, or similar ones.
 
     Under sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198), every block gathers its

@@ -8,8 +8,11 @@ from composer3d.models.shape import DecoderShape
 
 
 @dataclass(frozen=True)
-class ModelShape(DecoderShape):
-    """Sizes of a Llama-style decoder, with a gated feed-forward layer and rotary positions."""
+class RotaryShape(DecoderShape):
+    """Sizes of a decoder with RMSNorm, rotary positions and a gated feed-forward layer.
+
+    What its attention does besides, an architecture says in a class of its own.
+    """
 
     rope_theta: float = key(500_000.0, "base of the rotary embedding", between(1, 10**12))
     norm_eps: float = key(1e-5, "epsilon of RMSNorm", between(1e-20, 1))
@@ -18,15 +21,6 @@ class ModelShape(DecoderShape):
         False,
         "embedding and head are one parameter, first.embed.weight",
         column=Column("tied", {"no": False, "yes": True}),
-    )
-    qk_norm: bool = key(
-        False, "RMSNorm of each head's query and key, before rotation, as in Qwen 3"
-    )
-    qkv_bias: bool = key(False, "biases of the query, key and value projections, as in Qwen 2")
-    window: int = key(
-        0,
-        "sliding window: a token sees itself and window - 1 before it; 0: all",
-        between(0, MOST_TOKENS),
     )
     rope_factor: float = key(
         1.0,
@@ -41,6 +35,21 @@ class ModelShape(DecoderShape):
     )
     rope_context: int = key(
         8192, "context length that the model had before the stretch", between(1, MOST_TOKENS)
+    )
+
+
+@dataclass(frozen=True)
+class ModelShape(RotaryShape):
+    """Sizes of a Llama, a Mistral, a Qwen 2 or a Qwen 3."""
+
+    qk_norm: bool = key(
+        False, "RMSNorm of each head's query and key, before rotation, as in Qwen 3"
+    )
+    qkv_bias: bool = key(False, "biases of the query, key and value projections, as in Qwen 2")
+    window: int = key(
+        0,
+        "sliding window: a token sees itself and window - 1 before it; 0: all",
+        between(0, MOST_TOKENS),
     )
 
 

@@ -53,7 +53,7 @@ class MoeBlock(Block):
 class MoeLlama(Llama):
     """A Llama with experts, of one ``MoeShape``, with uninitialised parameters.
 
-    ``Llama`` documents its arguments.
+    ``RotaryDecoder`` documents its arguments.
     """
 
     shape: MoeShape

@@ -44,6 +44,15 @@ def sum_outputs(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _WithTranspose.apply(x_BTC, group, _all_reduce, _identity)
 
 
+def mean_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the mean of the ranks' ``x``. Each rank computes something else with it.
+
+    So backward takes the mean of the ranks' gradients, which is its transpose. Both are one
+    all-reduce of ``x``.
+    """
+    return _WithTranspose.apply(x, group, _all_reduce, _all_reduce) / group.size()
+
+
 def gather_columns(x_NV: Tensor, columns: int, group: dist.ProcessGroup) -> Tensor:
     """Gather the ranks' chunks of columns: ``columns`` is the number of columns of the result.
 

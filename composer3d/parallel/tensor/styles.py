@@ -4,16 +4,18 @@ Shoeybi et al. 2019 (Megatron-LM, arXiv 1909.08053), Korthikanti et al. 2022 (ar
 
 Collectives over tp in the forward of a micro-batch: a block has two all-gathers and two
 reduce-scatters of the residual stream; without sequence parallelism, two all-reduces. The embedding
-has one reduce-scatter (or all-reduce), and the head one all-gather (or none). Backward has the
-transposes of these. The loss has the collectives of ``vocab.cross_entropy``; without loss
-parallelism, an all-gather of the logits in forward.
+has one reduce-scatter (or all-reduce), and the head one all-gather (or none). A norm over all heads
+has one all-reduce of a number for each token. Backward has the transposes of these. The loss has
+the collectives of ``vocab.cross_entropy``; without loss parallelism, an all-gather of the logits in
+forward.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +30,7 @@ from composer3d.parallel.tensor.collectives import (
     Collective,
     gather_columns,
     gather_sequence,
+    mean_over_ranks,
     no_collective,
     scatter_sum,
     sum_gradients,
@@ -194,6 +197,10 @@ def _style(style: Style, plan: ShardingPlan, mesh: DeviceMesh, parallel: Paralle
         case "router" | "head_norm":
             # A rank sees only some of the tokens or of the heads: its gradient is a part of a sum.
             return Local(Replicate(), sums_gradients=True)
+        case "column_norm":
+            return replace(_style("column", plan, mesh, parallel), make_forward=_norm_forward)
+        case "kv_column_norm":
+            return replace(_style("kv_column", plan, mesh, parallel), make_forward=_norm_forward)
         case "gather":
             # One all-gather serves all projections that read this input.
             return Local(Replicate(), pre_collective=gather)
@@ -223,6 +230,30 @@ def _embedding_forward(module: nn.Module, group: dist.ProcessGroup) -> LocalForw
         is_elsewhere_BT = (row_BT < 0) | (row_BT >= count)
         rows_BTC = lookup(module, row_BT.masked_fill(is_elsewhere_BT, 0), *arguments)
         return rows_BTC.masked_fill(is_elsewhere_BT[..., None], 0)
+
+    return forward
+
+
+def _norm_forward(norm: Any, group: dist.ProcessGroup) -> LocalForward:
+    """Return an RMSNorm over the heads of all ranks, of which each rank holds some.
+
+    All ranks hold equally many heads, so the mean over all heads is the mean of the ranks' means.
+    With fewer key-value heads than ranks this holds as well: equally many ranks compute each head.
+    """
+    if not isinstance(norm, nn.RMSNorm) or norm.eps is None:
+        raise PlanError(
+            'a module of style "column_norm" or "kv_column_norm" must be a torch.nn.RMSNorm with '
+            f"an eps, and {type(norm).__name__} is none; derive it from torch.nn.RMSNorm, or use "
+            "mesh.tp = 1"
+        )
+    eps = norm.eps
+
+    def forward(norm: Any, x_BTHD: Tensor) -> Tensor:
+        wide_BTHD = x_BTHD.to(torch.promote_types(x_BTHD.dtype, torch.float32))
+        own_BT11 = wide_BTHD.square().mean((-2, -1), keepdim=True)
+        mean_BT11 = mean_over_ranks(own_BT11, group)
+        weight_HD = norm.weight.unflatten(0, x_BTHD.shape[-2:])
+        return (wide_BTHD * torch.rsqrt(mean_BT11 + eps) * weight_HD).to(x_BTHD.dtype)
 
     return forward
 

@@ -275,7 +275,7 @@ def test_a_carried_config_of_another_shape_gives_ids_and_the_longest_sequence() 
 
 
 RULE = "is not supported; it must be"
-MODEL_TYPES = "llama, mistral, qwen2, qwen3, mixtral or qwen3_moe"
+MODEL_TYPES = "llama, mistral, qwen2, qwen3, mixtral, qwen3_moe or olmo2"
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a model with experts": (
         {"model_type": "mixtral"},

@@ -219,6 +219,7 @@ def test_a_carried_config_of_another_shape_gives_ids_and_the_longest_sequence() 
 MIXTRAL = MINIMAL | {"model_type": "mixtral", "num_key_value_heads": 4}
 QWEN = MINIMAL | {"model_type": "qwen3_moe"}
 RULE = "is not supported; it must be"
+MODEL_TYPES = "llama, mistral, qwen2, qwen3, mixtral, qwen3_moe or olmo2"
 LAYERS = (
     "a list of the first layers: model.dense_layers and model.moe_every of a recipe describe no "
     "others"
@@ -226,7 +227,7 @@ LAYERS = (
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "another model": (
         MIXTRAL | {"model_type": "qwen2_moe"},
-        [f'model_type = "qwen2_moe" {RULE} llama, mistral, qwen2, qwen3, mixtral or qwen3_moe'],
+        [f'model_type = "qwen2_moe" {RULE} {MODEL_TYPES}'],
     ),
     "a model without experts": (
         MIXTRAL | {"model_type": "llama"},
@@ -234,7 +235,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a model of no type": (
         MIXTRAL | {"model_type": ["mixtral"]},
-        [f'model_type = ["mixtral"] {RULE} llama, mistral, qwen2, qwen3, mixtral or qwen3_moe'],
+        [f'model_type = ["mixtral"] {RULE} {MODEL_TYPES}'],
     ),
     "two at once": (
         MIXTRAL | {"hidden_act": "gelu", "attention_bias": True},

@@ -82,6 +82,19 @@ def reduce_over_the_wrong_group() -> None:
     collectives._all_reduce = lambda x, group: right(x, fsdp_groups[0])
 
 
+def take_own_mean_in_wide_norms() -> None:
+    """tp: a norm over all heads takes the mean square of this rank's heads alone."""
+    styles.mean_over_ranks = lambda x, group: x
+
+
+def keep_own_gradient_of_means() -> None:
+    """tp: the gradient of a mean over all heads stays this rank's own; the ranks do not sum it."""
+    styles.mean_over_ranks = lambda x, group: (
+        collectives._WithTranspose.apply(x, group, collectives._all_reduce, collectives._identity)
+        / group.size()
+    )
+
+
 def drop_reduction_of_norms() -> None:
     """tp: partial gradients, of norms and shared key-value heads, are taken for complete ones."""
     _change_finish(lambda names: [[]])

@@ -77,6 +77,7 @@ _GROUPS: Final = f"{_SIGMOID} model.expert_groups=4 model.groups_per_token=2 mod
 # tp with a residual stream that is whole on all ranks.
 _NO_SP: Final = "mesh.tp=2 parallel.sequence_parallel=false"
 _SHARED: Final = "mesh.tp=2 model.n_kv_heads=1"
+_OLMO_2: Final = "model.architecture=olmo2 model.preset=debug-olmo2"
 _V: Final = "mesh.pp=2 parallel.schedule=ZBVZeroBubble"
 _TIED: Final = "mesh.pp=2 model.tied=true"
 _UNITS: Final = "parallel.fsdp_blocks=2 model.n_layers=5"
@@ -109,6 +110,8 @@ FAULTS = [
         f"{_NO_SP} model.qk_norm=true",
         r"are off: blocks\.\*\.attn\.k_norm",
     ),
+    Fault(exchanges.take_own_mean_in_wide_norms, f"mesh.tp=2 {_OLMO_2}"),
+    Fault(exchanges.keep_own_gradient_of_means, f"mesh.tp=2 {_OLMO_2}"),
     Fault(exchanges.leave_out_a_norm, "mesh.tp=2", r"gradient of .*norm.* are off|is off"),
     Fault(exchanges.leave_out_a_norm, "mesh.tp=2 mesh.dp_shard=2 parallel.zero=3"),
     Fault(exchanges.sum_a_norm_twice, "mesh.tp=2"),

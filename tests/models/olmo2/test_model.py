@@ -1,0 +1,61 @@
+"""OLMo 2: its presets are the published models, and its parts do what the paper says."""
+
+import torch
+
+from composer3d.models import counts
+from composer3d.models.olmo2.model import HeadsNorm, Olmo2
+from composer3d.models.olmo2.plan import sharding_plan
+from composer3d.models.olmo2.shape import PRESETS
+from composer3d.models.olmo2.table import table
+
+# The parameters of the published checkpoints.
+PUBLISHED = {
+    "olmo2-1b": 1_484_916_736,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
+    "olmo2-32b": 32_234_279_936,
+}
+
+
+def test_every_preset_of_a_published_model_is_counted() -> None:
+    assert set(PRESETS) - set(PUBLISHED) == {"debug-olmo2"}
+    for preset, numel in PUBLISHED.items():
+        assert counts.parameters(table(PRESETS[preset])) == numel, preset
+
+
+def test_every_preset_has_a_plan_and_meta_allocates_nothing() -> None:
+    for shape in PRESETS.values():
+        model, plan = Olmo2(shape), sharding_plan(shape)
+        plan.check(model)
+        assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+        assert plan.style_of("blocks.0.attn.q_norm") == "column_norm"
+        assert plan.style_of("blocks.0.attn.k_norm") == "kv_column_norm"
+
+
+def test_a_norm_spans_all_heads() -> None:
+    """One large head makes all others small; a norm of each head would not see it."""
+    norm = HeadsNorm(6, eps=0.0, dtype=torch.float64)
+    with torch.no_grad():
+        norm.weight.copy_(torch.arange(1.0, 7.0))
+    x_BTHD = torch.tensor([[[[3.0, 3.0], [3.0, 3.0], [30.0, 30.0]]]], dtype=torch.float64)
+    root = ((4 * 9.0 + 2 * 900.0) / 6) ** 0.5
+    expected = x_BTHD * torch.arange(1.0, 7.0).view(3, 2) / root
+    torch.testing.assert_close(norm(x_BTHD), expected, rtol=1e-14, atol=0)
+
+
+def test_what_a_block_adds_has_been_normalised() -> None:
+    """So the scale of the last projections does not matter, and that of the norms does."""
+    model = Olmo2(PRESETS["debug-olmo2"], dtype=torch.float64, device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, generator=generator)
+    tokens_BT = torch.arange(12)[None]
+    inputs = (tokens_BT, tokens_BT, tokens_BT)
+    with torch.no_grad():
+        before = model(*inputs)
+        for block in model.blocks.values():
+            block.attn.wo.weight.mul_(1000)
+            block.ffn.w2.weight.mul_(1000)
+        torch.testing.assert_close(model(*inputs), before, rtol=1e-6, atol=0)
+        model.blocks["3"].ffn_norm.weight.mul_(2)
+        assert (model(*inputs) - before).abs() > 1e-3 * before
