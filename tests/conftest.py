@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tools.prove.paths import ROOT
 
@@ -13,6 +14,10 @@ from tools.prove.paths import ROOT
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from composer3d.runtime.launch import Pool
+
+# A busy machine is no failure. Tests have limits of their own.
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
 
 
 @pytest.fixture(scope="session", autouse=True)

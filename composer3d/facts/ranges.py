@@ -4,7 +4,7 @@ Every number has a lower and an upper bound. The upper bounds lie far beyond any
 them, a typing error or a malicious file could cost hours of enumeration or all memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import Any, NamedTuple
 
@@ -51,12 +51,78 @@ HEAD_DIM = Range(
 )
 
 
-def key(default: Any, doc: str, allowed: Range | None = None) -> Any:
-    """Declare a dataclass field that is a key of a recipe.
+class InProof(NamedTuple):
+    """How a proof keeps the value of a key when it makes a recipe small.
+
+    Attributes:
+        of: returns the value in a small recipe.
+        gives_way: whether the remedy of a broken rule may change the value. A small mesh may lack
+            the ranks that the value is about.
+        without: why the value is left out of the proof, in words for its layout; "": it is not.
+    """
+
+    of: Callable[[Any], Any] = lambda value: value
+    gives_way: bool = False
+    without: str = ""
+
+
+AS_IT_IS = InProof()
+WHERE_LEGAL = InProof(gives_way=True)
+
+
+def at_most(most: float) -> InProof:
+    """Keep a value in a proof up to ``most``."""
+    return InProof(lambda value: min(most, value))
+
+
+def at_least(least: float) -> InProof:
+    """Keep a value in a proof down to ``least``."""
+    return InProof(lambda value: max(least, value))
+
+
+def within(least: float, most: float) -> InProof:
+    """Keep a value in a proof between ``least`` and ``most``."""
+    return InProof(lambda value: min(most, max(least, value)))
+
+
+def left_out(value: Any, reason: str) -> InProof:
+    """Give the key ``value`` in every proof; ``reason`` completes "without KEY, "."""
+    return InProof(lambda _: value, without=reason)
+
+
+class Column(NamedTuple):
+    """The column of a key in the covering matrix of proofs.
+
+    Attributes:
+        name: the name of the column.
+        values: the values of the key that are proven, each by its name in the column. The first
+            one stands in every layout that another value would not change.
+    """
+
+    name: str
+    values: Mapping[str, Any]
+
+
+def key(
+    default: Any,
+    doc: str,
+    allowed: Range | None = None,
+    *,
+    words: str = "",
+    in_proof: InProof = AS_IT_IS,
+    column: Column | None = None,
+) -> Any:
+    """Declare a dataclass field that is a key of a recipe: all that is said of it is its row.
 
     Args:
         default: the value of an absent key. ``dataclasses.MISSING`` makes the key required.
         doc: the meaning of the key, in one line of ``composer3d check --schema``.
         allowed: the range of its values; None accepts every value of the field's type.
+        words: how ``composer3d verify`` names a value that is not the default, in the layout that
+            it has proven; ``{}`` stands for the value. "": it does not name the key.
+        in_proof: how a proof keeps the value when it makes a recipe small.
+        column: the values that the covering matrix proves with those of all other keys; None: the
+            matrix has no column for this key alone.
     """
-    return field(default=default, metadata={"doc": doc, "range": allowed})
+    row = {"doc": doc, "range": allowed, "words": words, "in_proof": in_proof, "column": column}
+    return field(default=default, metadata=row)

@@ -8,14 +8,14 @@ than these. It makes them with ``variant`` and judges them with ``is_legal``, as
 test checks that ``layouts`` finds every layout of the matrix.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import Recipe
-from composer3d.recipe.values import divisors
+from composer3d.recipe.values import divisors, variant
 
 Schedule = Literal[
     "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble",
@@ -47,25 +47,6 @@ class Choices:
     micro_batches: tuple[int, ...] = (1, 2, 4)
     tp_over_nodes: bool = False
     any_mesh: bool = False
-
-
-def variant(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """Return a recipe with other values, legal or not.
-
-    Args:
-        recipe: a resolved recipe.
-        values: by key, such as ``"mesh.pp"``. They replace fields as they are: nothing is derived
-            from them, such as the fields of a preset.
-    """
-    values_of_table: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        table, _, name = key.partition(".")
-        values_of_table.setdefault(table, {})[name] = value
-    tables = {
-        table: replace(getattr(recipe, table), **changed)
-        for table, changed in values_of_table.items()
-    }
-    return replace(recipe, **tables)
 
 
 def is_legal(recipe: Recipe) -> bool:

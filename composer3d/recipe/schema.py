@@ -14,7 +14,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from composer3d.facts.checkpointing import CHECKPOINTING, Checkpointing, parse_checkpointing
-from composer3d.facts.ranges import MOST_LAYERS, MOST_TOKENS, Range, above, between, key
+from composer3d.facts.ranges import (
+    MOST_LAYERS,
+    MOST_TOKENS,
+    WHERE_LEGAL,
+    Column,
+    InProof,
+    Range,
+    above,
+    at_least,
+    at_most,
+    between,
+    key,
+    left_out,
+    within,
+)
 from composer3d.facts.schedules import SCHEDULES
 from composer3d.facts.text import NAME_RULE, is_name
 from composer3d.models import registry
@@ -220,33 +234,46 @@ class ParallelTable:
         3,
         "0: replicate parameters; 1: shard them, gather and reduce once a step; "
         "2: reduce after each micro-batch; 3: also gather for each micro-batch",
+        column=Column("zero", {"3": 3, "0": 0, "1": 1, "2": 2}),
     )
     fsdp_blocks: int = key(
         1,
         "consecutive blocks of a stage that FSDP gathers and reduces together, as one unit; the "
         "last unit of a stage may have fewer",
         between(1, MOST_LAYERS),
+        words="units of {} blocks",
+        in_proof=at_most(2),
+        # With units of two blocks, a stage then has a smaller unit too.
+        column=Column("unit", {"1 block": 1, "2 blocks": 2}),
     )
     sequence_parallel: bool = key(
-        True, "with tp > 1: shard the residual stream along the sequence between layers"
+        True,
+        "with tp > 1: shard the residual stream along the sequence between layers",
+        column=Column("sequence", {"parallel": True, "whole": False}),
     )
     loss_parallel: bool = key(
-        True, "with tp > 1: keep logits sharded over the vocabulary in the loss"
+        True,
+        "with tp > 1: keep logits sharded over the vocabulary in the loss",
+        column=Column("loss", {"parallel": True, "whole": False}),
     )
     async_tp: bool = key(
         False,
         "with tp > 1 and compiled blocks, on GPUs: send parts of a layer's input or output while "
         "other parts are multiplied",
+        # The same layout without it sends and computes the same, on a CPU as well.
+        in_proof=left_out(False, "which needs GPUs"),
     )
     cp_method: Literal["ring", "allgather", "ulysses"] = key(
         "ring",
         "with cp > 1; ring: send keys and values around a ring; allgather: gather all of them; "
         "ulysses: shard attention over heads instead of the sequence",
+        column=Column("cp method", {name: name for name in ("ring", "allgather", "ulysses")}),
     )
     cp_balance: Literal["zigzag", "contiguous"] = key(
         "zigzag",
         "with cp > 1; zigzag: a rank holds an early and a late chunk of each sequence, so that all "
         "ranks do equal work; contiguous: a rank holds one chunk",
+        column=Column("cp balance", {name: name for name in ("zigzag", "contiguous")}),
     )
     schedule: Literal[
         "GPipe",
@@ -289,14 +316,24 @@ class MemoryTable:
         "save list; full: all of each block; every N blocks: all of the first of every N blocks of "
         "a pipeline stage",
         CHECKPOINTING,
+        words="checkpoint {}",
+        column=Column("checkpoint", {name: name for name in ("none", "full", "selective")}),
     )
     loss_chunks: int = key(
         1,
         "number of chunks of a micro-batch; logits are computed one chunk at a time, and again in "
         "backward; above 1 the head's gradient is summed in float32, which costs memory",
         between(1, 1 << 16),
+        words="loss in {} chunks",
+        in_proof=at_most(3),
+        column=Column("chunks", {"1": 1, "3": 3}),
     )
-    cpu_offload: bool = key(False, "keep parameters, gradients and optimizer state in host memory")
+    cpu_offload: bool = key(
+        False,
+        "keep parameters, gradients and optimizer state in host memory",
+        words="offload",
+        column=Column("offload", {"no": False, "yes": True}),
+    )
 
     @property
     def checkpointing(self) -> Checkpointing:
@@ -318,7 +355,12 @@ class MemoryTable:
 class CompileTable:
     """Whether blocks are compiled."""
 
-    enabled: bool = key(False, "compile each block with torch.compile")
+    enabled: bool = key(
+        False,
+        "compile each block with torch.compile",
+        words="compile",
+        column=Column("compile", {"no": False, "yes": True}),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,17 +371,23 @@ class PrecisionTable:
         "float32", "dtype of parameters, gradients, their sums, and optimizer state"
     )
     compute: Literal["float32", "float64", "bfloat16"] | None = key(
-        None, "dtype of forward and backward; absent: the dtype of params"
+        None,
+        "dtype of forward and backward; absent: the dtype of params",
+        words="mixed",
+        column=Column("mixed", {"no": None, "yes": "bfloat16"}),
     )
     matmul: Literal["compute", "float8"] = key(
         "compute",
         "products of the linear layers of blocks; compute: in the dtype of forward and backward; "
         "float8: outputs and input gradients in float8, weight gradients in the dtype of compute",
+        words="emulated {}",
     )
     reduce: Literal["float32", "bfloat16"] | None = key(
         None,
         "dtype in which gradients are sent to the ranks that shard them; they are always summed in "
         "the dtype of params; absent: the dtype of params",
+        words="gradients in {}",
+        in_proof=WHERE_LEGAL,
     )
 
     @property
@@ -401,11 +449,19 @@ class DataTable:
     field: str = key("text", "key of the text in each line of a JSONL file")
     seq_len: int = key(256, "tokens in a sample", between(1, MOST_TOKENS))
     global_batch: int = key(8, "samples in an optimizer step, over all ranks", between(1, 1 << 30))
-    micro_batch: int = key(1, "samples that a rank processes at once", between(1, 1 << 20))
+    micro_batch: int = key(
+        1,
+        "samples that a rank processes at once",
+        between(1, 1 << 20),
+        in_proof=at_most(2),
+        column=Column("micro-batch", {"1": 1, "2": 2}),
+    )
     packing: Literal["none", "documents", "whole_documents"] = key(
         "none",
         "documents: attention and positions restart at each document; whole_documents: also, no "
         "sample cuts a document that fits into it; none: a sample is one sequence",
+        words="packing {}",
+        column=Column("packing", {name: name for name in ("none", "documents")}),
     )
     seed: int = key(0, "seed of the order of samples", SEED)
     other_tokenizer: bool = key(
@@ -433,10 +489,24 @@ class OptimTable:
     name: Literal["adamw", "muon"] = key(
         "adamw",
         "optimizer; muon: Muon for the matrices of blocks, AdamW for all other parameters",
+        words="{}",
+        column=Column("optimizer", {"adamw": "adamw", "muon": "muon"}),
     )
-    lr: float = key(3e-4, f"peak learning rate of {_TITLE}", above(0, 10))
+    lr: float = key(
+        3e-4,
+        f"peak learning rate of {_TITLE}",
+        above(0, 10),
+        # A very small update would hide its own error. A very large one lets rounding grow.
+        in_proof=within(1e-4, 1e-2),
+    )
     betas: tuple[float, float] = key((0.9, 0.95), f"{_TITLE} betas", BETAS)
-    eps: float = key(1e-8, f"{_TITLE} epsilon", above(0, 1))
+    eps: float = key(
+        1e-8,
+        f"{_TITLE} epsilon",
+        above(0, 1),
+        # Below the rounding of a gradient that should be zero, rounding would grow to any size.
+        in_proof=at_least(1e-12),
+    )
     weight_decay: float = key(
         0.1, "weight decay of matrices; vectors, such as norm weights, have none", between(0, 10)
     )
@@ -447,7 +517,10 @@ class OptimTable:
         GLOBS,
     )
     matrix_lr: float | None = key(
-        None, "muon: peak learning rate of its matrices; absent: lr", above(0, 10)
+        None,
+        "muon: peak learning rate of its matrices; absent: lr",
+        above(0, 10),
+        in_proof=InProof(lambda lr: lr if lr is None else min(1e-2, max(1e-4, lr))),
     )
     lr_scale: Literal["match_rms_adamw", "original"] = key(
         "match_rms_adamw",
@@ -463,7 +536,12 @@ class OptimTable:
     newton_schulz_dtype: Literal["bfloat16", "float32", "float64"] = key(
         "bfloat16", "muon: dtype of Newton-Schulz, in which matrices travel as well"
     )
-    clip: float = key(1.0, "largest global gradient norm; 0: no clipping", between(0, 10**9))
+    clip: float = key(
+        1.0,
+        "largest global gradient norm; 0: no clipping",
+        between(0, 10**9),
+        in_proof=InProof(lambda clip: 0.1 if clip > 0 else 0.0),  # so that it is active
+    )
     schedule: Literal["cosine", "linear", "wsd", "constant"] = key(
         "cosine", "learning rate after the warmup"
     )
@@ -474,7 +552,9 @@ class OptimTable:
     decay_steps: int | None = key(
         None, "steps of wsd's linear decay, which ends at decay; absent: a tenth of decay", STEPS
     )
-    min_lr: float = key(0.0, "learning rate at the end of the decay", between(0, 10))
+    min_lr: float = key(
+        0.0, "learning rate at the end of the decay", between(0, 10), in_proof=WHERE_LEGAL
+    )
     train: tuple[str, ...] | None = key(
         None,
         "globs of the names of the parameters that are trained; the others stay as they are. "
@@ -618,6 +698,7 @@ class ReliabilityTable:
         "with data-parallel ranks: steps between comparisons of what replicas must hold and "
         "compute bitwise; 0: never",
         STEPS_OR_NEVER,
+        in_proof=InProof(lambda _: 0),  # It checks no layout.
     )
 
 

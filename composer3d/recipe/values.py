@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, Field, asdict, fields, is_dataclass
+from dataclasses import MISSING, Field, asdict, fields, is_dataclass, replace
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -192,6 +192,24 @@ def value_of(recipe: Recipe, key: str) -> Any:
     """Return the value of a key such as ``mesh.tp``."""
     table, name = key.split(".")
     return getattr(getattr(recipe, table), name)
+
+
+def variant(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """Return a recipe with other values, legal or not.
+
+    Args:
+        recipe: a resolved recipe.
+        values: by key, such as ``"mesh.pp"``. They replace fields as they are: nothing is derived
+            from them, such as the fields of a preset.
+    """
+    values_of_table: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        table, _, name = key.partition(".")
+        values_of_table.setdefault(table, {})[name] = value
+    tables = {
+        table: replace(getattr(recipe, table), **given) for table, given in values_of_table.items()
+    }
+    return replace(recipe, **tables)
 
 
 def mention(recipe: Recipe, key: str) -> str:

@@ -15,7 +15,7 @@ This module imports no torch; the worker processes do.
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 from composer3d.facts.errors import RecipeError, UserError
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import AXES, Recipe
+from composer3d.recipe.values import FIELDS, entries_of_recipe, value_of
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.verify.judge import ReferenceStats, Verdict, has_little_noise, judge
 from composer3d.verify.shrink import shrink
@@ -32,6 +33,8 @@ _NEAR_TIE = {"float32": 1e-6, "float64": 1e-13}
 # Two exact layouts differ by about 1e-15 of the largest number, and by 1e-14 in later steps.
 _NEAR_ROUNDING = 1e-13
 _SEEDS = 8
+# The tables whose keys a layout is described by, in this order.
+_NAMED_TABLES = ("parallel", "memory", "compile", "precision", "data", "model")
 # The time for one run of the reference or of the composed job. Each rank of a compiled layout
 # compiles its blocks, which takes minutes where many ranks share few cores.
 _LIMIT_S = 240.0
@@ -81,9 +84,8 @@ def verify_layout(
     verdicts = [
         _prove(pool, folder, small, dtype, steps, worker_arguments) for small in small_recipes
     ]
-    if full.parallel.async_tp:
-        for verdict in verdicts:
-            verdict.layout += ", without async_tp, which needs GPUs"
+    for verdict in verdicts:
+        verdict.layout += "".join(f", {words}" for words in _left_out(full))
     return max(verdicts, key=badness)
 
 
@@ -164,7 +166,7 @@ def describe(small: Recipe) -> str:
     The line has the axes above 1, the settings that are not the default, the ZeRO stage and the
     micro-batches.
     """
-    mesh, parallel, memory = small.mesh, small.parallel, small.memory
+    mesh, parallel = small.mesh, small.parallel
     words = [f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1]
     if not words:
         words.append("one process")
@@ -177,30 +179,31 @@ def describe(small: Recipe) -> str:
             words.append(f"{parallel.stages_per_rank} stages a rank")
     if mesh.cp > 1:
         words.append(f"{parallel.cp_method} {parallel.cp_balance}")
-    if parallel.fsdp_blocks > 1:
-        words.append(f"units of {parallel.fsdp_blocks} blocks")
-    if memory.activation_checkpoint != "none":
-        words.append(f"checkpoint {memory.activation_checkpoint}")
-    if memory.loss_chunks > 1:
-        words.append(f"loss in {memory.loss_chunks} chunks")
-    if memory.cpu_offload:
-        words.append("offload")
-    if small.compile.enabled:
-        words.append("compile")
-    if small.precision.compute is not None:
-        words.append("mixed")
-    if small.precision.matmul == "float8":
-        words.append("emulated float8")
-    if small.precision.reduce is not None:
-        words.append(f"gradients in {small.precision.reduce}")
-    if small.data.packing != "none":
-        words.append(f"packing {small.data.packing}")
-    if small.model.tied:
+    words += _named_values(small)
+    if small.model.tied:  # a user's own architecture may tie them by default
         words.append("tied")
 
     words.append(f"zero {parallel.zero},")
     words.append(f"{small.micro_batches} micro-batches of {small.data.micro_batch}")
     return " ".join(words)
+
+
+def _named_values(small: Recipe) -> Iterator[str]:
+    """Yield the words of each value that is not the default, as the row of its key has them."""
+    entries = entries_of_recipe(small)
+    for table in _NAMED_TABLES:
+        for key, entry in entries.items():
+            words = entry.metadata["words"] if key.startswith(f"{table}.") else ""
+            if words and value_of(small, key) != entry.default:
+                yield words.format(value_of(small, key))
+
+
+def _left_out(full: Recipe) -> Iterator[str]:
+    """Yield each key that the small recipes leave out, and why, as its row says it."""
+    for key, entry in FIELDS.items():
+        reason = entry.metadata["in_proof"].without
+        if reason and value_of(full, key) != entry.default:
+            yield f"without {entry.name}, {reason}"
 
 
 def choose_seed(

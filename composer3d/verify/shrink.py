@@ -1,21 +1,33 @@
 """Shrink a large recipe to small ones that a laptop can run and that represent it in a proof."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from itertools import combinations, product
 from typing import Any, Literal
 
 from composer3d.facts.errors import UserError
+from composer3d.facts.ranges import AS_IT_IS, InProof
 from composer3d.facts.schedules import micro_batch_requirement
 from composer3d.facts.units import units_of_blocks
-from composer3d.recipe.rules import violations
+from composer3d.models.registry import architecture
+from composer3d.recipe.optimizers import matrices_of
+from composer3d.recipe.rules import settle, violations
 from composer3d.recipe.schema import AXES, MeshTable, Model, Recipe
-from composer3d.recipe.values import divisors
+from composer3d.recipe.values import FIELDS, divisors, value_of, variant
 
 LIMIT = 16  # processes on one machine
-_UNIT = 2  # blocks of a unit of FSDP that has several
 HERE_LIMIT = 1024  # processes of a job that proves its own mesh; one process is the reference
+
+# How the recipe's tables say that a proof keeps each key; the others stay as they are. [model] and
+# [mesh], the sequence and the number of samples are the work of this module.
+_IN_PROOF: dict[str, InProof] = {
+    key: entry.metadata["in_proof"]
+    for key, entry in FIELDS.items()
+    if entry.metadata["in_proof"] is not AS_IT_IS
+}
+_GIVING_WAY = [key for key, kept in _IN_PROOF.items() if kept.gives_way]
 
 # How FSDP shards the rows of a tensor. "even": all ranks hold the same number of rows. "short": the
 # last rank holds fewer than the first, but at least one. "none": at least one rank holds no row.
@@ -303,53 +315,38 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
         **_expert_sizes(full, mesh),
     )
 
-    micro_batch = min(2, full.data.micro_batch)
-    global_batch = micro_batch * _micro_batches(full, mesh.pp) * mesh.batch_ranks
-
-    # A very small update would hide its own error. A very large one lets rounding grow to any size.
-    # So does an epsilon below the rounding of a gradient that should be zero.
-    lr = min(1e-2, max(1e-4, full.optim.lr))
-    optim = replace(
-        full.optim,
-        clip=0.1 if full.optim.clip > 0 else 0.0,
-        lr=lr,
-        min_lr=min(full.optim.min_lr, lr),
-        eps=max(1e-12, full.optim.eps),
-    )
+    values = {key: row.of(value_of(full, key)) for key, row in _IN_PROOF.items()}
+    kept = variant(full, values)
+    batch = kept.data.micro_batch * _micro_batches(full, mesh.pp) * mesh.batch_ranks
+    optim = kept.optim
     if optim.train is not None:
         # It needs torch, for which a wrong argument of ``verify`` should not wait.
         from composer3d.verify.frozen import train_in_small
 
         names = train_in_small(optim.train, full.model, shape, has_pipeline=mesh.pp > 1)
         optim = replace(optim, train=names)
+    if optim.matrices is not None:
+        optim = replace(optim, matrices=_kinds_of_matrices(full))
 
     small = replace(
-        full,
+        kept,
         model=shape,
         mesh=mesh,
-        # The same layout without async_tp sends and computes the same, on a CPU as well.
-        parallel=replace(
-            full.parallel,
-            stages=stages,
-            fsdp_blocks=min(_UNIT, full.parallel.fsdp_blocks),
-            async_tp=False,
-        ),
-        # Without shards, there is nothing that could be sent narrow.
-        precision=replace(
-            full.precision, reduce=full.precision.reduce if mesh.dp_shard * mesh.cp > 1 else None
-        ),
-        memory=replace(full.memory, loss_chunks=min(3, full.memory.loss_chunks)),
-        data=replace(
-            full.data, seq_len=seq_len, micro_batch=micro_batch, global_batch=global_batch
-        ),
+        parallel=replace(kept.parallel, stages=stages),
+        data=replace(kept.data, seq_len=seq_len, global_batch=batch),
         optim=optim,
-        # It checks no layout, and a small mesh may lack the ranks that are compared.
-        reliability=replace(full.reliability, digest_every=0),
     )
+    small = settle(small, _GIVING_WAY)
     # A proof emulates products in float8, with sizes that kernels do not take.
     in_wide_dtypes = replace(small, precision=replace(small.precision, matmul="compute"))
     assert not violations(in_wide_dtypes), violations(in_wide_dtypes)
     return small
+
+
+def _kinds_of_matrices(full: Recipe) -> tuple[str, ...]:
+    """Return globs of the parameters that ``optim.matrices`` chooses, in a block of any number."""
+    names = matrices_of(architecture(full.model.architecture), full.model, full.optim)
+    return tuple(sorted({re.sub(r"^blocks\.[^.]*", "blocks.*", name) for name in names}))
 
 
 def _count_stages(full: Recipe, pp: int) -> int:
@@ -374,7 +371,7 @@ def _layers_of_stage(full: Recipe, layers: int) -> int:
     """
     size = full.parallel.fsdp_blocks
     has_units = size > 1 and len(units_of_blocks(range(layers), size)) > 1
-    return 1 + _UNIT if has_units else min(2, layers)
+    return 1 + _IN_PROOF["parallel.fsdp_blocks"].of(size) if has_units else min(2, layers)
 
 
 def _small_stages(full: Recipe, mesh: MeshTable) -> tuple[int, ...] | None:

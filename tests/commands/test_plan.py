@@ -14,10 +14,10 @@ from composer3d.commands import plan as plan_command
 from composer3d.commands.plan import scale_line
 from composer3d.facts import hardware
 from composer3d.planner import predict
-from composer3d.planner.layouts import variant
 from composer3d.planner.search import Device, ScalePoint, price, scaling
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
+from composer3d.recipe.values import variant
 from composer3d.runtime.progress import Progress
 from tools.prove.paths import ROOT
 

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from composer3d.facts.errors import PlanError
@@ -36,7 +36,6 @@ def every_cut(count: int, stages: int) -> list[list[range]]:
     return [[range(a, b) for a, b in pairwise(ends)] for ends in cuts]
 
 
-@settings(deadline=None)
 @given(first=COSTS, blocks=st.lists(COSTS, min_size=1, max_size=9), last=COSTS, data=st.data())
 def test_no_cut_has_a_faster_slowest_stage_or_is_as_even(
     first: int, blocks: list[int], last: int, data: st.DataObject

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import tomli
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from composer3d.facts.statements import KeyPath, key_lines, statements
@@ -228,7 +228,6 @@ class Writer:
                 self.text += "\n"
 
 
-@settings(deadline=None)
 @given(st.dictionaries(NAMES, st.dictionaries(NAMES, TREES, max_size=4), max_size=3), st.data())
 def test_any_text(tables: dict[str, dict[str, Any]], data: Any) -> None:
     writer = Writer(data.draw)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -75,7 +75,6 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[slice]]:
     return shape, [slice(begin, end) for begin, end in ends]
 
 
-@settings(deadline=None)  # a busy machine is no failure
 @given(box=boxes(), chunk=st.sampled_from([1, 7, 1 << 20]))
 def test_a_box_has_the_values_of_the_whole_tensor(
     box: tuple[tuple[int, ...], list[slice]], chunk: int

@@ -111,7 +111,7 @@ def test_zbv_leaves_no_bubble_inside_of_a_rank_if_all_actions_take_equally_long(
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_every_cell_starts_after_what_it_needs_and_as_early_as_it_can(data: st.DataObject) -> None:
     schedule = data.draw(st.sampled_from(BUILT_IN))
     pipeline = data.draw(st.sampled_from(pipelines(schedule)))
@@ -161,7 +161,7 @@ def test_every_cell_starts_after_what_it_needs_and_as_early_as_it_can(data: st.D
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_no_cell_starts_earlier_if_a_duration_grows(data: st.DataObject) -> None:
     schedule = data.draw(st.sampled_from(BUILT_IN))
     pipeline = data.draw(st.sampled_from(pipelines(schedule)))

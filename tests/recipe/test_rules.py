@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 
 from composer3d.recipe.resolve import load
-from composer3d.recipe.rules import RANGES, RULES, violations
+from composer3d.recipe.rules import RANGES, RULES, settle, violations
 from composer3d.recipe.schema import AXES, MeshTable, Recipe, model_table
 from composer3d.recipe.values import FIELDS, entries_of, mention
 from tools.prove.paths import ROOT
@@ -165,3 +165,15 @@ def test_the_suggested_values_of_tp_are_legal(recipe: Recipe) -> None:
     legal = [int(word.strip(",")) for word in message.split("use ")[1].split() if word != "or"]
     assert legal == [1, 2, 4]
     assert all(violations(changed(recipe, mesh__tp=tp)) == [] for tp in legal)
+
+
+def test_only_the_given_keys_give_way(recipe: Recipe) -> None:
+    wrong = changed(
+        recipe,
+        **{"mesh__tp": 1, "mesh__dp_shard": 1, "precision__reduce": "bfloat16"},
+        **{"parallel__async_tp": True, "reliability__digest_every": 3},
+    )
+    assert settle(wrong, ()) == wrong
+    settled = settle(wrong, ("precision.reduce", "parallel.async_tp"))
+    assert settled == changed(wrong, precision__reduce=None, parallel__async_tp=False)
+    assert keys_broken(settled) == ["reliability.digest_every"]

@@ -18,25 +18,6 @@ HF = json.dumps(SIZES | {"model_type": "llama", "vocab_size": 300})
 # Lines 1 and 2: dim 64, 4 layers, 4 heads, 2 key-value heads, ffn 160, vocab 256.
 TINY = '[model]\npreset = "debug-tiny"\n'
 
-PRESETS = (
-    "debug-tiny, debug-small, debug-bench, llama3-8b, llama3-70b, llama3-405b, llama3.1-8b, "
-    "llama3.1-70b, llama3.2-1b, llama3.2-3b, llama-175b, mistral-7b, mistral-7b-v0.3, qwen3-0.6b, "
-    "qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, qwen3-32b"
-)
-MOE_PRESETS = (
-    "debug-moe, debug-bench-moe, debug-small-moe, debug-moe-shared, mixtral-8x7b, "
-    "mixtral-8x22b, qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3-gqa, gshard-like-top2, "
-    "switch-like-top1"
-)
-TABLES = (
-    "run, model, mesh, parallel, memory, precision, compile, data, optim, checkpoint, metrics, "
-    "validation, reliability"
-)
-SCHEDULES = (
-    '"GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", '
-    '"DualPipeV" or "csv"'
-)
-
 
 class Wrong(NamedTuple):
     """A recipe that is refused.
@@ -44,14 +25,15 @@ class Wrong(NamedTuple):
     Attributes:
         name: of the case.
         files: the text of x.toml, or several files by name.
-        lines: the exact error.
+        starts: how each line of the error begins: its place, and the key at fault with its value.
+            ``messages.txt`` holds the whole lines.
         sets: overrides.
         world: the number of processes for --gpus.
     """
 
     name: str
     files: str | bytes | Mapping[str, str | bytes]
-    lines: list[str]
+    starts: list[str]
     sets: tuple[str, ...] = ()
     world: int | None = None
 

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from composer3d.recipe.schema import AXES, MeshTable
 from composer3d.runtime.ranks import coordinates, describe_rank, identity
 
 
-@settings(deadline=None)
 @given(st.fixed_dictionaries({axis: st.integers(1, 4) for axis in AXES}))
 def test_coordinates_are_row_major_with_tp_innermost(sizes: dict[str, int]) -> None:
     table = MeshTable(**sizes)

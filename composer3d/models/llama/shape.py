@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from composer3d.facts.ranges import HEAD_DIM, MOST_TOKENS, above, between, key
+from composer3d.facts.ranges import HEAD_DIM, MOST_TOKENS, Column, above, between, key
 from composer3d.models.shape import DecoderShape
 
 
@@ -14,7 +14,11 @@ class ModelShape(DecoderShape):
     rope_theta: float = key(500_000.0, "base of the rotary embedding", between(1, 10**12))
     norm_eps: float = key(1e-5, "epsilon of RMSNorm", between(1e-20, 1))
     head_dim: int | None = key(None, "width of a head; absent: dim / n_heads", HEAD_DIM)
-    tied: bool = key(False, "embedding and head are one parameter, first.embed.weight")
+    tied: bool = key(
+        False,
+        "embedding and head are one parameter, first.embed.weight",
+        column=Column("tied", {"no": False, "yes": True}),
+    )
     qk_norm: bool = key(
         False, "RMSNorm of each head's query and key, before rotation, as in Qwen 3"
     )

@@ -5,14 +5,16 @@ each value came from. Code that proposes layouts calls ``violations`` too, so th
 proposes is legal.
 """
 
+from collections.abc import Collection
+
 from composer3d.facts.ranges import Range
 from composer3d.recipe.rules import data, layout, model, reliability, trained
 from composer3d.recipe.rules.data import PATHS
-from composer3d.recipe.rules.rule import Rule, Violation
+from composer3d.recipe.rules.rule import Change, Fault, Rule, Violation
 from composer3d.recipe.schema import Recipe
-from composer3d.recipe.values import FIELDS, Entries, entries_of_recipe, has_key, value_of
+from composer3d.recipe.values import FIELDS, Entries, entries_of_recipe, has_key, value_of, variant
 
-__all__ = ["PATHS", "RANGES", "RULES", "Violation", "violations"]
+__all__ = ["PATHS", "RANGES", "RULES", "Change", "Violation", "settle", "violations"]
 
 
 def _ranges(entries: Entries) -> dict[str, Range]:
@@ -50,7 +52,7 @@ def violations(recipe: Recipe) -> list[Violation]:
     for key, allowed in _ranges_of(recipe).items():
         value = value_of(recipe, key)
         if value is not None and not allowed.accepts(value):
-            broken_ranges.append(Violation(key, f"<{key}> {allowed.requirement}"))
+            broken_ranges.append(Violation(key, Fault(f"<{key}> {allowed.requirement}")))
 
     unusable_keys = {violation.key for violation in broken_ranges}
     if recipe.mesh.dp_shard == -1:
@@ -60,8 +62,30 @@ def violations(recipe: Recipe) -> list[Violation]:
     for keys, check in RULES:
         # Shapes of other architectures lack some keys of ours.
         if unusable_keys.isdisjoint(keys) and all(has_key(recipe, key) for key in keys):
-            blamed_key, *others = keys
+            blamed_key, others = keys[0], keys[1:]
             broken_rules += [
-                Violation(blamed_key, template, tuple(others)) for template in check(recipe)
+                Violation(blamed_key, Fault(found) if isinstance(found, str) else found, others)
+                for found in check(recipe)
             ]
     return broken_ranges + broken_rules
+
+
+def settle(recipe: Recipe, keys: Collection[str]) -> Recipe:
+    """Apply the remedies of broken rules that change one of ``keys``, each key at most once.
+
+    Args:
+        recipe: a recipe, legal or not.
+        keys: the keys that may give way.
+
+    Returns:
+        The recipe with other values of ``keys``. It may still break rules without such a remedy.
+    """
+    left = set(keys)
+    while left:
+        changes = (violation.change_of(left) for violation in violations(recipe))
+        change = next((change for change in changes if change is not None), None)
+        if change is None:
+            break
+        recipe = variant(recipe, {change.key: change.values[0]})
+        left.discard(change.key)
+    return recipe

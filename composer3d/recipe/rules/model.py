@@ -3,7 +3,16 @@
 from collections.abc import Iterator
 from typing import Any
 
-from composer3d.recipe.rules.rule import Rule, must_be_above, must_be_at_most, rule
+from composer3d.recipe.rules.rule import (
+    Change,
+    Fault,
+    Rule,
+    fault,
+    must_be_above,
+    must_be_at_most,
+    rule,
+    use,
+)
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import divisors, suggest
 
@@ -74,25 +83,27 @@ def some_layer_has_experts(recipe: Recipe) -> Iterator[str]:
 
 
 @rule("model.renormalise", "model.experts_per_token")
-def routers_learn(recipe: Recipe) -> Iterator[str]:
+def routers_learn(recipe: Recipe) -> Iterator[Fault]:
     """The only weight of a token, divided by itself, is 1 whatever the router computes."""
     model: Any = recipe.model
     if model.renormalise and model.experts_per_token == 1:
-        yield (
+        yield fault(
             "<model.renormalise> with <model.experts_per_token> makes every weight 1, so that the "
-            "loss teaches the router nothing; use model.renormalise = false"
+            "loss teaches the router nothing",
+            use("model.renormalise", False),
         )
 
 
 @rule("model.bias_rate", "model.router_bias")
-def bias_rate_needs_a_bias(recipe: Recipe) -> Iterator[str]:
+def bias_rate_needs_a_bias(recipe: Recipe) -> Iterator[Fault]:
     """A router without a bias moves none."""
     model: Any = recipe.model
     default = type(model).__dataclass_fields__["bias_rate"].default
     if model.bias_rate != default and not model.router_bias:
-        yield (
-            "<model.bias_rate> is not used with <model.router_bias>; remove it, or use "
-            "model.router_bias = true"
+        yield fault(
+            "<model.bias_rate> is not used with <model.router_bias>",
+            Change("model.bias_rate", (default,), "remove it"),
+            use("model.router_bias", True),
         )
 
 

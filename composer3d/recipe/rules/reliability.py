@@ -2,18 +2,19 @@
 
 from collections.abc import Iterator
 
-from composer3d.recipe.rules.rule import Rule, only_used_with, rule
+from composer3d.recipe.rules.rule import Fault, Rule, fault, only_used_with, remove, rule, use
 from composer3d.recipe.schema import MetricsTable, Recipe, ReliabilityTable
 
 
 @rule("reliability.digest_every", "mesh.dp_replicate", "mesh.dp_shard")
-def digests_need_data_parallel_ranks(recipe: Recipe) -> Iterator[str]:
+def digests_need_data_parallel_ranks(recipe: Recipe) -> Iterator[Fault]:
     """Only data-parallel ranks can compute the same micro-batch twice."""
     if recipe.reliability.digest_every and recipe.mesh.batch_ranks == 1:
-        yield (
+        yield fault(
             "<reliability.digest_every> compares data-parallel ranks, and there is one: "
-            "<mesh.dp_replicate>, <mesh.dp_shard>; raise one of these, or use "
-            "reliability.digest_every = 0"
+            "<mesh.dp_replicate>, <mesh.dp_shard>",
+            "raise one of these",
+            use("reliability.digest_every", 0),
         )
 
 
@@ -30,13 +31,14 @@ def rollbacks_need_checkpoints(recipe: Recipe) -> Iterator[str]:
 
 
 @rule("reliability.spike_window", "reliability.spike_sigma")
-def spike_window_needs_spikes(recipe: Recipe) -> Iterator[str]:
+def spike_window_needs_spikes(recipe: Recipe) -> Iterator[Fault]:
     """The window has no use unless a spike makes a step bad."""
     table = recipe.reliability
     if table.spike_sigma == 0 and table.spike_window != ReliabilityTable().spike_window:
-        yield (
-            "<reliability.spike_window> is not used with <reliability.spike_sigma>; remove it, or "
-            "use reliability.spike_sigma = 6"
+        yield fault(
+            "<reliability.spike_window> is not used with <reliability.spike_sigma>",
+            remove("reliability.spike_window", "remove it"),
+            use("reliability.spike_sigma", 6),
         )
 
 

@@ -1,8 +1,8 @@
 """Define ``Rule``: a check of several keys that yields a message for each fault."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import FIELDS, as_toml, join_with_or, mention, value_of
@@ -10,35 +10,116 @@ from composer3d.recipe.values import FIELDS, as_toml, join_with_or, mention, val
 _KEY = re.compile(r"<([\w.]+)>")
 
 
+class Change(NamedTuple):
+    """A change of one key that removes a fault.
+
+    Attributes:
+        key: the key to change.
+        values: the values that remove the fault, the first one before the others; None is an absent
+            key.
+        words: the words for it in a message; "": "use KEY = VALUES", or "remove KEY".
+    """
+
+    key: str
+    values: tuple[Any, ...]
+    words: str = ""
+
+
+def use(key: str, *values: Any) -> Change:
+    """Return the remedy to give ``key`` one of ``values``."""
+    return Change(key, values)
+
+
+def remove(key: str, words: str = "") -> Change:
+    """Return the remedy to leave out ``key``, so that it has its default."""
+    return Change(key, (FIELDS[key].default,), words or f"remove {key}")
+
+
+# A remedy that only the user can choose is told in words, such as "mesh.tp above 1".
+Remedy = Change | str
+
+
+class Fault(NamedTuple):
+    """What is wrong with a recipe, and what removes it.
+
+    Attributes:
+        text: what is wrong. ``<mesh.tp>`` in it stands for that key with its value.
+        remedies: each of them removes the fault. The message lists them in this order.
+    """
+
+    text: str
+    remedies: tuple[Remedy, ...] = ()
+
+
+def fault(text: str, *remedies: Remedy) -> Fault:
+    """Return a fault with its remedies."""
+    return Fault(text, remedies)
+
+
+def _way_out(remedies: Sequence[Remedy]) -> str:
+    """Return the end of a message: "; use parallel.async_tp = false, or mesh.tp above 1"."""
+    parts = []
+    says_use = False
+    for remedy in remedies:
+        if isinstance(remedy, Change) and not remedy.words:
+            part = f"{remedy.key} = {join_with_or(map(as_toml, remedy.values))}"
+            parts.append(part if says_use else f"use {part}")
+            says_use = True
+        else:
+            parts.append(remedy.words if isinstance(remedy, Change) else remedy)
+            says_use = says_use or parts[-1].startswith("use ")
+    return f"; {', or '.join(parts)}" if parts else ""
+
+
 class Violation(NamedTuple):
     """A broken rule, or a value outside of its range.
 
     Attributes:
         key: the key at fault.
-        template: the message. ``<mesh.tp>`` in it stands for that key with its value.
+        fault: what is wrong, and what removes it.
         others: the other keys that the rule reads.
     """
 
     key: str
-    template: str
+    fault: Fault
     others: tuple[str, ...] = ()
+
+    @property
+    def template(self) -> str:
+        """The message. ``<mesh.tp>`` in it stands for that key with its value."""
+        return self.fault.text + _way_out(self.fault.remedies)
 
     def message(self, recipe: Recipe, origins: Mapping[str, str] = {}) -> str:
         """Return the message, in which ``mention`` has written each key with its value.
 
         ``origins`` gives the origin to show after the value, by key.
         """
+        return _fill(self.template, recipe, origins)
 
-        def replace_key(match: re.Match[str]) -> str:
-            key = match[1]
-            origin = f" ({origins[key]})" if key in origins else ""
-            return mention(recipe, key) + origin
+    def reason(self, recipe: Recipe) -> str:
+        """Return the message without what removes the fault."""
+        return _fill(self.fault.text, recipe, {})
 
-        return _KEY.sub(replace_key, self.template)
+    def change_of(self, keys: Container[str]) -> Change | None:
+        """Return the first remedy that changes one of ``keys``, or None."""
+        changes = (remedy for remedy in self.fault.remedies if isinstance(remedy, Change))
+        return next((change for change in changes if change.key in keys), None)
 
 
-# A function that yields the template of a message for each fault of a recipe.
-Check = Callable[[Recipe], Iterator[str]]
+def _fill(template: str, recipe: Recipe, origins: Mapping[str, str]) -> str:
+    """Replace each ``<key>`` by the key with its value, and its origin if it is given."""
+
+    def replace_key(match: re.Match[str]) -> str:
+        key = match[1]
+        origin = f" ({origins[key]})" if key in origins else ""
+        return mention(recipe, key) + origin
+
+    return _KEY.sub(replace_key, template)
+
+
+# A function that yields each fault of a recipe. A text alone is a fault whose text ends with what
+# removes it, for a user who must choose it.
+Check = Callable[[Recipe], Iterator[str | Fault]]
 
 
 class Rule(NamedTuple):
@@ -77,10 +158,11 @@ def must_be_at_most(key: str, bound_key: str) -> Rule:
     """Return the rule that ``key`` is absent or at most ``bound_key``."""
 
     @rule(key, bound_key)
-    def check(recipe: Recipe) -> Iterator[str]:
+    def check(recipe: Recipe) -> Iterator[Fault]:
         value, bound = value_of(recipe, key), value_of(recipe, bound_key)
         if value is not None and not value <= bound:
-            yield f"<{key}> must be at most <{bound_key}>"
+            text = f"<{key}> must be at most <{bound_key}>"
+            yield fault(text, use(key, bound), f"a larger {bound_key}")
 
     return check
 
@@ -92,14 +174,15 @@ def only_used_with(
 
     ``way_out`` ends the message. By default, it says to remove the key or to change the switch.
     """
-    if way_out is None:
-        way_out = f"remove it, or use {switch} = {join_with_or(map(as_toml, choices))}"
+    remedies: tuple[Remedy, ...] = (remove(key, "remove it"), use(switch, *choices))
+    if way_out is not None:
+        remedies = (remove(key, way_out),)
 
     @rule(key, switch)
-    def check(recipe: Recipe) -> Iterator[str]:
+    def check(recipe: Recipe) -> Iterator[Fault]:
         is_default = value_of(recipe, key) == FIELDS[key].default
         if value_of(recipe, switch) not in choices and not is_default:
-            yield f"<{key}> is not used with <{switch}>; {way_out}"
+            yield fault(f"<{key}> is not used with <{switch}>", *remedies)
 
     return check
 
@@ -112,7 +195,7 @@ def needed_with(key: str, switch: str, meanings: Mapping[str, str]) -> Rule:
     unused = only_used_with(key, switch, list(meanings))
 
     @rule(key, switch)
-    def check(recipe: Recipe) -> Iterator[str]:
+    def check(recipe: Recipe) -> Iterator[str | Fault]:
         yield from unused.check(recipe)
         chosen = value_of(recipe, switch)
         if chosen in meanings and value_of(recipe, key) is None:

@@ -62,7 +62,7 @@ def check_plan(
                 assert len(calls) <= 2
 
 
-@settings(max_examples=150, derandomize=True, database=None, deadline=None)
+@settings(max_examples=150, derandomize=True, database=None)
 @given(
     size=st.integers(1, 4),
     half=st.integers(1, 6),
@@ -158,7 +158,7 @@ def test_values_are_those_of_one_process(pool: Pool, size: int) -> None:
         assert count == 3 * 22 * 2
 
 
-@settings(max_examples=60, derandomize=True, database=None, deadline=None)
+@settings(max_examples=60, derandomize=True, database=None)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
     window=st.sampled_from([0, 5, 17]),

@@ -28,6 +28,7 @@ from composer3d.facts.schedules import SCHEDULES, micro_batch_requirement
 from composer3d.planner import layouts
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
+from composer3d.recipe.values import variant
 from tools.prove.paths import MATRIX, RECIPE
 
 LIMIT = 16  # processes
@@ -335,7 +336,7 @@ def _base(has_experts: bool) -> Recipe:
 
 def recipe_of(row: Row) -> Recipe:
     """The recipe that ``load`` makes with ``sets(row)``, legal or not, a hundred times faster."""
-    return layouts.variant(_base(has_experts(row)), overrides(row))
+    return variant(_base(has_experts(row)), overrides(row))
 
 
 def is_legal(row: Row) -> bool:
