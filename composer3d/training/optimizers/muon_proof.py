@@ -40,7 +40,7 @@ class _Update(NamedTuple):
 
     Attributes:
         value: with the shape of the parameter.
-        bound: how far rounding may move an element of it: a number for each matrix, (1, 1) or
+        bound: how far rounding may move each matrix of it, in the Frobenius norm: (1, 1) or
             (E, 1, 1).
     """
 
@@ -109,12 +109,10 @@ class MuonProof(OptimizerProof):
         box = self._boxes[name]
         expected = before * (1 - lr * table.weight_decay) - rate * update.value[box]
         # The rows of experts that this rank holds; one matrix has no such dim.
-        bound_of_update = update.bound[box[:-2]]
+        norm_bound = rate * update.bound[box[:-2]]
         eps = torch.finfo(self.dtype).eps
-        bound = 4 * eps * before.abs() + rate * (
-            bound_of_update + 4 * eps * update.value[box].abs()
-        )
-        return ReplayedStep(expected, bound)
+        bound = 4 * eps * (before.abs() + rate * update.value[box].abs())
+        return ReplayedStep(expected, bound, norm_bound)
 
     def _advance(self, name: str, gradient: Tensor) -> _Update:
         """Add a whole gradient to the moments of its parameter, and orthogonalise the result."""

@@ -17,15 +17,18 @@ from composer3d.recipe.schema import Recipe
 
 
 class ReplayedStep(NamedTuple):
-    """The step of one shard in float64. Both tensors have its shape.
+    """The step of one shard in float64.
 
     Attributes:
         weight: the shard after the step.
-        bound: how far rounding may move each element of it.
+        bound: how far rounding may move each element of it; with the shard's shape.
+        norm_bound: how far rounding may move each matrix of it besides, in the Frobenius norm: a
+            number for each, (1, 1) or (E, 1, 1). None: not at all.
     """
 
     weight: Tensor
     bound: Tensor
+    norm_bound: Tensor | None = None
 
 
 class OptimizerProof(ABC):
@@ -114,9 +117,13 @@ class OptimizerProof(ABC):
         if gradient is None:
             # The optimizer skips a parameter that has no gradient.
             return weight, before
-        expected, bound = self.step(name, gradient, before, lr=lr, decayed=decayed)
+        expected, bound, norm_bound = self.step(name, gradient, before, lr=lr, decayed=decayed)
         diff = weight - expected
-        return expected + diff.sign() * (diff.abs() - bound).clamp(min=0), expected
+        diff = diff.sign() * (diff.abs() - bound).clamp(min=0)
+        if norm_bound is not None:
+            norm = diff.norm(dim=(-2, -1), keepdim=True)
+            diff *= (1 - norm_bound / norm.clamp(min=1e-300)).clamp(min=0)
+        return expected + diff, expected
 
 
 def _local_float64(tensor: Tensor) -> Tensor:
