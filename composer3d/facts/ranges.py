@@ -9,16 +9,39 @@ from dataclasses import field
 from typing import Any, NamedTuple
 
 
+class Bounds(NamedTuple):
+    """The numbers that a key accepts, as data.
+
+    Attributes:
+        least: the least one.
+        most: the largest one.
+        is_above: whether ``least`` itself is left out.
+        also: numbers outside that have a meaning of their own, such as 0 for "never".
+    """
+
+    least: float
+    most: float
+    is_above: bool = False
+    also: tuple[float, ...] = ()
+
+    def hold(self, value: float) -> bool:
+        """Return whether the key accepts a number. NaN is in no bounds."""
+        is_inside = self.least <= value <= self.most
+        return (is_inside and not (self.is_above and value == self.least)) or value in self.also
+
+
 class Range(NamedTuple):
     """The values that a key accepts.
 
     Attributes:
         accepts: returns whether a value is in the range. The value must not be None.
         requirement: the end of the error about a value outside the range: "must be from 1 to 8".
+        bounds: those of a number; None for a value of another type. ``accepts`` may ask for more.
     """
 
     accepts: Callable[[Any], bool]
     requirement: str
+    bounds: Bounds | None = None
 
 
 MOST_LAYERS = 10_000  # published models have 126 at most
@@ -29,25 +52,27 @@ MOST_TOKENS = 1 << 27  # tokens in a sequence: 134 million
 MOST_VOCAB = 1 << 24
 
 
+def within_bounds(bounds: Bounds, requirement: str) -> Range:
+    """Return the range of the numbers that ``bounds`` hold."""
+    return Range(bounds.hold, requirement, bounds)
+
+
 def between(least: float, most: float) -> Range:
     """Return the range from ``least`` to ``most``, both included. NaN is in no range."""
-    return Range(
-        lambda value: least <= value <= most,
-        f"must be from {least:_} to {most:_}",
-    )
+    return within_bounds(Bounds(least, most), f"must be from {least:_} to {most:_}")
 
 
 def above(bound: float, most: float) -> Range:
     """Return the range above ``bound`` and up to ``most``. NaN is in no range."""
-    return Range(
-        lambda value: bound < value <= most,
-        f"must be above {bound:_} and at most {most:_}",
-    )
+    bounds = Bounds(bound, most, is_above=True)
+    return within_bounds(bounds, f"must be above {bound:_} and at most {most:_}")
 
 
+_WIDTHS = Bounds(2, 1 << 14)
 HEAD_DIM = Range(
-    lambda value: 2 <= value <= 1 << 14 and value % 2 == 0,
+    lambda value: _WIDTHS.hold(value) and value % 2 == 0,
     "must be even, because RoPE rotates its two halves, and from 2 to 16_384",
+    _WIDTHS,
 )
 
 
@@ -111,6 +136,7 @@ def key(
     words: str = "",
     in_proof: InProof = AS_IT_IS,
     column: Column | None = None,
+    optional: bool = False,
 ) -> Any:
     """Declare a dataclass field that is a key of a recipe: all that is said of it is its row.
 
@@ -123,6 +149,17 @@ def key(
         in_proof: how a proof keeps the value when it makes a recipe small.
         column: the values that the covering matrix proves with those of all other keys; None: the
             matrix has no column for this key alone.
+        optional: whether a run that has the default instead trains the same model on the same mesh
+            and batches. Where a rule refuses the value, ``composer3d import`` leaves it out.
     """
-    row = {"doc": doc, "range": allowed, "words": words, "in_proof": in_proof, "column": column}
-    return field(default=default, metadata=row)
+    return field(
+        default=default,
+        metadata={
+            "doc": doc,
+            "range": allowed,
+            "words": words,
+            "in_proof": in_proof,
+            "column": column,
+            "optional": optional,
+        },
+    )

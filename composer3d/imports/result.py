@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from composer3d.facts.errors import RecipeError
-from composer3d.facts.schedules import SCHEDULES
 from composer3d.imports import automodel, deepspeed, megatron, nanotron, source, torchtitan
 from composer3d.imports.translation import ENTRIES, Translation, Value, point_name
 from composer3d.models import registry
-from composer3d.recipe.resolve import Resolved, load
+from composer3d.recipe.draft import parse_document
+from composer3d.recipe.resolve import Resolved, broken_rules, load
 from composer3d.recipe.schema import FOLDER_NAME, OPEN_POINTS, TABLES, model_table
 from composer3d.recipe.values import as_toml, one_line, value_of
 
@@ -89,7 +89,7 @@ def import_file(
     _TRANSLATORS[found.program](made, gpus)
     made.assume_defaults()
     _complete(made, path)
-    _settle(made)
+    _settle(made, sets, gpus)
     made.finish()
     if made.problems:
         raise RecipeError(list(dict.fromkeys(made.problems)))
@@ -170,55 +170,37 @@ def _complete(made: Translation, path: str) -> None:
     )
 
 
-def _settle(made: Translation) -> None:
-    """Drop what the rules of recipes refuse together, where nothing of the model is lost."""
-    _settle_experts(made)
-    _settle_precision(made)
-    _settle_compile(made)
+# What an import leaves out, rather than to make no recipe, where a rule refuses it.
+_OPTIONAL = frozenset(key for key, entry in ENTRIES.items() if entry.metadata["optional"])
+
+
+def _settle(made: Translation, sets: Sequence[str], gpus: int | None) -> None:
+    """Leave out optional values that rules of recipes refuse, one at a time, as the rules say."""
     _settle_warmup(made)
     _settle_decay(made)
-
-
-def _has_experts(made: Translation) -> bool:
-    return made.value("model.architecture", "llama") == "moe"
-
-
-def _settle_experts(made: Translation) -> None:
-    """Switch on what experts need: with tp, their tokens are cut by sequence."""
-    has_tp = made.value("mesh.tp", 1) != 1
-    if _has_experts(made) and has_tp and made.value("parallel.sequence_parallel", True) is False:
-        line = "experts with tp need sequence parallelism: parallel.sequence_parallel = true"
-        made.lost.append(line)
-        made.values["parallel.sequence_parallel"] = Value(True, "experts with tp need it")
-
-
-def _settle_precision(made: Translation) -> None:
-    """Drop bfloat16 sums where nothing is sharded, and float8 where products are not in it."""
-    is_sharded = made.value("mesh.dp_shard", 1) != 1 or made.value("mesh.cp", 1) != 1
-    sums_shards = is_sharded and made.value("parallel.zero", 3) != 0
-    if "precision.reduce" in made.values and (_has_experts(made) or not sums_shards):
-        _drop(made, "precision.reduce", "only shards without experts are summed in bfloat16")
-    if made.value("precision.matmul") != "float8":
-        return
-    if _has_experts(made):
-        _drop(made, "precision.matmul", "experts are not computed in float8")
-    elif made.overrides.get("precision.compute", made.value("precision.compute")) != "bfloat16":
-        _drop(made, "precision.matmul", "float8 needs forward and backward in bfloat16")
-
-
-def _settle_compile(made: Translation) -> None:
-    """Drop compilation where blocks are no whole graphs, and what needs compiled blocks."""
-    if made.value("compile.enabled", False):
-        schedule = SCHEDULES[made.value("parallel.schedule", "1F1B")]
-        if _has_experts(made):
-            _drop(made, "compile.enabled", "blocks with experts are not compiled")
-        elif made.value("mesh.pp", 1) != 1 and schedule.splits_backward:
-            _drop(made, "compile.enabled", "the schedule splits backward, which one graph cannot")
-    if "parallel.async_tp" in made.values:
-        is_legal = made.value("compile.enabled", False) and made.value("mesh.tp", 1) != 1
-        is_legal = is_legal and made.value("parallel.sequence_parallel", True)
-        if not is_legal or made.value("precision.matmul") == "float8":
-            _drop(made, "parallel.async_tp", "it needs tp, compiled blocks and no float8")
+    while True:
+        try:
+            document = parse_document(_to_toml(made, made.values), made.file)
+            recipe, broken = broken_rules(document, sets, world_size=gpus)
+        except RecipeError:
+            return  # ``_checked`` tells why
+        given = _OPTIONAL & made.values.keys()
+        found = ((violation, violation.change_of(given)) for violation in broken)
+        refused = next(
+            (
+                (violation, change.key)
+                for violation, change in found
+                if change is not None and change.values[0] == ENTRIES[change.key].default
+            ),
+            None,
+        )
+        if refused is None:
+            return
+        violation, key = refused
+        words, default = made.values[key].comment, ENTRIES[key].default
+        instead = f"leaves out {key}" if default is None else f"has {key} = {as_toml(default)}"
+        made.lost.append(f"{words}: {violation.reason(recipe)}; the recipe {instead}")
+        made.drop(key)
 
 
 def _settle_warmup(made: Translation) -> None:
@@ -232,7 +214,7 @@ def _settle_warmup(made: Translation) -> None:
 
 
 def _settle_decay(made: Translation) -> None:
-    """Drop a decay that would end before it begins, and what the schedule does not have."""
+    """Drop a decay that would end before it begins, and steps that ``optim.decay`` says too."""
     values = made.values
     decay, warmup = made.value("optim.decay"), made.value("optim.warmup", 0)
     if isinstance(decay, int) and isinstance(warmup, int) and decay <= warmup:
@@ -241,17 +223,8 @@ def _settle_decay(made: Translation) -> None:
             words, end = f"{words}, but {values['optim.warmup'].comment}", "with the warmup"
         made.contradict(f"{words}: the decay would end {end}; it ends with the run")
         del values["optim.decay"]
-    schedule = made.value("optim.schedule", "cosine")
-    for key in ("optim.decay", "optim.min_lr"):
-        if schedule == "constant" and key in values:
-            _drop(made, key, "a constant learning rate has none")
-    if schedule != "wsd":
+    if made.value("optim.schedule", "cosine") != "wsd":
         values.pop("optim.decay_steps", None)
-
-
-def _drop(made: Translation, key: str, reason: str) -> None:
-    made.lost.append(f"{made.values[key].comment}: {reason}")
-    made.drop(key)
 
 
 def _checked(made: Translation, sets: Sequence[str], gpus: int | None) -> Imported:

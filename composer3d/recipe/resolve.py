@@ -85,17 +85,7 @@ def load(
         RecipeError: the recipe cannot be used. The error has one line for each problem.
     """
     draft = Draft(source)
-    draft.read(sets, may_import=may_import)
-    _find_schedule(draft)
-
-    tables = {
-        table: cls(**draft.values[table]) for table, cls in draft.tables.items() if table != "model"
-    }
-    fills_world = tables["mesh"].dp_shard == -1
-    tables["model"] = _resolve_shape(draft)
-    tables["mesh"] = _resolve_mesh(draft, tables["mesh"], world_size)
-    recipe = Recipe(**tables)
-
+    recipe, fills_world = _read(draft, sets, world_size, may_import=may_import)
     broken = violations(recipe)
     _blame_violations(draft, recipe, broken)
     if check_files:
@@ -106,6 +96,47 @@ def load(
         raise RecipeError(draft.problems)
     origins = {key: draft.origin(key) for key in draft.entries}
     return Resolved(recipe, origins, fills_world, draft.place)
+
+
+def broken_rules(
+    source: Source, sets: Sequence[str] = (), *, world_size: int | None = None
+) -> tuple[Recipe, list[Violation]]:
+    """Return a recipe, legal or not, and the rules that it breaks.
+
+    Rules that read a wrong value are left out, and no file that the recipe names is checked.
+
+    Args:
+        source: as in ``load``.
+        sets: as in ``load``.
+        world_size: as in ``load``.
+
+    Raises:
+        RecipeError: the recipe cannot be read.
+    """
+    draft = Draft(source)
+    recipe, _ = _read(draft, sets, world_size, may_import=False)
+    return recipe, [broken for broken in violations(recipe) if _is_clear(draft, broken)]
+
+
+def _read(
+    draft: Draft, sets: Sequence[str], world_size: int | None, *, may_import: bool
+) -> tuple[Recipe, bool]:
+    """Read and complete a recipe, and return it, and whether its mesh fills the world."""
+    draft.read(sets, may_import=may_import)
+    _find_schedule(draft)
+
+    tables = {
+        table: cls(**draft.values[table]) for table, cls in draft.tables.items() if table != "model"
+    }
+    fills_world = tables["mesh"].dp_shard == -1
+    tables["model"] = _resolve_shape(draft)
+    tables["mesh"] = _resolve_mesh(draft, tables["mesh"], world_size)
+    return Recipe(**tables), fills_world
+
+
+def _is_clear(draft: Draft, violation: Violation) -> bool:
+    """Return whether a broken rule reads no key with a wrong value, which is reported already."""
+    return draft.invalid_keys.isdisjoint((violation.key, *violation.others))
 
 
 def _find_schedule(draft: Draft) -> None:
@@ -125,9 +156,9 @@ def _find_schedule(draft: Draft) -> None:
 def _blame_violations(draft: Draft, recipe: Recipe, broken: Sequence[Violation]) -> None:
     """Add the broken rules to the draft's problems, except those that read an invalid key."""
     for violation in broken:
-        keys = (violation.key, *violation.others)
-        if not draft.invalid_keys.isdisjoint(keys):
+        if not _is_clear(draft, violation):
             continue
+        keys = (violation.key, *violation.others)
         # Blame the first key that the user wrote, because a default has no place to change.
         blamed_key = next((key for key in keys if key in draft.places), violation.key)
         origins = {key: draft.origin(key) for key in keys if key != blamed_key}

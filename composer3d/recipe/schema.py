@@ -18,6 +18,7 @@ from composer3d.facts.ranges import (
     MOST_LAYERS,
     MOST_TOKENS,
     WHERE_LEGAL,
+    Bounds,
     Column,
     InProof,
     Range,
@@ -28,6 +29,7 @@ from composer3d.facts.ranges import (
     key,
     left_out,
     within,
+    within_bounds,
 )
 from composer3d.facts.schedules import SCHEDULES
 from composer3d.facts.text import NAME_RULE, is_name
@@ -59,25 +61,22 @@ def _is_printable_text(value: str) -> bool:
 
 
 AXIS = between(1, 1 << 20)
-SHARDS = Range(
-    lambda value: value == -1 or AXIS.accepts(value),
-    f"{AXIS.requirement}, or -1 to use all remaining processes",
+SHARDS = within_bounds(
+    Bounds(1, 1 << 20, also=(-1,)), f"{AXIS.requirement}, or -1 to use all remaining processes"
 )
 STEPS = between(1, MOST_STEPS)
 STEPS_OR_NEVER = between(0, MOST_STEPS)
-MINUTES = Range(
-    lambda value: 0 < value <= 10_080,
-    "must be above 0 and at most 10080, a week",
+MINUTES = within_bounds(
+    Bounds(0, 10_080, is_above=True), "must be above 0 and at most 10080, a week"
 )
 MINUTES_OR_NEVER = between(0, 60 * 24 * 365)
 # The type sets the upper bound: every int of a recipe has 64 bits.
-SEED = Range(lambda value: value >= 0, "must be at least 0")
-STRAGGLER_FACTOR = Range(
-    lambda value: value == 0 or 1.1 <= value <= 100,
-    "must be from 1.1 to 100, or 0 to watch nothing",
+SEED = within_bounds(Bounds(0, (1 << 63) - 1), "must be at least 0")
+STRAGGLER_FACTOR = within_bounds(
+    Bounds(1.1, 100, also=(0,)), "must be from 1.1 to 100, or 0 to watch nothing"
 )
-SPIKE_SIGMA = Range(
-    lambda value: value == 0 or 2 <= value <= 1000,
+SPIKE_SIGMA = within_bounds(
+    Bounds(2, 1000, also=(0,)),
     "must be from 2 to 1000, or 0 to let no finite value count as a spike",
 )
 MOST_TRACED = 100  # steps
@@ -250,6 +249,7 @@ class ParallelTable:
         True,
         "with tp > 1: shard the residual stream along the sequence between layers",
         column=Column("sequence", {"parallel": True, "whole": False}),
+        optional=True,
     )
     loss_parallel: bool = key(
         True,
@@ -262,6 +262,7 @@ class ParallelTable:
         "other parts are multiplied",
         # The same layout without it sends and computes the same, on a CPU as well.
         in_proof=left_out(False, "which needs GPUs"),
+        optional=True,
     )
     cp_method: Literal["ring", "allgather", "ulysses"] = key(
         "ring",
@@ -360,6 +361,7 @@ class CompileTable:
         "compile each block with torch.compile",
         words="compile",
         column=Column("compile", {"no": False, "yes": True}),
+        optional=True,
     )
 
 
@@ -381,6 +383,7 @@ class PrecisionTable:
         "products of the linear layers of blocks; compute: in the dtype of forward and backward; "
         "float8: outputs and input gradients in float8, weight gradients in the dtype of compute",
         words="emulated {}",
+        optional=True,
     )
     reduce: Literal["float32", "bfloat16"] | None = key(
         None,
@@ -388,6 +391,7 @@ class PrecisionTable:
         "the dtype of params; absent: the dtype of params",
         words="gradients in {}",
         in_proof=WHERE_LEGAL,
+        optional=True,
     )
 
     @property
@@ -547,13 +551,20 @@ class OptimTable:
     )
     warmup: int = key(0, "steps of linear warmup", STEPS_OR_NEVER)
     decay: int | None = key(
-        None, "step, counted from 1, that reaches min_lr; absent: run.steps", STEPS
+        None,
+        "step, counted from 1, that reaches min_lr; absent: run.steps",
+        STEPS,
+        optional=True,
     )
     decay_steps: int | None = key(
         None, "steps of wsd's linear decay, which ends at decay; absent: a tenth of decay", STEPS
     )
     min_lr: float = key(
-        0.0, "learning rate at the end of the decay", between(0, 10), in_proof=WHERE_LEGAL
+        0.0,
+        "learning rate at the end of the decay",
+        between(0, 10),
+        in_proof=WHERE_LEGAL,
+        optional=True,
     )
     train: tuple[str, ...] | None = key(
         None,

@@ -5,7 +5,7 @@ import os
 import resource
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,16 @@ from composer3d.facts.errors import CheckpointError
 from composer3d.models.llama import huggingface as hf
 from composer3d.models.llama.shape import ModelShape
 from tests.convert.sample_checkpoints import SHAPE, make_dcp, make_hf
+from tools.prove.hostile.exports import (
+    HEADERS,
+    INDEXES,
+    NEEDED,
+    PARAMS,
+    TEXTS,
+    changed_json,
+    index_file,
+    text_file,
+)
 
 SECONDS, MEMORY_KB = 1.0, 200_000
 
@@ -257,53 +267,15 @@ def safetensors(folder: Path, header: bytes, size: int | None = None, data: byte
     (folder / "model.safetensors").write_bytes(head + header + data)
 
 
-def entries(*rows: tuple[str, list[int], list[int]]) -> bytes:
-    return json.dumps(
-        {n: {"dtype": "F32", "shape": s, "data_offsets": o} for n, s, o in rows}
-    ).encode()
+WEIGHTS = HEADERS | {name: change for name, change in NEEDED.items() if "safetensors" in name}
 
 
-HEADERS: dict[str, Callable[[Path], None]] = {
-    "huge header": lambda f: safetensors(f, b"{}", 2**63),
-    "header beyond the file": lambda f: safetensors(f, b"{}", 1000),
-    "no header": lambda f: safetensors(f, b""),
-    "no JSON": lambda f: safetensors(f, b"\xff\xfe\0\0"),
-    "a list": lambda f: safetensors(f, b"[]"),
-    "deep": lambda f: safetensors(f, b'{"x": ' + b"[" * 100_000),
-    "overlap": lambda f: safetensors(
-        f, entries(("a", [2], [0, 8]), ("b", [2], [4, 12])), data=b"\0" * 12
-    ),
-    "gap": lambda f: safetensors(
-        f, entries(("a", [2], [0, 8]), ("b", [2], [16, 24])), data=b"\0" * 24
-    ),
-    "beyond": lambda f: safetensors(f, entries(("a", [2], [0, 8])), data=b"\0" * 4),
-    "backwards": lambda f: safetensors(f, entries(("a", [2], [8, 0])), data=b"\0" * 8),
-    "negative": lambda f: safetensors(f, entries(("a", [-2], [0, 8])), data=b"\0" * 8),
-    "overflow": lambda f: safetensors(f, entries(("a", [2**40, 2**40], [0, 8])), data=b"\0" * 8),
-    "shape": lambda f: safetensors(f, entries(("a", [3], [0, 8])), data=b"\0" * 8),
-    "twice": lambda f: safetensors(
-        f,
-        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, '
-        b'"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
-        data=b"\0" * 8,
-    ),
-    "other dtype": lambda f: safetensors(
-        f, b'{"a": {"dtype": "Q7", "shape": [1], "data_offsets": [0, 4]}}', data=b"\0" * 4
-    ),
-    "many": lambda f: safetensors(f, entries(*((f"{i}", [0], [0, 0]) for i in range(50_000)))),
-    "named pipe": lambda f: os.mkfifo(f / "model.safetensors"),
-    "folder": lambda f: (f / "model.safetensors").mkdir(),
-    "device": lambda f: (f / "model.safetensors").symlink_to("/dev/zero"),
-}
-
-
-@pytest.mark.parametrize("case", HEADERS)
+@pytest.mark.parametrize("case", WEIGHTS)
 def test_a_safetensors_file_is_refused_with_one_line(
     tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_hf(tmp_path / "a")
-    (folder / "model.safetensors").unlink()
-    HEADERS[case](folder)
+    WEIGHTS[case](folder)
     assert _refusal_of(folder, tmp_path, capsys)
 
 
@@ -322,7 +294,8 @@ def test_headers_and_tensors_are_bounded(tmp_path: Path) -> None:
         CheckpointError, match=r"its header claims 4,194,305 bytes, at most 4,194,304 are read"
     ):
         convert(folder, tmp_path / "c", "torch")
-    safetensors(folder, entries(*((f"{i}", [0], [0, 0]) for i in range(49))))
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    safetensors(folder, json.dumps({f"{number}": empty for number in range(49)}).encode())
     with pytest.raises(CheckpointError, match=r"a holds more than 48 tensors; its model has fewer"):
         convert(folder, tmp_path / "c", "torch")
     rewritten = {"weight_map": {NORM: "model.safetensors"}, "metadata": "x" * (8 << 20)}
@@ -352,64 +325,17 @@ def _refusal_of(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 NORM = "model.norm.weight"
-INDEX: dict[str, Any] = {
-    "list": [],
-    "no map": {},
-    "list as map": {"weight_map": []},
-    "number as map": {"weight_map": 5},
-    "numbers": {"weight_map": {NORM: 5}},
-    "lists": {"weight_map": {NORM: ["model.safetensors"]}},
-    "up": {"weight_map": {NORM: "../x.safetensors"}},
-    "dot": {"weight_map": {NORM: "."}},
-    "dots": {"weight_map": {NORM: ".."}},
-    "empty": {"weight_map": {NORM: ""}},
-    "root": {"weight_map": {NORM: "/etc/passwd"}},
-    "NUL": {"weight_map": {NORM: "x\0.safetensors"}},
-    "surrogate": {"weight_map": {NORM: "x\ud800.safetensors"}},
-    "long": {"weight_map": {NORM: "x" * 300}},
-    "pipe": {"weight_map": {NORM: "pipe.safetensors"}},
-    "pipe of torch": {"weight_map": {NORM: "pipe.bin"}},
-    "absent names": {"weight_map": {f"{i}": "model.safetensors" for i in range(50_000)}},
-    "many files": {"weight_map": {f"{i}": f"{i}.safetensors" for i in range(50_000)}},
-    "large": {"weight_map": {f"{i:0100}": "x" for i in range(100_000)}},
-}
 
 
-@pytest.mark.parametrize("case", INDEX)
+@pytest.mark.parametrize("case", INDEXES)
 def test_an_index_is_refused_with_one_line(
     tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_hf(tmp_path / "a")
-    (folder / "model.safetensors").rename(folder / "model.safetensors.kept")
-    os.mkfifo(folder / "pipe.safetensors")
-    os.mkfifo(folder / "pipe.bin")
-    (folder / "model.safetensors.index.json").write_text(json.dumps(INDEX[case]))
-    if case == "absent names":
-        (folder / "model.safetensors.kept").rename(folder / "model.safetensors.kept.safetensors")
-        content = {
-            "weight_map": dict.fromkeys(
-                INDEX[case]["weight_map"], "model.safetensors.kept.safetensors"
-            )
-        }
-        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
-    assert _refusal_of(folder, tmp_path, capsys)
-    if case in ("up", "dot", "dots", "empty", "root"):
-        with pytest.raises(
-            CheckpointError, match="which is not the name of a file in its folder; it is not opened"
-        ):
-            convert(folder, tmp_path / "b", "dcp")
-
-
-@pytest.mark.parametrize(
-    "text", ["{", "[" * 100_000, '{"weight_map": {"x": NaN}}'], ids=["cut", "deep", "nan"]
-)
-def test_an_index_that_is_no_json(
-    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = make_hf(tmp_path / "a")
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(text)
-    assert _refusal_of(folder, tmp_path, capsys)
+    index_file(INDEXES[case])(folder)
+    lines = _refusal_of(folder, tmp_path, capsys)
+    if case in ("above", "elsewhere", "dot", "dots", "empty-name", "absolute"):
+        assert "which is not the name of a file in its folder; it is not opened" in lines[0]
 
 
 def test_an_index_that_is_a_named_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -422,33 +348,17 @@ def test_an_index_that_is_a_named_pipe(tmp_path: Path, capsys: pytest.CaptureFix
     assert _refusal_of(folder, tmp_path, capsys)
 
 
-PARAMS = {
-    "list": [],
-    "number": 5,
-    "words": {"dim": "32"},
-    "list of heads": {"n_heads": [4]},
-    "bool": {"n_layers": True},
-    "below 0": {"norm_eps": -1},
-    "digits": {"rope_theta": HUGE},
-    "layers": {"n_layers": 10**7},
-    "heads": {"n_kv_heads": 3},
-    "scaled in words": {"use_scaled_rope": "false"},
-    "scaled by nothing": {"use_scaled_rope": True, "rope_scaling_factor": 0},
-    "scaled by words": {"use_scaled_rope": True, "rope_scaling_factor": "8"},
-    "null": {"dim": None},
+WRONG_PARAMS = {name: changed_json("params.json", changes) for name, changes in PARAMS.items()} | {
+    name: text_file("params.json", content) for name, content in TEXTS.items()
 }
 
 
-@pytest.mark.parametrize("case", PARAMS)
+@pytest.mark.parametrize("case", WRONG_PARAMS)
 def test_params_json_is_refused_with_one_line(
     tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     convert(make_hf(tmp_path / "hf"), tmp_path / "a", "meta")
-    file = tmp_path / "a/params.json"
-    content = PARAMS[case]
-    if isinstance(content, dict):
-        content = json.loads(file.read_text()) | content
-    file.write_text(json.dumps(content))
+    WRONG_PARAMS[case](tmp_path / "a")
     assert _refusal_of(tmp_path / "a", tmp_path, capsys)
 
 

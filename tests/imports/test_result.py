@@ -169,3 +169,17 @@ def test_lists_have_an_end() -> None:
     made.finish()
     assert len(made.lost) == 501
     assert made.lost[-1] == "and 1,500 more"
+
+
+def test_an_import_leaves_out_only_what_is_optional(tmp_path: Path) -> None:
+    text = "[model]\nname = 'llama3'\nflavor = '8B'\n[training]\nseq_len = 1001\n[compile]\n"
+    text += "enable = true\n[parallelism]\npipeline_parallel_degree = 2\n"
+    text += "pipeline_parallel_schedule = 'ZBVZeroBubble'\n"
+    made = imported(tmp_path, "x.toml", text, gpus=16)
+    assert not made.resolved.recipe.compile.enabled
+    (line,) = [line for line in made.made.lost if line.startswith("compile.enable = true: ")]
+    assert line.endswith("two halves; the recipe has compile.enabled = false")
+    # A mesh that does not fit the sequence is not changed.
+    text += "tensor_parallel_degree = 2\n"
+    with pytest.raises(RecipeError, match=r"data.seq_len = 1001 must be a multiple of mesh.tp = 2"):
+        imported(tmp_path, "y.toml", text, gpus=16)

@@ -138,7 +138,7 @@ def accepted(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def test_the_oracle_of_recipes_knows_every_key() -> None:
-    """A new key needs its bounds in ``recipe_oracle``, written by hand from its documentation."""
+    """It knows them from their rows; ``tests/recipe/test_bounds.py`` has bounds written by hand."""
     keys = {f"{table}.{name}" for table, keys in recipe_oracle.ALL_TABLES.items() for name in keys}
     of_experts = entries_of({"model": model_table("moe")})
     assert keys == set(FIELDS) | set(of_experts)

@@ -18,8 +18,8 @@ import pytest
 
 from composer3d import cli
 from composer3d.runtime.launch import Pool
-from tests.spec.test_hardware import GOOD_ROW
-from tests.spec.test_trace import write as write_trace
+from tests.facts.test_hardware import GOOD_ROW
+from tests.facts.test_trace import write as write_trace
 from tools.prove.hostile.base import CHECKPOINT, make_base
 from tools.prove.hostile.checkpoints import seal, write_manifest
 from tools.prove.paths import ROOT

@@ -1,18 +1,22 @@
-"""Decides, without code of ``composer3d.recipe``, whether an accepted recipe may be accepted.
+"""Decides, without the resolver and the rules, whether an accepted recipe may be accepted.
 
-The bounds here were written by hand, from the documentation. The text is parsed with Python's own
-``tomllib``, and the merge of bases and overrides is written again.
+The rows of the schema give the type and the bounds of each key, and ``tests/recipe/test_bounds.py``
+has them a second time, written by hand. What several keys must satisfy is written by hand here. The
+text is parsed with Python's own ``tomllib``, and the merge of bases and overrides is written again.
 """
 
 import math
 import tomllib
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
 from math import lcm, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
+
+from composer3d.models.registry import OURS
+from composer3d.recipe import schema
+from composer3d.recipe.values import entries_of, type_of
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-_TOKENS = 2**27
 
 
 @dataclass(frozen=True)
@@ -26,163 +30,40 @@ class Number:
     also: tuple[float, ...] = ()
 
 
-def _ints(least: int, most: int) -> Number:
-    return Number(least, most)
+def _allowed(key: str, entry: "Field[Any]") -> Any:
+    """Return what a key accepts: a type, choices or numbers.
+
+    A tuple lists the choices; bool, str and list are types.
+    """
+    if key == "model.architecture":
+        return tuple(OURS)  # no module of a stranger
+    kind = type_of(key, {key: entry})
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    if choices and type(choices[0]) is int:
+        return Number(min(choices), max(choices))
+    if choices:
+        return choices
+    if get_origin(kind) is tuple:
+        return list
+    if kind not in (int, float):
+        return kind
+    bounds = entry.metadata["range"].bounds
+    # A resolved recipe has no open axis.
+    also = () if key == "mesh.dp_shard" else bounds.also
+    return Number(bounds.least, bounds.most, kind is float, bounds.is_above, also)
 
 
-def _floats(least: float, most: float, *, above: bool = False, also: float | None = None) -> Number:
-    return Number(least, most, True, above, () if also is None else (also,))
+def _tables(model: type) -> dict[str, dict[str, Any]]:
+    tables: dict[str, dict[str, Any]] = {}
+    for key, entry in entries_of({**schema.TABLES, "model": model}).items():
+        table, _, name = key.partition(".")
+        tables.setdefault(table, {})[name] = _allowed(key, entry)
+    return tables
 
 
-_AXIS = _ints(1, 2**20)
-_STEPS = _ints(1, 10**9)
-_STEPS_OR_0 = _ints(0, 10**9)
-_SEED = _ints(0, 2**63 - 1)
-_WEEK = _floats(0, 10_080, above=True)
-
-# A tuple lists the choices; bool and str are types.
-TABLES: dict[str, dict[str, Any]] = {
-    "run": {
-        "name": str,
-        "steps": _STEPS,
-        "seed": _SEED,
-        "device": ("auto", "cpu", "cuda"),
-        "out_dir": str,
-        "timeout_minutes": _WEEK,
-        "deterministic": bool,
-        "oversubscribe": bool,
-    },
-    "model": {
-        "dim": _ints(1, 2**20),
-        "n_layers": _ints(1, 10_000),
-        "n_heads": _ints(1, 2**16),
-        "n_kv_heads": _ints(1, 2**16),
-        "ffn": _ints(1, 2**22),
-        "vocab": _ints(1, 2**24),
-        "rope_theta": _floats(1, 1e12),
-        "norm_eps": _floats(1e-20, 1),
-        "head_dim": _ints(2, 2**14),
-        "tied": bool,
-        "qk_norm": bool,
-        "qkv_bias": bool,
-        "window": _ints(0, _TOKENS),
-        "rope_factor": _floats(1, 1e6),
-        "rope_low_freq": _floats(0, 1e6, above=True),
-        "rope_high_freq": _floats(0, 1e6, above=True),
-        "rope_context": _ints(1, _TOKENS),
-        "architecture": ("llama", "moe"),
-        "preset": str,
-        "hf": str,
-    },
-    "mesh": dict.fromkeys((*AXES, "ep"), _AXIS),
-    "parallel": {
-        "zero": _ints(0, 3),
-        "fsdp_blocks": _ints(1, 10_000),
-        "sequence_parallel": bool,
-        "loss_parallel": bool,
-        "async_tp": bool,
-        "cp_method": ("ring", "allgather", "ulysses"),
-        "cp_balance": ("zigzag", "contiguous"),
-        "schedule": (
-            "GPipe",
-            "1F1B",
-            "LoopedBFS",
-            "Interleaved1F1B",
-            "InterleavedZeroBubble",
-            "ZBVZeroBubble",
-            "DualPipeV",
-            "csv",
-        ),
-        "schedule_csv": str,
-        "virtual_stages": _ints(1, 10_000),
-        "stages": list,
-    },
-    "memory": {
-        "activation_checkpoint": str,
-        "loss_chunks": _ints(1, 2**16),
-        "cpu_offload": bool,
-    },
-    "precision": {
-        "params": ("float32", "float64"),
-        "compute": ("float32", "float64", "bfloat16"),
-        "matmul": ("compute", "float8"),
-        "reduce": ("float32", "bfloat16"),
-    },
-    "compile": {"enabled": bool},
-    "data": {
-        "source": ("python", "text", "jsonl", "tokens"),
-        "path": str,
-        "sources": list,
-        "field": str,
-        "seq_len": _ints(1, _TOKENS),
-        "global_batch": _ints(1, 2**30),
-        "micro_batch": _ints(1, 2**20),
-        "packing": ("none", "documents", "whole_documents"),
-        "seed": _SEED,
-        "other_tokenizer": bool,
-    },
-    "optim": {
-        "lr": _floats(0, 10, above=True),
-        "betas": list,
-        "eps": _floats(0, 1, above=True),
-        "weight_decay": _floats(0, 10),
-        "clip": _floats(0, 1e9),
-        "schedule": ("cosine", "linear", "wsd", "constant"),
-        "warmup": _STEPS_OR_0,
-        "decay": _STEPS,
-        "decay_steps": _STEPS,
-        "min_lr": _floats(0, 10),
-        "train": list,
-    },
-    "checkpoint": {
-        "every": _STEPS_OR_0,
-        "every_minutes": _floats(0, 60 * 24 * 365),
-        "keep": _ints(1, 10**6),
-        "async_save": bool,
-        "timeout_minutes": _WEEK,
-        "resume": str,
-        "init": str,
-    },
-    "metrics": {
-        "every": _STEPS,
-        "tensorboard": bool,
-        "wandb": bool,
-        "mlflow": bool,
-        "timeline_steps": list,
-        "profile_steps": list,
-        "profile_ranks": list,
-    },
-    "validation": {"every": _STEPS_OR_0, "steps": _ints(1, 10**6), "path": str},
-    "reliability": {
-        "restarts": _ints(0, 10**6),
-        "on_bad_step": ("stop", "skip", "rollback"),
-        "max_bad_steps": _ints(1, 10**6),
-        "max_rollbacks": _ints(1, 10**6),
-        "spike_sigma": _floats(2, 1000, also=0),
-        "spike_window": _ints(8, 1000),
-        "straggler_factor": _floats(1.1, 100, also=0),
-        "straggler_window": _ints(3, 1000),
-        "digest_every": _STEPS_OR_0,
-    },
-}
-_OF_EXPERTS: dict[str, Any] = {
-    "experts": _ints(1, 2**16),
-    "experts_per_token": _ints(1, 2**16),
-    "expert_ffn": _ints(1, 2**22),
-    "shared_ffn": _ints(0, 2**22),
-    "dense_layers": _ints(0, 10_000),
-    "moe_every": _ints(1, 10_000),
-    "router": ("softmax", "sigmoid"),
-    "renormalise": bool,
-    "router_scale": _floats(0, 1000, above=True),
-    "expert_groups": _ints(1, 2**16),
-    "groups_per_token": _ints(1, 2**16),
-    "router_bias": bool,
-    "bias_rate": _floats(0, 1),
-    "balance_loss": _floats(0, 1000),
-    "z_loss": _floats(0, 1000),
-}
-ALL_TABLES = {**TABLES, "model": TABLES["model"] | _OF_EXPERTS}
+# What each key accepts, by table and name.
+TABLES = _tables(schema.Model)
+ALL_TABLES = _tables(schema.model_table("moe"))
 _TEXTS_IN_SETS = {
     f"{table}.{name}"
     for table, keys in ALL_TABLES.items()
@@ -233,7 +114,7 @@ def problems_of(recipe: dict[str, Any], given: dict[str, Any], gpus: int | None)
     """
     problems = []
     has_experts = recipe["model"].get("architecture") == "moe"
-    tables = {**TABLES, "model": TABLES["model"] | (_OF_EXPERTS if has_experts else {})}
+    tables = ALL_TABLES if has_experts else TABLES
     if recipe.keys() != tables.keys():
         return [f"the recipe has the tables {sorted(recipe)}"]
 

@@ -53,16 +53,17 @@ def _case(form: str, name: str, change: Change, message: str | None, *commands: 
 # config.json and params.json
 
 
-def _config(file: str, key: str, value: Any) -> Change:
+def changed_json(file: str, changes: dict[str, Any]) -> Change:
+    """Replace keys of a file that holds a JSON object."""
+
     def change(evil: Path) -> None:
         config = json.loads((evil / file).read_text())
-        config[key] = value
-        (evil / file).write_text(json.dumps(config))
+        (evil / file).write_text(json.dumps(config | changes))
 
     return change
 
 
-def _text(file: str, content: str) -> Change:
+def text_file(file: str, content: str) -> Change:
     return lambda evil: (evil / file).write_text(content)
 
 
@@ -131,20 +132,28 @@ TEXTS = {
     "twice": '{"model_type": "llama", "model_type": "bert"}',
     "megabytes": '{"model_type": "' + "a" * (1 << 23) + '"}',
 }
-PARAMS: dict[str, tuple[str, Any]] = {
-    "layers-1e7": ("n_layers", 10**7),
-    "layers-text": ("n_layers", "2"),
-    "layers-negative": ("n_layers", -1),
-    "dim-huge": ("dim", _HUGE),
-    "dim-list": ("dim", [32]),
-    "heads-zero": ("n_heads", 0),
-    "heads-float": ("n_heads", 4.5),
-    "kv-heads-text": ("n_kv_heads", "x"),
-    "eps-negative": ("norm_eps", -1),
-    "eps-text": ("norm_eps", "x"),
-    "theta-text": ("rope_theta", "x"),
-    "theta-negative": ("rope_theta", -5.0),
-    "factor-text": ("use_scaled_rope", "x"),
+PARAMS: dict[str, dict[str, Any]] = {
+    "layers-1e7": {"n_layers": 10**7},
+    "layers-text": {"n_layers": "2"},
+    "layers-negative": {"n_layers": -1},
+    "layers-bool": {"n_layers": True},
+    "dim-huge": {"dim": _HUGE},
+    "dim-list": {"dim": [32]},
+    "dim-text": {"dim": "32"},
+    "dim-none": {"dim": None},
+    "heads-zero": {"n_heads": 0},
+    "heads-float": {"n_heads": 4.5},
+    "heads-list": {"n_heads": [4]},
+    "kv-heads-text": {"n_kv_heads": "x"},
+    "kv-heads-three": {"n_kv_heads": 3},
+    "eps-negative": {"norm_eps": -1},
+    "eps-text": {"norm_eps": "x"},
+    "theta-text": {"rope_theta": "x"},
+    "theta-negative": {"rope_theta": -5.0},
+    "theta-digits": {"rope_theta": 10**400},
+    "scaled-text": {"use_scaled_rope": "x"},
+    "factor-zero": {"use_scaled_rope": True, "rope_scaling_factor": 0},
+    "factor-text": {"use_scaled_rope": True, "rope_scaling_factor": "8"},
 }
 
 # safetensors and its index
@@ -171,9 +180,37 @@ def _raw(content: Callable[[bytes], bytes]) -> Change:
     return change
 
 
+def _alone(header: bytes, data: int = 0) -> Change:
+    """Another file: ``header`` and ``data`` bytes of zeros."""
+    return _raw(lambda content: struct.pack("<Q", len(header)) + header + bytes(data))
+
+
+def _numbers(**offsets: tuple[int, int]) -> bytes:
+    """A header of tensors of one number each, by their names; the name of ``a_`` is "a" as well."""
+    entries = [
+        f'"{name[0]}": {{"dtype": "F32", "shape": [1], "data_offsets": [{begin}, {end}]}}'
+        for name, (begin, end) in offsets.items()
+    ]
+    return f"{{{', '.join(entries)}}}".encode()
+
+
+def _folder_instead(evil: Path) -> None:
+    (evil / "model.safetensors").unlink()
+    (evil / "model.safetensors").mkdir()
+
+
 _NORM = "model.norm.weight"
 HEADERS: dict[str, Change] = {
     "overlap": _header(lambda h: h[_NORM].update(data_offsets=[0, 128])),
+    "gap": _alone(_numbers(a=(0, 4), b=(8, 12)), 12),
+    "twice": _alone(_numbers(a=(0, 4), a_=(4, 8)), 8),
+    "backwards": _alone(_numbers(a=(4, 0)), 4),
+    "cut-data": _alone(_numbers(a=(0, 4)), 2),
+    "list": _alone(b"[]"),
+    "no-json": _alone(b"\xff\xfe\0\0"),
+    "shape-other": _header(lambda h: h[_NORM].update(shape=[31])),
+    "shape-overflow": _header(lambda h: h[_NORM].update(shape=[1 << 40, 1 << 40])),
+    "folder": _folder_instead,
     "beyond": _header(lambda h: h[_NORM].update(data_offsets=[1 << 40, (1 << 40) + 128])),
     "negative": _header(lambda h: h[_NORM].update(data_offsets=[-128, 0])),
     "shape-huge": _header(lambda h: h[_NORM].update(shape=[1 << 62])),
@@ -185,7 +222,8 @@ HEADERS: dict[str, Change] = {
     "length-huge": _raw(lambda content: struct.pack("<Q", 1 << 62) + content[8:]),
     "length-long": _raw(lambda content: struct.pack("<Q", 1 << 30) + content[8:]),
     "length-zero": _raw(lambda content: struct.pack("<Q", 0) + content[8:]),
-    "deep": _raw(lambda content: struct.pack("<Q", 200_000) + b"[" * 200_000),
+    "deep": _alone(b"[" * 200_000),
+    "deep-entry": _alone(b'{"x": ' + b"[" * 100_000),
     "empty": _raw(lambda content: b""),
     "short": _raw(lambda content: content[:7]),
     "pickle": _raw(lambda content: b"\x80\x02cos\nsystem\n(X\x01\x00\x00\x00xtR."),
@@ -256,9 +294,11 @@ EXPERT_HEADERS: dict[str, Change] = {
 }
 
 
-def _index(content: Any) -> Change:
+def index_file(content: Any) -> Change:
     def change(evil: Path) -> None:
         (evil / "model.safetensors").rename(evil / "model-1.safetensors")
+        for suffix in ("safetensors", "bin"):
+            os.mkfifo(evil / f"pipe.{suffix}")
         text = content if isinstance(content, str) else json.dumps(content)
         (evil / "model.safetensors.index.json").write_text(text)
 
@@ -267,7 +307,9 @@ def _index(content: Any) -> Change:
 
 INDEXES: dict[str, Any] = {
     "list": [],
+    "no-map": {},
     "map-list": {"weight_map": [1]},
+    "map-empty-list": {"weight_map": []},
     "map-number": {"weight_map": 5},
     "map-none": {"weight_map": None},
     "number-file": {"weight_map": {_NORM: 5}},
@@ -276,12 +318,20 @@ INDEXES: dict[str, Any] = {
     "absolute": {"weight_map": {_NORM: "/etc/passwd"}},
     "nul": {"weight_map": {_NORM: "a\0b"}},
     "surrogate": {"weight_map": {_NORM: "\ud800"}},
+    "above": {"weight_map": {_NORM: "../x.safetensors"}},
     "dot": {"weight_map": {_NORM: "."}},
+    "dots": {"weight_map": {_NORM: ".."}},
+    "pipe": {"weight_map": {_NORM: "pipe.safetensors"}},
+    "pipe-of-torch": {"weight_map": {_NORM: "pipe.bin"}},
+    "absent-tensors": {"weight_map": {f"{i}": "model-1.safetensors" for i in range(50_000)}},
+    "large": {"weight_map": {f"{i:0100}": "x" for i in range(100_000)}},
     "empty-name": {"weight_map": {_NORM: ""}},
     "long": {"weight_map": {_NORM: "a" * 5000}},
     "many": {"weight_map": {f"x{number}": f"f{number}" for number in range(50_000)}},
     "deep": "[" * 100_000,
     "constant": "NaN",
+    "constant-as-file": '{"weight_map": {"x": NaN}}',
+    "cut": "{",
 }
 
 # Links, pipes and devices
@@ -380,23 +430,21 @@ def _flip(file: str, seed: int) -> Change:
 def _cases() -> list[Case]:
     cases: list[Case] = []
     for name, (key, value) in CONFIGS.items():
-        cases += _case(
-            "hf", f"config-{name}", _config("config.json", key, value), "evil", "inspect", "start"
-        )
+        change = changed_json("config.json", {key: value})
+        cases += _case("hf", f"config-{name}", change, "evil", "inspect", "start")
     for name, content in TEXTS.items():
-        cases += _case(
-            "hf", f"config-text-{name}", _text("config.json", content), "evil", "convert", "start"
-        )
-    for name, (key, value) in PARAMS.items():
-        cases += _case("meta", f"params-{name}", _config("params.json", key, value), "params.json")
+        change = text_file("config.json", content)
+        cases += _case("hf", f"config-text-{name}", change, "evil", "convert", "start")
+    for name, changes in PARAMS.items():
+        change = changed_json("params.json", changes)
+        cases += _case("meta", f"params-{name}", change, "params.json")
     for name, content in TEXTS.items():
-        cases += _case(
-            "meta", f"params-text-{name}", _text("params.json", content), "params.json", "inspect"
-        )
+        change = text_file("params.json", content)
+        cases += _case("meta", f"params-text-{name}", change, "params.json", "inspect")
     for name, change in HEADERS.items():
         cases += _case("hf", f"header-{name}", change, "evil")
     for name, (key, value) in EXPERT_CONFIGS.items():
-        change = _config("config.json", key, value)
+        change = changed_json("config.json", {key: value})
         commands = ("convert", "start") if name.startswith("experts-") else ("convert",)
         cases += _case("hf-moe", f"config-{name}", change, "evil", *commands)
     for name, change in EXPERT_HEADERS.items():
@@ -406,7 +454,7 @@ def _cases() -> list[Case]:
         flip = _flip(file, _SEED + 1000 + number)
         cases += _case("hf-moe", f"flip-{number:02d}", flip, None, "convert")
     for name, content in INDEXES.items():
-        cases += _case("hf", f"index-{name}", _index(content), "evil")
+        cases += _case("hf", f"index-{name}", index_file(content), "evil")
     for name, change in {**LINKS, **PIPES}.items():
         cases += _case("hf", name, change, None, "convert")
     for name, change in NEEDED.items():

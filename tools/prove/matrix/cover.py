@@ -24,11 +24,12 @@ from functools import cache
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
+from composer3d.facts.ranges import Column
 from composer3d.facts.schedules import SCHEDULES, micro_batch_requirement
 from composer3d.planner import layouts
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
-from composer3d.recipe.values import variant
+from composer3d.recipe.values import FIELDS, variant
 from tools.prove.paths import MATRIX, RECIPE
 
 LIMIT = 16  # processes
@@ -48,40 +49,62 @@ CSV = {
     "more": ScheduleFile("tools/prove/v-2x4.csv", 2),
 }
 
-# A row has the first value of a column if the column does not matter to it.
-COLUMNS: dict[str, tuple[str, ...]] = {
-    "schedule": ("none", *SCHEDULES),
-    "zero": ("3", "0", "1", "2"),
-    "checkpoint": ("none", "full", "selective"),
-    "pp": ("1", "2", "4"),
-    "data": ("1", "shard 2", "replicate 2", "HSDP 2 x 2"),
-    "cp": ("1", "2", "3"),
-    "cp method": ("ring", "allgather", "ulysses"),
-    "cp balance": ("zigzag", "contiguous"),
-    "tp": ("1", "2", "4"),
-    "sequence": ("parallel", "whole"),
-    "loss": ("parallel", "whole"),
-    "kv heads": ("4 of 8", "1", "2", "8"),
-    "vocabulary": ("256", "257"),
-    "layers": ("even", "uneven"),
-    "tied": ("no", "yes"),
-    "packing": ("none", "documents"),
-    "window": ("none", "20 of 48"),
-    "norms": ("plain", "head norms and biases"),
-    "rate": ("cosine", "warmup, linear", "warmup, wsd", "constant"),
-    "micro-batches": ("least", "more"),
-    "micro-batch": ("1", "2"),
-    "chunks": ("1", "3"),
-    "mixed": ("no", "yes"),
-    "offload": ("no", "yes"),
-    "compile": ("no", "yes"),
-    "unit": ("1 block", "2 blocks"),  # of FSDP; a stage then has a smaller unit too
-    "ep": ("none", "1", "2", "4", "8"),  # "none": a model without experts
-    "router": ("softmax", "softmax, not renormalised", "sigmoid with bias and groups"),
-    "shared": ("no", "yes"),
-    "auxiliary": ("none", "balance and z"),
-    "dense layers": ("none", "first", "every other"),
+# The rows of keys that have a column of their own: its name and its values.
+_KEYS: dict[str, Column] = {
+    key: entry.metadata["column"]
+    for key, entry in FIELDS.items()
+    if entry.metadata["column"] is not None
 }
+_OF_KEYS = {column.name: tuple(column.values) for column in _KEYS.values()}
+
+
+def _columns(*columns: str | tuple[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Return the values by column. A name alone is the column of a key.
+
+    The columns of keys that are not named follow the others.
+    """
+    found = {}
+    for column in columns:
+        name, values = (column, _OF_KEYS[column]) if isinstance(column, str) else column
+        found[name] = values
+    return found | {name: values for name, values in _OF_KEYS.items() if name not in found}
+
+
+# A row has the first value of a column if the column does not matter to it. The order is that of
+# ``matrix.txt``.
+COLUMNS = _columns(
+    ("schedule", ("none", *SCHEDULES)),
+    "zero",
+    "checkpoint",
+    ("pp", ("1", "2", "4")),
+    ("data", ("1", "shard 2", "replicate 2", "HSDP 2 x 2")),
+    ("cp", ("1", "2", "3")),
+    "cp method",
+    "cp balance",
+    ("tp", ("1", "2", "4")),
+    "sequence",
+    "loss",
+    ("kv heads", ("4 of 8", "1", "2", "8")),
+    ("vocabulary", ("256", "257")),
+    ("layers", ("even", "uneven")),
+    "tied",
+    "packing",
+    ("window", ("none", "20 of 48")),
+    ("norms", ("plain", "head norms and biases")),
+    ("rate", ("cosine", "warmup, linear", "warmup, wsd", "constant")),
+    ("micro-batches", ("least", "more")),
+    "micro-batch",
+    "chunks",
+    "mixed",
+    "offload",
+    "compile",
+    "unit",
+    ("ep", ("none", "1", "2", "4", "8")),  # "none": a model without experts
+    ("router", ("softmax", "softmax, not renormalised", "sigmoid with bias and groups")),
+    ("shared", ("no", "yes")),
+    ("auxiliary", ("none", "balance and z")),
+    ("dense layers", ("none", "first", "every other")),
+)
 # The columns that describe experts. Without experts, all of them have their first value.
 EXPERTS = ("ep", "router", "shared", "auxiliary", "dense layers")
 NO_EXPERTS: "Target" = tuple((column, COLUMNS[column][0]) for column in EXPERTS)
@@ -142,31 +165,23 @@ def overrides(row: Row) -> dict[str, Any]:
     """The keys and values that turn ``tools/prove/verify.toml`` into ``row``."""
     shard, replicate = DATA[row["data"]]
     out: dict[str, Any] = {
+        key: column.values[row[column.name]]
+        for key, column in _KEYS.items()
+        if column.values[row[column.name]] is not None
+    }
+    out |= {
         "mesh.pp": int(row["pp"]),
         "mesh.dp_replicate": replicate,
         "mesh.dp_shard": shard,
         "mesh.cp": int(row["cp"]),
         "mesh.tp": int(row["tp"]),
-        "parallel.cp_method": row["cp method"],
-        "parallel.cp_balance": row["cp balance"],
-        "parallel.zero": int(row["zero"]),
-        "parallel.fsdp_blocks": int(row["unit"].split()[0]),
-        "parallel.sequence_parallel": row["sequence"] == "parallel",
-        "parallel.loss_parallel": row["loss"] == "parallel",
-        "memory.activation_checkpoint": row["checkpoint"],
-        "memory.loss_chunks": int(row["chunks"]),
-        "memory.cpu_offload": row["offload"] == "yes",
-        "compile.enabled": row["compile"] == "yes",
         "model.n_kv_heads": int(row["kv heads"].split()[0]),
         "model.vocab": int(row["vocabulary"]),
         "model.n_layers": _layers(row),
-        "model.tied": row["tied"] == "yes",
         "model.window": 0 if row["window"] == "none" else 20,
         "model.qk_norm": row["norms"] != "plain",
         "model.qkv_bias": row["norms"] != "plain",
-        "data.packing": row["packing"],
         "data.seq_len": 48,
-        "data.micro_batch": int(row["micro-batch"]),
         "data.global_batch": int(row["micro-batch"]) * micro_batches(row) * shard * replicate,
     }
     if row["rate"] != "cosine":
@@ -177,8 +192,6 @@ def overrides(row: Row) -> dict[str, Any]:
         schedule_file = CSV[row["micro-batches"]]
         out["parallel.schedule_csv"] = schedule_file.path
         out["parallel.virtual_stages"] = schedule_file.stages_per_rank
-    if row["mixed"] == "yes":
-        out["precision.compute"] = "bfloat16"
     if has_experts(row):
         out |= _overrides_of_experts(row)
     return out
