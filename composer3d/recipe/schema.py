@@ -494,7 +494,6 @@ class OptimTable:
         "adamw",
         "optimizer; muon: Muon for the matrices of blocks, AdamW for all other parameters",
         words="{}",
-        column=Column("optimizer", {"adamw": "adamw", "muon": "muon"}),
     )
     lr: float = key(
         3e-4,
