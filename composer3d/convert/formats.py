@@ -50,7 +50,8 @@ from composer3d.models.locations import Location
 from composer3d.models.shape import DecoderShape
 from composer3d.models.untrusted import short_json
 from composer3d.recipe.changes import values_of
-from composer3d.recipe.optimizers import DEFAULT, OPTIMIZERS
+from composer3d.recipe.optimizers import DEFAULT, OPTIMIZERS, OptimizerFacts, matrices_of
+from composer3d.recipe.schema import OptimTable
 
 Format = Literal["hf", "meta", "torch", "dcp"]
 
@@ -298,14 +299,14 @@ class Source:
         """
         has_optimizer = any(name.startswith("optim.") for name in self.tensors)
         globs, trainable = self._trained_globs(), self._trainable()
-        optimizer = OPTIMIZERS[DEFAULT]  # no recipe names another one
+        optimizer, matrices = self._optimizer()
         locations: dict[str, Location] = {}
         for name, location in parameters.items():
             locations[f"model.{name}"] = location
             was_trained = any(fnmatchcase(name, glob) for glob in globs)
             if has_optimizer and was_trained and name in trainable:
                 shape = location.whole_shape
-                for state in optimizer.state_of(name, shape):
+                for state in optimizer.state_of(is_matrix=name in matrices):
                     state_name = f"optim.{name}.{state.name}"
                     state_shape = () if state.is_scalar else shape
                     locations[state_name] = Location((state_name,), state_shape)
@@ -341,15 +342,31 @@ class Source:
         if not self.problems:
             self.locations = locations
 
+    def _optimizer(self) -> tuple[OptimizerFacts, Collection[str]]:
+        """Return the run's optimizer and its matrices, as far as its recipe is known."""
+        said = self._said_by_recipe()
+        name, globs = said.get("optim.name"), said.get("optim.matrices")
+        optim = OptimTable(
+            name=cast(Any, name if name in OPTIMIZERS else DEFAULT),
+            matrices=globs if isinstance(globs, tuple) else None,
+        )
+        return optim.optimizer, matrices_of(self.model_of, self.shape, optim)
+
     def _trained_globs(self) -> tuple[str, ...]:
         """``optim.train`` of the run, as far as its recipe is known; else a glob for all."""
-        manifest: Manifest | None = getattr(self, "manifest", None)
-        globs: object = None
-        if manifest is not None:
-            # The recipe is not trusted: its globs are only compared with names.
-            with suppress(ValueError):
-                globs = values_of(manifest.recipe).get("optim.train")
+        globs = self._said_by_recipe().get("optim.train")
         return globs if isinstance(globs, tuple) else ("*",)
+
+    def _said_by_recipe(self) -> Mapping[str, object]:
+        """Return the values of the run's recipe by key; empty if it is not known.
+
+        The recipe is not trusted: a value may be anything.
+        """
+        manifest: Manifest | None = getattr(self, "manifest", None)
+        if manifest is not None:
+            with suppress(ValueError):
+                return values_of(manifest.recipe)
+        return {}
 
     def _trainable(self) -> Collection[str]:
         """Return the parameters that can have an optimizer's state, without ``model.``."""

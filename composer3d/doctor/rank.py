@@ -155,7 +155,9 @@ def _disk(recipe: Recipe) -> Disk:
     while not folder.exists():
         folder = folder.parent
     width = 8 if recipe.precision.params == "float64" else 4
-    size = (1 + recipe.optim.optimizer.copies) * width * sizes_of(recipe).parameters
+    size = (
+        (1 + recipe.optim.optimizer.copies(is_matrix=False)) * width * sizes_of(recipe).parameters
+    )
     # A new checkpoint is complete before the oldest one is removed.
     return Disk(
         str(folder), shutil.disk_usage(folder).free / GIB, size / GIB, recipe.checkpoint.keep + 1

@@ -64,7 +64,7 @@ from composer3d.runtime.torch_private import (
     with_data,
 )
 from composer3d.training.build import build_stages
-from composer3d.training.optimizers import Optimizer, build_optimizer
+from composer3d.training.optimizers import Optimizer, build_stages_optimizer
 from composer3d.training.step import compute_gradients, update
 
 # GPUs of a node: whether an axis stays inside of one.
@@ -296,7 +296,7 @@ def compose_without_data(
             around_shape_propagation(recorder.ignoring),
             norms_of_a_gpu() if recipe.run.device != "cpu" else nullcontext(),
         ):
-            optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
+            optimizer = build_stages_optimizer(stages, recipe)
             parameters = [
                 parameter for module in stages.modules for parameter in module.parameters()
             ]

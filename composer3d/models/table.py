@@ -173,6 +173,13 @@ class ParameterTable:
             for unit, rows in self.units()
         ]
 
+    def hidden_matrices(self) -> frozenset[str]:
+        """Return the global names of the matrices within blocks, without routers."""
+        styles = ("column", "kv_column", "row", "experts")
+        return frozenset(
+            name for name, row in self.parameters() if row.style in styles and row.is_matrix
+        )
+
     @cached_property
     def block_kinds(self) -> list[tuple[tuple[Row, ...], int]]:
         """The rows of each kind of block, and the number of such blocks."""

@@ -24,6 +24,7 @@ from composer3d.planner.setup import (
 from composer3d.planner.time import StepTime, predict_time
 from composer3d.planner.torch_facts import is_since_2_15
 from composer3d.planner.trained import trained_of
+from composer3d.recipe.optimizers import matrices_of
 from composer3d.recipe.schema import Model, Recipe
 from composer3d.recipe.stages import stage_ranges
 
@@ -261,8 +262,25 @@ def _precision(recipe: Recipe) -> Precision:
         weight_products=matrix if is_float8 else None,
         weights=narrow,
         gradients=wide,
-        optimizer=(1 + recipe.optim.optimizer.copies) * wide,  # parameters, and what it keeps
+        optimizer=_optimizer_copies(recipe) * wide,
         reduced=wide,
         exchanged=2.0 if recipe.precision.reduces_in == "bfloat16" else 0.0,
         gathered=narrow,
     )
+
+
+def _optimizer_copies(recipe: Recipe) -> float:
+    """Return how often a rank has its parameters, with what the optimizer keeps of their size.
+
+    It is the mean over the parameters of the model: matrices may have another state than others.
+    """
+    optim, model = recipe.optim, recipe.model
+    facts = optim.optimizer
+    others = 1.0 + facts.copies(is_matrix=False)
+    chosen = architecture(model.architecture)
+    matrices = matrices_of(chosen, model, optim)
+    if not matrices:
+        return others
+    rows = dict(chosen.table_of(model).parameters())
+    share = _elements(rows[name] for name in matrices) / _elements(rows.values())
+    return others + share * (facts.copies(is_matrix=True) - facts.copies(is_matrix=False))

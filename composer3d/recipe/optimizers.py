@@ -6,11 +6,16 @@ imports go down only. It names the code above it, which is imported when it is n
 ``models.registry`` does it for architectures.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, NamedTuple
 
+from composer3d.models import registry
 from composer3d.models.registry import Reference
+from composer3d.models.shape import DecoderShape
+
+if TYPE_CHECKING:
+    from composer3d.recipe.schema import OptimTable
 
 
 class StateTensor(NamedTuple):
@@ -33,6 +38,7 @@ class OptimizerFacts:
     Attributes:
         title: its name in texts for people.
         state: what it keeps for a parameter, in the order of checkpoints.
+        matrix_state: the same for one of ``matrices_of``; empty if it treats these as all others.
         code: its class, derived from ``training.optimizers.contract.Optimizer``.
         proof: what ``verify`` compares its step with: a class derived from
             ``training.optimizers.proof.OptimizerProof``.
@@ -40,34 +46,72 @@ class OptimizerFacts:
 
     title: str
     state: tuple[StateTensor, ...]
+    matrix_state: tuple[StateTensor, ...] = ()
     code: Reference
     proof: Reference
 
-    def state_of(self, name: str, shape: Sequence[int]) -> tuple[StateTensor, ...]:
-        """Return the state of one parameter, given its global name and its whole shape.
-
-        It is the same for all. An optimizer that treats matrices in another way overrides this.
-        """
-        return self.state
+    def state_of(self, *, is_matrix: bool) -> tuple[StateTensor, ...]:
+        """Return what is kept for a parameter; whether it is one of ``matrices_of``."""
+        return self.matrix_state if is_matrix and self.has_matrices else self.state
 
     @property
-    def copies(self) -> int:
-        """The number of tensors of its state that are as large as the parameter."""
-        return sum(not tensor.is_scalar for tensor in self.state)
+    def has_matrices(self) -> bool:
+        """Whether it treats matrices in another way than other parameters."""
+        return bool(self.matrix_state)
+
+    def copies(self, *, is_matrix: bool) -> int:
+        """Return the number of tensors of its state that are as large as the parameter."""
+        return sum(not tensor.is_scalar for tensor in self.state_of(is_matrix=is_matrix))
 
 
 DEFAULT = "adamw"
+
+_ADAM_STATE = (
+    StateTensor("exp_avg"),
+    StateTensor("exp_avg_sq"),
+    StateTensor("step", is_scalar=True),
+)
 
 # By ``OptimTable.name``. A program with an optimizer of its own adds a row.
 OPTIMIZERS: dict[str, OptimizerFacts] = {
     "adamw": OptimizerFacts(
         title="AdamW",
-        state=(
-            StateTensor("exp_avg"),
-            StateTensor("exp_avg_sq"),
-            StateTensor("step", is_scalar=True),
-        ),
+        state=_ADAM_STATE,
         code="composer3d.training.optimizers.adamw:AdamW",
         proof="composer3d.training.optimizers.adamw_proof:AdamWProof",
     ),
+    "muon": OptimizerFacts(
+        title="Muon",
+        state=_ADAM_STATE,
+        matrix_state=(StateTensor("momentum_buffer"),),
+        code="composer3d.training.optimizers.muon:Muon",
+        proof="composer3d.training.optimizers.muon_proof:MuonProof",
+    ),
 }
+
+
+def matrices_of(
+    chosen: registry.Architecture, shape: DecoderShape, optim: "OptimTable"
+) -> frozenset[str]:
+    """Return the global names of the parameters that an optimizer of matrices works on as a whole.
+
+    Those are the matrices within blocks: the products of attention, of feed-forward layers and of
+    experts. Embedding, head, norms, biases and routers are none. ``optim.matrices`` gives globs
+    instead, which are compared with the names of parameters of two dims or more. None if the
+    optimizer treats matrices as all other parameters.
+
+    Args:
+        chosen: the architecture of the model.
+        shape: its sizes.
+        optim: the recipe's ``[optim]``.
+    """
+    if not optim.optimizer.has_matrices:
+        return frozenset()
+    table = chosen.table_of(shape)
+    if optim.matrices is None:
+        return table.hidden_matrices()
+    return frozenset(
+        name
+        for name, row in table.parameters()
+        if row.is_matrix and any(fnmatchcase(name, glob) for glob in optim.matrices)
+    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from composer3d.facts.checkpointing import CHECKPOINTING, Checkpointing, parse_checkpointing
 from composer3d.facts.ranges import (
@@ -97,6 +97,10 @@ RANKS = Range(
 BETAS = Range(
     lambda value: all(0 <= beta < 1 for beta in value),
     "must both be at least 0 and below 1",
+)
+FRACTION = Range(lambda value: 0 <= value < 1, "must be at least 0 and below 1")
+COEFFICIENTS = Range(
+    lambda value: all(abs(number) <= 100 for number in value), "must be from -100 to 100"
 )
 _TITLE = OPTIMIZERS[DEFAULT].title
 
@@ -484,10 +488,14 @@ class OptimTable:
     """The optimizer and its learning rate schedule.
 
     Attributes:
-        name: the optimizer's row of ``recipe.optimizers``. It is no key while there is one.
+        name: the optimizer's row of ``recipe.optimizers``.
     """
 
-    name: ClassVar[str] = DEFAULT
+    name: Literal["adamw", "muon"] = key(
+        "adamw",
+        "optimizer; muon: Muon for the matrices of blocks, AdamW for all other parameters",
+        words="{}",
+    )
     lr: float = key(
         3e-4,
         f"peak learning rate of {_TITLE}",
@@ -505,6 +513,32 @@ class OptimTable:
     )
     weight_decay: float = key(
         0.1, "weight decay of matrices; vectors, such as norm weights, have none", between(0, 10)
+    )
+    matrices: tuple[str, ...] | None = key(
+        None,
+        "muon: globs of the names of its matrices. Absent: those of attention, feed-forward layers "
+        "and experts",
+        GLOBS,
+    )
+    matrix_lr: float | None = key(
+        None,
+        "muon: peak learning rate of its matrices; absent: lr",
+        above(0, 10),
+        in_proof=InProof(lambda lr: lr if lr is None else min(1e-2, max(1e-4, lr))),
+    )
+    lr_scale: Literal["match_rms_adamw", "original"] = key(
+        "match_rms_adamw",
+        "muon: factor of the learning rate of a matrix. match_rms_adamw: 0.2 sqrt of its longer "
+        "side; original: sqrt of rows / columns, at least 1",
+    )
+    momentum: float = key(0.95, "muon: momentum of its matrices", FRACTION)
+    nesterov: bool = key(True, "muon: Nesterov momentum")
+    newton_schulz: tuple[float, float, float] = key(
+        (3.4445, -4.775, 2.0315), "muon: coefficients of Newton-Schulz", COEFFICIENTS
+    )
+    newton_schulz_steps: int = key(5, "muon: steps of Newton-Schulz", between(1, 99))
+    newton_schulz_dtype: Literal["bfloat16", "float32", "float64"] = key(
+        "bfloat16", "muon: dtype of Newton-Schulz, in which matrices travel as well"
     )
     clip: float = key(
         1.0,

@@ -171,6 +171,16 @@ class Mesh:
         split = _split(flat, (sizes.dp_shard, sizes.cp * sizes.tp), ("batch", "sequence"))
         return split["sequence"].get_group()
 
+    @cached_property
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share this rank's pipeline stage; None if that is this rank alone.
+
+        Collective at its first use: it forms groups.
+        """
+        if self.stage_ranks == 1:
+            return None
+        return _join(self.device_mesh["dp_replicate", "fsdp", "tp"], "stage").get_group()
+
     def groups(self, *, has_experts: bool) -> dict[str, dist.ProcessGroup]:
         """Return this rank's process group of each axis with several ranks.
 
@@ -217,7 +227,11 @@ class Mesh:
                 if mesh.size(dim) > 1:
                     # pp and dp_replicate are in both meshes, with equal groups.
                     names.setdefault(mesh.get_group(axis).group_name, axis)
-        for attribute, axis in (("cp_group", "cp"), ("sequence_group", "sequence")):
+        for attribute, axis in (
+            ("cp_group", "cp"),
+            ("sequence_group", "sequence"),
+            ("stage_group", "stage"),
+        ):
             group = formed.get(attribute)
             if group is not None:
                 names.setdefault(group.group_name, axis)

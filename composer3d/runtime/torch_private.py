@@ -41,7 +41,10 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import (
+    _compute_local_shape_and_global_offset,
+    compute_local_shape_and_global_offset,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import register_pytree_node
 
@@ -113,6 +116,26 @@ def offset_of(tensor: DTensor) -> tuple[int, ...]:
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     return tuple(offset)
+
+
+def box_on_rank(tensor: DTensor, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the global index of the first element of a rank's shard, and the size of the shard.
+
+    Args:
+        tensor: of any shape and placements.
+        rank: a global rank of its mesh.
+
+    Raises:
+        ValueError: the rank is not in the mesh.
+    """
+    mesh = tensor.device_mesh
+    coordinate = (mesh.mesh == rank).nonzero()
+    if len(coordinate) != 1:
+        raise ValueError(f"rank {rank} is not one of the mesh {mesh}")
+    shape, offset = _compute_local_shape_and_global_offset(
+        tensor.shape, mesh.shape, coordinate[0].tolist(), tensor.placements
+    )
+    return tuple(offset), tuple(shape)
 
 
 def plan_actions(schedule: _PipelineScheduleRuntime, rows: Sequence[Sequence[str]]) -> None:

@@ -36,7 +36,7 @@ from composer3d.training.observers.profiling import make_profiler
 from composer3d.training.observers.replicas import ReplicaCheck
 from composer3d.training.observers.stragglers import StragglerWatch
 from composer3d.training.observers.timeline import make_timeline
-from composer3d.training.optimizers import Optimizer, build_optimizer
+from composer3d.training.optimizers import Optimizer, build_stages_optimizer
 from composer3d.training.recovery import Recovery
 from composer3d.training.resume import resume
 from composer3d.training.run_folder import claim_folder, write_recipe
@@ -103,7 +103,7 @@ def build(
 
     with log.phase("model"):
         stages = build_stages(recipe, mesh)
-        optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
+        optimizer = build_stages_optimizer(stages, recipe)
 
     store = Store(
         folder / "checkpoints",

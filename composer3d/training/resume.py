@@ -20,6 +20,9 @@ from composer3d.runtime import environment, log, process_group
 from composer3d.training.optim import learning_rate
 from composer3d.training.optimizers import Optimizer
 
+# With another value, the optimizer would have another state.
+_KEYS_OF_STATE = ("optim.name", "optim.matrices", "optim.train")
+
 
 def resume(
     recipe: Recipe,
@@ -77,9 +80,9 @@ def resume(
                 f"{path} was made with run.seed = {change.then}, but the recipe says {change.now}: "
                 "a run keeps its seed; set it back, or give the run another run.name"
             )
-        if change.key == "optim.train" and manifest.data is not None:
+        if change.key in _KEYS_OF_STATE and manifest.data is not None:
             raise CheckpointError(
-                f"{path} was made with optim.train = {change.then}, but the recipe says "
+                f"{path} was made with {change.key} = {change.then}, but the recipe says "
                 f"{change.now}: it has the optimizer's state of the first only; set it back, or "
                 f"start a run under another run.name with checkpoint.init = {as_toml(str(path))}"
             )

@@ -1,6 +1,7 @@
 """Shrink a large recipe to small ones that a laptop can run and that represent it in a proof."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from itertools import combinations, product
@@ -10,6 +11,8 @@ from composer3d.facts.errors import UserError
 from composer3d.facts.ranges import AS_IT_IS, InProof
 from composer3d.facts.schedules import micro_batch_requirement
 from composer3d.facts.units import units_of_blocks
+from composer3d.models.registry import architecture
+from composer3d.recipe.optimizers import matrices_of
 from composer3d.recipe.rules import settle, violations
 from composer3d.recipe.schema import AXES, MeshTable, Model, Recipe
 from composer3d.recipe.values import FIELDS, divisors, value_of, variant
@@ -322,6 +325,8 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
 
         names = train_in_small(optim.train, full.model, shape, has_pipeline=mesh.pp > 1)
         optim = replace(optim, train=names)
+    if optim.matrices is not None:
+        optim = replace(optim, matrices=_kinds_of_matrices(full))
 
     small = replace(
         kept,
@@ -336,6 +341,12 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
     in_wide_dtypes = replace(small, precision=replace(small.precision, matmul="compute"))
     assert not violations(in_wide_dtypes), violations(in_wide_dtypes)
     return small
+
+
+def _kinds_of_matrices(full: Recipe) -> tuple[str, ...]:
+    """Return globs of the parameters that ``optim.matrices`` chooses, in a block of any number."""
+    names = matrices_of(architecture(full.model.architecture), full.model, full.optim)
+    return tuple(sorted({re.sub(r"^blocks\.[^.]*", "blocks.*", name) for name in names}))
 
 
 def _count_stages(full: Recipe, pp: int) -> int:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self, cast
 
 import pytest
 import torch
@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from composer3d.checkpoint import Store
 from composer3d.checkpoint.optimizer_state import optimizer_state
 from composer3d.facts import hardware
-from composer3d.models.registry import resolve
+from composer3d.models.registry import architecture, resolve
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.planner.predict import of_recipe
-from composer3d.recipe.optimizers import OPTIMIZERS, OptimizerFacts, StateTensor
+from composer3d.recipe.optimizers import OPTIMIZERS, OptimizerFacts, StateTensor, matrices_of
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import OptimTable, Recipe
 from composer3d.runtime.launch import Pool
@@ -28,6 +28,7 @@ from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.training.build import build_stages
 from composer3d.training.optimizers import Optimizer, build_optimizer
+from composer3d.training.optimizers.contract import Matrices
 from composer3d.training.optimizers.proof import OptimizerProof, ReplayedStep
 from composer3d.training.step import compute_gradients, update
 from composer3d.verify import proof
@@ -35,7 +36,7 @@ from composer3d.verify.data import random_batch
 from composer3d.verify.proof import verify_layout
 from composer3d.verify.worker import local_batch
 from tests.checkpoint.store_jobs import make_manifest
-from tools.prove.paths import RECIPE, ROOT
+from tools.prove.paths import MOE_RECIPE, RECIPE, ROOT
 
 PACKAGE = ROOT / "composer3d"
 PROOFS = sorted((PACKAGE / "training" / "optimizers").glob("*proof.py"))
@@ -45,6 +46,9 @@ OWN = {
     "recipe/optimizers.py": "its row",
     "training/optimizers/adamw.py": "its step",
     "training/optimizers/adamw_proof.py": "its step in float64",
+    "training/optimizers/muon.py": "the step of what is no matrix",
+    "training/optimizers/muon_proof.py": "the same in float64",
+    "recipe/schema.py": "the choices of optim.name",
 }
 OTHERS = {
     "imports": "words of other programs, and what a user is told of them",
@@ -60,9 +64,10 @@ OPTIMIZERS["trial"] = TRIAL
 
 
 class TrialTable(OptimTable):
-    """The table of a recipe with the trial optimizer. Its momentum is the first of ``betas``."""
+    """The table of a recipe with the trial optimizer. Its momentum is the first of ``betas``.
 
-    name: ClassVar[str] = "trial"
+    A worker that unpickles it imports this module, and then has the optimizer too.
+    """
 
 
 class Trial(Optimizer):
@@ -71,7 +76,12 @@ class Trial(Optimizer):
     facts = TRIAL
 
     @classmethod
-    def build(cls, named_parameters: Iterable[tuple[str, nn.Parameter]], table: OptimTable) -> Self:
+    def build(
+        cls,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        table: OptimTable,
+        matrices: Matrices,
+    ) -> Self:
         trained = [parameter for _, parameter in named_parameters if parameter.requires_grad]
         return cls(trained, {"lr": table.lr, "momentum": table.betas[0]})
 
@@ -96,14 +106,17 @@ class Trial(Optimizer):
 class TrialProof(OptimizerProof):
     """Repeats the steps of SGD with momentum."""
 
-    def __init__(self, optim: OptimTable, dtype: torch.dtype) -> None:
-        super().__init__(optim, dtype)
+    def __init__(self, recipe: Recipe, dtype: torch.dtype) -> None:
+        super().__init__(recipe, dtype)
         self.momenta: dict[str, Tensor] = {}
         self.absolute: dict[str, Tensor] = {}
 
     @staticmethod
-    def plain(model: nn.Module, table: OptimTable) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=table.lr, momentum=table.betas[0])
+    def plain(
+        named_parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe
+    ) -> torch.optim.Optimizer:
+        parameters = [parameter for _, parameter in named_parameters]
+        return torch.optim.SGD(parameters, lr=recipe.optim.lr, momentum=recipe.optim.betas[0])
 
     def step(
         self, name: str, gradient: Tensor, before: Tensor, *, lr: float, decayed: bool
@@ -117,7 +130,12 @@ class TrialProof(OptimizerProof):
 
 
 def with_trial(recipe: Recipe) -> Recipe:
-    return replace(recipe, optim=TrialTable())
+    """Return the recipe with the trial optimizer. Its momentum is the first of ``betas``."""
+    return replace(recipe, optim=TrialTable(name=cast(Any, "trial")))
+
+
+def table_of(name: str) -> OptimTable:
+    return OptimTable(name=cast(Any, name))
 
 
 def files_that_name(*words: str) -> set[str]:
@@ -146,18 +164,38 @@ def test_a_row_and_its_code_are_of_one_optimizer(name: str) -> None:
 @pytest.mark.parametrize("path", PROOFS, ids=lambda path: path.stem)
 def test_a_proof_shares_no_code_with_the_step(path: Path) -> None:
     ours = set(re.findall(r"^(?:from|import) (composer3d\S*)", path.read_text(), re.MULTILINE))
-    assert ours <= {"composer3d.recipe.schema", "composer3d.training.optimizers.proof"}
+    proofs = {"composer3d.training.optimizers.proof", "composer3d.training.optimizers.adamw_proof"}
+    # Which parameters are matrices, and what this rank holds of a tensor.
+    facts = {"composer3d.models.registry", "composer3d.recipe.optimizers"}
+    assert ours <= proofs | facts | {"composer3d.recipe.schema", "composer3d.parallel.init"}
+
+
+def test_the_matrices_of_a_model() -> None:
+    dense, experts = load(str(RECIPE)).recipe, load(str(MOE_RECIPE)).recipe
+    found = [
+        matrices_of(architecture(recipe.model.architecture), recipe.model, table_of("muon"))
+        for recipe in (dense, experts)
+    ]
+    attention = [f"attn.{name}.weight" for name in ("wq", "wk", "wv", "wo")]
+    kinds = [{name.partition(".")[2].partition(".")[2] for name in names} for names in found]
+    assert kinds[0] == {*attention, *(f"ffn.{name}.weight" for name in ("w1", "w2", "w3"))}
+    assert kinds[1] == {*attention, *(f"moe.experts.{name}" for name in ("w1", "w2", "w3"))}
+    chosen = replace(table_of("muon"), matrices=("*.wq.*", "last.*"))
+    names = matrices_of(architecture("llama"), dense.model, chosen)
+    blocks = {f"blocks.{number}.attn.wq.weight" for number in range(dense.model.n_layers)}
+    assert names == blocks | {"last.head.weight"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_makes_the_state_of_the_row(name: str, dtype: torch.dtype) -> None:
-    table = {"adamw": OptimTable, "trial": TrialTable}[name]()
+    table = table_of(name)
     parameters = {
         name: nn.Parameter(torch.ones(shape, dtype=dtype))
         for name, shape in (("matrix", (3, 2)), ("vector", (5,)))
     }
-    optimizer = build_optimizer(parameters.items(), table)
+    matrices = Matrices(frozenset(("matrix",)), None, torch.device("cpu"))
+    optimizer = build_optimizer(parameters.items(), table, matrices)
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
     divisor, is_good = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
@@ -170,7 +208,7 @@ def test_a_step_makes_the_state_of_the_row(name: str, dtype: torch.dtype) -> Non
         shape = tuple(parameter.shape)
         assert found == {
             tensor.name: ((), torch.float32) if tensor.is_scalar else (shape, dtype)
-            for tensor in optimizer.facts.state_of(name, shape)
+            for tensor in optimizer.facts.state_of(is_matrix=name == "matrix")
         }
 
 

@@ -92,6 +92,18 @@ def wsd_decay_fits(recipe: Recipe) -> Iterator[str]:
         yield f"<optim.decay_steps> after <optim.warmup> would end after <{end.key}>; {way_out}"
 
 
+_OF_MUON = (
+    "optim.matrices",
+    "optim.matrix_lr",
+    "optim.lr_scale",
+    "optim.momentum",
+    "optim.nesterov",
+    "optim.newton_schulz",
+    "optim.newton_schulz_steps",
+    "optim.newton_schulz_dtype",
+)
+
+
 RULES: tuple[Rule, ...] = (
     vocabulary_holds_bytes,
     only_used_with("data.path", "data.source", list(PATHS)),
@@ -110,5 +122,6 @@ RULES: tuple[Rule, ...] = (
     only_used_with("optim.min_lr", "optim.schedule", _DECAYING, "use 0, or a schedule that decays"),
     only_used_with("optim.decay_steps", "optim.schedule", ["wsd"]),
     wsd_decay_fits,
+    *(only_used_with(key, "optim.name", ["muon"]) for key in _OF_MUON),
     must_be_at_most("optim.min_lr", "optim.lr"),
 )

@@ -5,9 +5,11 @@ architecture has no table of its parameters, so only ``compose`` can check it.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from composer3d.models.registry import architecture
+from composer3d.recipe.optimizers import matrices_of
 from composer3d.recipe.rules.rule import Rule, rule
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.stages import stage_ranges
@@ -29,6 +31,22 @@ def globs_match_parameters(recipe: Recipe) -> Iterator[str]:
             yield (
                 f"<optim.train> has a glob{place} that matches no parameter that can train; those "
                 f"are {shown}"
+            )
+
+
+@rule("optim.matrices")
+def globs_match_matrices(recipe: Recipe) -> Iterator[str]:
+    """Each glob of ``optim.matrices`` matches a parameter of two dims or more."""
+    optim = recipe.optim
+    if optim.matrices is None or not optim.optimizer.has_matrices or not _has_table(recipe):
+        return
+    chosen = architecture(recipe.model.architecture)
+    for number, glob in enumerate(optim.matrices, 1):
+        if not matrices_of(chosen, recipe.model, replace(optim, matrices=(glob,))):
+            place = "" if len(optim.matrices) == 1 else f" at place {number}"
+            yield (
+                f"<optim.matrices> has a glob{place} that matches no matrix of the model; those of "
+                'its blocks have names such as "blocks.0.attn.wq.weight"'
             )
 
 
@@ -80,4 +98,4 @@ def _is_cut(recipe: Recipe) -> bool:
     return len(stages) == n_stages and min(stages) >= 1 and sum(stages) == layers
 
 
-RULES: tuple[Rule, ...] = (globs_match_parameters, every_stage_trains)
+RULES: tuple[Rule, ...] = (globs_match_parameters, globs_match_matrices, every_stage_trains)

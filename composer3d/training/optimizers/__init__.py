@@ -8,26 +8,43 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from composer3d.models.registry import resolve
-from composer3d.recipe.schema import OptimTable
-from composer3d.training.optimizers.contract import Optimizer
+from composer3d.models.registry import architecture, resolve
+from composer3d.parallel import Stages
+from composer3d.recipe.optimizers import matrices_of
+from composer3d.recipe.schema import OptimTable, Recipe
+from composer3d.training.optimizers.contract import NO_MATRICES, Matrices, Optimizer
 
-__all__ = ["Optimizer", "build_optimizer"]
+__all__ = ["Optimizer", "build_optimizer", "build_stages_optimizer"]
+
+
+def build_stages_optimizer(stages: Stages, recipe: Recipe) -> Optimizer:
+    """Build the recipe's optimizer over the parameters of this rank's stages.
+
+    Collective over the ranks of a stage: an optimizer of matrices forms a group of them.
+    """
+    matrices, mesh = NO_MATRICES, stages.mesh
+    if recipe.optim.optimizer.has_matrices:
+        names = matrices_of(architecture(recipe.model.architecture), recipe.model, recipe.optim)
+        matrices = Matrices(names, mesh.stage_group, mesh.device)
+    return build_optimizer(stages.named_parameters(), recipe.optim, matrices)
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], table: OptimTable
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    table: OptimTable,
+    matrices: Matrices = NO_MATRICES,
 ) -> Optimizer:
-    """Build the recipe's optimizer over the parameters of this rank.
+    """Build the recipe's optimizer over parameters of this rank.
 
     Parameters that do not require a gradient are left out.
 
     Args:
         named_parameters: from ``Stages.named_parameters``.
         table: the recipe's ``[optim]``.
+        matrices: which of them are matrices, for an optimizer that treats these in another way.
 
     Raises:
         ValueError: no parameter requires a gradient.
     """
-    optimizer: Optimizer = resolve(table.optimizer.code).build(named_parameters, table)
+    optimizer: Optimizer = resolve(table.optimizer.code).build(named_parameters, table, matrices)
     return optimizer

@@ -10,7 +10,12 @@ from torch.distributed.tensor import DTensor
 from composer3d.recipe.optimizers import OPTIMIZERS
 from composer3d.recipe.schema import OptimTable
 from composer3d.runtime.torch_private import ShardsForKernel
-from composer3d.training.optimizers.contract import Optimizer, groups_by_decay
+from composer3d.training.optimizers.contract import (
+    NO_MATRICES,
+    Matrices,
+    Optimizer,
+    groups_by_decay,
+)
 
 
 class AdamW(Optimizer, ShardsForKernel, torch.optim.AdamW):
@@ -22,7 +27,12 @@ class AdamW(Optimizer, ShardsForKernel, torch.optim.AdamW):
     facts = OPTIMIZERS["adamw"]
 
     @classmethod
-    def build(cls, named_parameters: Iterable[tuple[str, nn.Parameter]], table: OptimTable) -> Self:
+    def build(
+        cls,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        table: OptimTable,
+        matrices: Matrices = NO_MATRICES,
+    ) -> Self:
         """Build the optimizer as ``build_optimizer`` describes it."""
         groups = groups_by_decay(named_parameters, table.weight_decay)
         return cls(groups, lr=table.lr, betas=table.betas, eps=table.eps, fused=True)

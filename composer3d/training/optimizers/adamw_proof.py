@@ -6,12 +6,13 @@ one rounding of a gradient near zero can change a weight by a whole learning rat
 roundings. They are bounded element by element, from the terms of the sums.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from composer3d.recipe.schema import OptimTable
+from composer3d.recipe.schema import Recipe
 from composer3d.training.optimizers.proof import OptimizerProof, ReplayedStep
 
 
@@ -62,15 +63,18 @@ class _State(NamedTuple):
 class AdamWProof(OptimizerProof):
     """Repeats the steps of AdamW on one rank's shards, in float64."""
 
-    def __init__(self, optim: OptimTable, dtype: torch.dtype) -> None:
-        super().__init__(optim, dtype)
+    def __init__(self, recipe: Recipe, dtype: torch.dtype) -> None:
+        super().__init__(recipe, dtype)
         self._states: dict[str, _State] = {}
 
     @staticmethod
-    def plain(model: nn.Module, table: OptimTable) -> torch.optim.Optimizer:
+    def plain(
+        named_parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe
+    ) -> torch.optim.Optimizer:
         """Return an AdamW that decays matrices, but not vectors such as norms and biases."""
-        matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-        vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+        table, parameters = recipe.optim, [parameter for _, parameter in named_parameters]
+        matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+        vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
         groups = [
             {"params": matrices, "weight_decay": table.weight_decay},
             {"params": vectors, "weight_decay": 0.0},

@@ -5,13 +5,31 @@ Nothing here depends on the rank: DTensors are used like tensors.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from composer3d.recipe.optimizers import OptimizerFacts
 from composer3d.recipe.schema import OptimTable
+
+
+class Matrices(NamedTuple):
+    """Which parameters are matrices that an optimizer may work on as a whole, and who has them.
+
+    Attributes:
+        names: the global names of these parameters (F, C) or (E, F, C), also of other stages.
+        group: the ranks that share a pipeline stage; None if that is this rank alone.
+        device: that of the group.
+    """
+
+    names: frozenset[str]
+    group: dist.ProcessGroup | None
+    device: torch.device
+
+
+NO_MATRICES = Matrices(frozenset(), None, torch.device("cpu"))
 
 
 class Optimizer(torch.optim.Optimizer, ABC):
@@ -21,13 +39,20 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     Attributes:
         facts: its row of ``recipe.optimizers``.
+        matrices: the names of the parameters whose state is that of a matrix.
     """
 
     facts: ClassVar[OptimizerFacts]
+    matrices: frozenset[str] = frozenset()
 
     @classmethod
     @abstractmethod
-    def build(cls, named_parameters: Iterable[tuple[str, nn.Parameter]], table: OptimTable) -> Self:
+    def build(
+        cls,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        table: OptimTable,
+        matrices: Matrices,
+    ) -> Self:
         """Build the optimizer as ``build_optimizer`` describes it."""
 
     def set_lr(self, lr: float) -> None:

@@ -6,26 +6,29 @@ float64 from the rank's own gradients, which have been judged already.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composer3d.recipe.schema import OptimTable
+from composer3d.recipe.schema import Recipe
 
 
 class ReplayedStep(NamedTuple):
-    """The step of one shard in float64. Both tensors have its shape.
+    """The step of one shard in float64.
 
     Attributes:
         weight: the shard after the step.
-        bound: how far rounding may move each element of it.
+        bound: how far rounding may move each element of it; with the shard's shape.
+        norm_bound: how far rounding may move each matrix of it besides, in the Frobenius norm: a
+            number for each, (1, 1) or (E, 1, 1). None: not at all.
     """
 
     weight: Tensor
     bound: Tensor
+    norm_bound: Tensor | None = None
 
 
 class OptimizerProof(ABC):
@@ -36,17 +39,23 @@ class OptimizerProof(ABC):
     learning rate of the reference.
 
     Args:
-        optim: the settings of the optimizer.
+        recipe: that of the proof.
         dtype: the dtype of the composed job's parameters and optimizer.
+
+    Attributes:
+        optim: the settings of the optimizer.
+        gradients: this rank's shards of the last recorded gradients, clipped, in float64.
     """
 
-    def __init__(self, optim: OptimTable, dtype: torch.dtype) -> None:
-        self.optim, self.dtype = optim, dtype
-        self._gradients: dict[str, Tensor | None] = {}
+    def __init__(self, recipe: Recipe, dtype: torch.dtype) -> None:
+        self.optim, self.dtype = recipe.optim, dtype
+        self.gradients: dict[str, Tensor | None] = {}
 
     @staticmethod
     @abstractmethod
-    def plain(model: nn.Module, table: OptimTable) -> torch.optim.Optimizer:
+    def plain(
+        named_parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe
+    ) -> torch.optim.Optimizer:
         """Return the optimizer of the plain training, which has one process and float64.
 
         It reads the learning rate of a step from ``param_groups``. Parameters without a gradient
@@ -69,9 +78,10 @@ class OptimizerProof(ABC):
     def record_gradients(
         self, gradients: Mapping[str, Tensor | None], *, norm: float, max_norm: float
     ) -> None:
-        """Copy this rank's shards of a step's gradients, and clip the copies. No collective.
+        """Copy this rank's shards of a step's gradients, and clip the copies.
 
-        Call it after backward and before the job clips the gradients in place.
+        Call it after backward and before the job clips the gradients in place. No collective,
+        unless the optimizer needs more than its own shards.
 
         Args:
             gradients: tensors or DTensors by the name of the parameter, with its shape and
@@ -80,7 +90,7 @@ class OptimizerProof(ABC):
             max_norm: the largest norm after clipping; 0 means no clipping.
         """
         scale = max_norm / norm if 0 < max_norm < norm else 1.0
-        self._gradients = {
+        self.gradients = {
             name: None if gradient is None else _local_float64(gradient) * scale
             for name, gradient in gradients.items()
         }
@@ -103,13 +113,17 @@ class OptimizerProof(ABC):
             Two tensors of the shard's shape. The first is ``weight``, moved towards the replayed
             weight by at most the bound of its rounding. The second is the replayed weight.
         """
-        gradient = self._gradients[name]
+        gradient = self.gradients[name]
         if gradient is None:
             # The optimizer skips a parameter that has no gradient.
             return weight, before
-        expected, bound = self.step(name, gradient, before, lr=lr, decayed=decayed)
+        expected, bound, norm_bound = self.step(name, gradient, before, lr=lr, decayed=decayed)
         diff = weight - expected
-        return expected + diff.sign() * (diff.abs() - bound).clamp(min=0), expected
+        diff = diff.sign() * (diff.abs() - bound).clamp(min=0)
+        if norm_bound is not None:
+            norm = diff.norm(dim=(-2, -1), keepdim=True)
+            diff *= (1 - norm_bound / norm.clamp(min=1e-300)).clamp(min=0)
+        return expected + diff, expected
 
 
 def _local_float64(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from tools.prove.faults import (
     float8,
     machines,
     model,
+    muon,
     narrow,
     pipeline,
     resume,
@@ -65,6 +66,12 @@ def _moe(plant: Callable[[], None], layout: str, message: str = r" is off by .*"
 def _narrow(plant: Callable[[], None], layout: str, message: str, recipe: Path = RECIPE) -> Fault:
     """A narrow sum that the ledger of dtypes must find in bfloat16."""
     return Fault(plant, f"precision.compute=bfloat16 {layout}".strip(), message, "dtypes", recipe)
+
+
+def _muon(layout: str, *plants: Callable[[], None], recipe: Path = RECIPE) -> list[Fault]:
+    """Faults of Muon that change the weights of a layout."""
+    layout = f"optim.name=muon {layout}".strip()
+    return [Fault(plant, layout, r" (is|are) off", recipe=recipe) for plant in plants]
 
 
 # Final: a second use of a name would change the layouts of the faults above it unnoticed.
@@ -600,6 +607,29 @@ FAULTS = [
         "^convert refuses its own work",
         convert.write_another_base,
         convert.write_another_epsilon,
+    ),
+    *_muon(
+        "mesh.dp_shard=2",
+        muon.orthogonalise_shards,
+        muon.place_parts_one_rank_further,
+        muon.send_the_part_of_the_owner,
+        muon.keep_the_momentum_of_another_shard,
+    ),
+    *_muon("mesh.tp=2", muon.orthogonalise_shards, muon.orthogonalise_the_head),
+    *_muon("mesh.dp_replicate=2", muon.leave_out_a_replica),
+    *_muon(_EP, muon.mix_the_experts, muon.give_experts_the_results_of_others, recipe=MOE_RECIPE),
+    *_muon("optim.lr_scale=original", muon.swap_rows_and_columns),
+    *_muon("optim.matrix_lr=1e-3", muon.ignore_the_rate_of_matrices),
+    *_muon(
+        "",
+        muon.stop_one_step_early,
+        muon.swap_two_coefficients,
+        muon.leave_out_the_factor,
+        muon.forget_the_momentum,
+        muon.decay_twice,
+        muon.clip_no_matrix,
+        muon.look_back,
+        muon.orthogonalise_in_bfloat16,
     ),
     # machines: the first comparison after step 7 is that after step 10
     *_checked(

@@ -1,0 +1,303 @@
+"""Brings each matrix that ranks hold in parts to one of them, whole, and takes results back.
+
+FSDP, tp and ep cut the matrices of a stage in any combination: each rank holds a box of a matrix,
+and replicas hold the same box. An optimizer that works on whole matrices (Muon) computes each of
+them once, on its owner. ``MatrixExchange`` says which rank that is, and moves the parts.
+
+A parameter of experts (E, F, C) is E matrices. Those that travel between the same ranks are
+computed together.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from composer3d.parallel.init import local_part
+from composer3d.runtime.torch_private import box_on_rank
+
+# The most elements of matrices that a rank owns in one round, unless one matrix has more. An
+# exchange needs about four buffers of this length.
+_ELEMENTS_PER_ROUND = 1 << 26
+
+
+# What an exchange is run with; see ``MatrixExchange.run``.
+Read = Callable[[int, tuple[slice, ...]], Tensor]
+Write = Callable[[int, tuple[slice, ...], Tensor], None]
+
+
+class Box(NamedTuple):
+    """A part of a tensor: the global index of its first element, and its size, by dim."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def of_experts(self, first: int, count: int) -> "Box":
+        """Return the part that lies in ``count`` rows of the first dim, from ``first`` on."""
+        begin = max(self.offset[0], first)
+        end = max(begin, min(self.offset[0] + self.shape[0], first + count))
+        return Box((begin, *self.offset[1:]), (end - begin, *self.shape[1:]))
+
+    def seen_from(self, origin: Sequence[int]) -> tuple[slice, ...]:
+        """Return the slices of this box in a tensor whose first element is at ``origin``."""
+        return tuple(
+            slice(begin - start, begin - start + size)
+            for begin, start, size in zip(self.offset, origin, self.shape, strict=True)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A matrix, or the matrices of several experts, which one rank computes together.
+
+    Attributes:
+        parameter: the index of its parameter.
+        box: the whole matrix (F, C), or those of some experts (E, F, C), in its parameter.
+        owner: the rank that computes it, numbered within the group.
+        holders: all ranks that hold a part of it, and their parts.
+    """
+
+    parameter: int
+    box: Box
+    owner: int
+    holders: tuple[tuple[int, Box], ...]
+
+    def senders(self) -> Iterator[tuple[int, Box]]:
+        """Yield the ranks that send their parts to the owner, one for each part.
+
+        Of the replicas of a part it is the owner, if it has that part. If not, replicas take turns.
+        """
+        replicas: dict[Box, list[int]] = {}
+        for rank, box in self.holders:
+            replicas.setdefault(box, []).append(rank)
+        for box, ranks in replicas.items():
+            yield (self.owner if self.owner in ranks else ranks[self.owner % len(ranks)]), box
+
+
+class _Transfer(NamedTuple):
+    """One part of a unit that one rank sends to another, or to itself."""
+
+    unit: Unit
+    box: Box
+    source: int
+    target: int
+
+
+class MatrixExchange:
+    """Which rank computes which matrix, and how the parts travel.
+
+    Args:
+        parameters: this rank's parameters of two dims (F, C) or three (E, F, C): DTensors over all
+            ranks of the group, or plain tensors, which every rank of the group holds whole.
+        group: the ranks that hold parts of these parameters. All have the same parameters in the
+            same order. None: this rank is alone.
+
+    Attributes:
+        rounds: the units, in the rounds in which they travel. All ranks have the same.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        ranks = [dist.get_rank() if dist.is_initialized() else 0]
+        ranks = ranks if group is None else dist.get_process_group_ranks(group)
+        self._own_rank = 0 if group is None else dist.get_rank(group)
+        self._n_ranks = len(ranks)
+        self._origins = [local_part(parameter)[1] for parameter in parameters]
+        self.rounds = list(_rounds(_assign(parameters, ranks), self._n_ranks))
+
+    def run(
+        self,
+        read: Read,
+        compute: Callable[[Tensor], Tensor],
+        write: Write,
+        *,
+        like: Tensor,
+    ) -> None:
+        """Compute each matrix on its owner, and bring the result to all that hold parts of it.
+
+        Args:
+            read: returns this rank's values of a part of a parameter, given the index of the
+                parameter and the slices of this rank's shard.
+            compute: returns the result of a unit, (F, C) or (E, F, C), with its shape and dtype.
+            write: takes the result of a part, in the same place as ``read``.
+            like: a tensor on the group's device, in the dtype in which all travels.
+
+        Collectives: two all-to-alls over the group for each round.
+        """
+        for units in self.rounds:
+            wholes = self._gather(units, read, like)
+            results = {unit: compute(whole) for unit, whole in wholes.items()}
+            self._scatter(units, results, write, like)
+
+    def _gather(self, units: Sequence[Unit], read: Read, like: Tensor) -> dict[Unit, Tensor]:
+        """Return the values of the units that this rank owns. Collective over the group."""
+        wholes = {
+            unit: like.new_empty(unit.box.shape) for unit in units if unit.owner == self._own_rank
+        }
+
+        def send(transfer: _Transfer) -> Tensor:
+            return read(transfer.unit.parameter, self._place(transfer)).to(like)
+
+        def receive(transfer: _Transfer, part: Tensor) -> None:
+            unit = transfer.unit
+            wholes[unit][transfer.box.seen_from(unit.box.offset)] = part
+
+        self._deliver(_to_owners(units), send, receive, like)
+        return wholes
+
+    def _scatter(
+        self, units: Sequence[Unit], results: Mapping[Unit, Tensor], write: Write, like: Tensor
+    ) -> None:
+        """Bring the results of the units' owners to all holders. Collective over the group."""
+
+        def send(transfer: _Transfer) -> Tensor:
+            unit = transfer.unit
+            return results[unit][transfer.box.seen_from(unit.box.offset)]
+
+        def receive(transfer: _Transfer, part: Tensor) -> None:
+            write(transfer.unit.parameter, self._place(transfer), part)
+
+        self._deliver(_to_holders(units), send, receive, like)
+
+    def _place(self, transfer: _Transfer) -> tuple[slice, ...]:
+        """Return where the part of a transfer lies in this rank's shard of its parameter."""
+        return transfer.box.seen_from(self._origins[transfer.unit.parameter])
+
+    def _deliver(
+        self,
+        transfers: Sequence[_Transfer],
+        read: Callable[[_Transfer], Tensor],
+        write: Callable[[_Transfer, Tensor], None],
+        like: Tensor,
+    ) -> None:
+        """Make all transfers in one all-to-all over the group.
+
+        Between two ranks, both know which parts travel, in the order of ``transfers``: messages
+        need no labels.
+        """
+        # ``sorted`` keeps that order among equal ranks.
+        own = self._own_rank
+        outgoing = sorted((t for t in transfers if t.source == own), key=lambda t: t.target)
+        incoming = sorted((t for t in transfers if t.target == own), key=lambda t: t.source)
+        if self._group is None:
+            for transfer in outgoing:
+                write(transfer, read(transfer))
+            return
+        parts = [read(transfer).reshape(-1) for transfer in outgoing]
+        sent = torch.cat(parts) if parts else like.new_empty(0)
+        sent_sizes, sizes = [0] * self._n_ranks, [0] * self._n_ranks
+        for transfer in outgoing:
+            sent_sizes[transfer.target] += prod(transfer.box.shape)
+        for transfer in incoming:
+            sizes[transfer.source] += prod(transfer.box.shape)
+        received = like.new_empty(sum(sizes))
+        dist.all_to_all_single(received, sent, sizes, sent_sizes, group=self._group)
+        lengths = [prod(transfer.box.shape) for transfer in incoming]
+        for transfer, part in zip(incoming, received.split(lengths), strict=True):
+            write(transfer, part.view(transfer.box.shape))
+
+
+def _to_owners(units: Sequence[Unit]) -> list[_Transfer]:
+    """Return the transfers that bring the parts of each unit to its owner."""
+    return [
+        _Transfer(unit, box, source=rank, target=unit.owner)
+        for unit in units
+        for rank, box in unit.senders()
+    ]
+
+
+def _to_holders(units: Sequence[Unit]) -> list[_Transfer]:
+    """Return the transfers that bring the results of each unit to all that hold parts of it."""
+    return [
+        _Transfer(unit, box, source=unit.owner, target=rank)
+        for unit in units
+        for rank, box in unit.holders
+    ]
+
+
+def newton_schulz_flops(shape: Sequence[int]) -> float:
+    """Return the floating-point operations of one step of Newton-Schulz on (F, C) or (E, F, C).
+
+    X (m, n) with m <= n: X X^T, the square of that, and its product with X.
+    """
+    *experts, rows, columns = shape
+    short, long = min(rows, columns), max(rows, columns)
+    return prod(experts) * 2.0 * short * short * (2 * long + short)
+
+
+def _assign(parameters: Sequence[Tensor], ranks: Sequence[int]) -> list[Unit]:
+    """Give each unit to a rank, so that all have about as much to compute.
+
+    The largest are given first, each to the rank with the least so far. A unit that some ranks hold
+    whole goes to one of these: its parts need not travel there.
+    """
+    loads = [0.0] * len(ranks)
+    units = []
+    for index, box, holders in sorted(
+        _cut_into_units(parameters, ranks), key=lambda unit: -newton_schulz_flops(unit[1].shape)
+    ):
+        whole = [rank for rank, part in holders if part == box]
+        owner = min(whole or [rank for rank, _ in holders], key=lambda rank: loads[rank])
+        loads[owner] += newton_schulz_flops(box.shape)
+        units.append(Unit(index, box, owner, holders))
+    return units
+
+
+_Uncomputed = tuple[int, Box, tuple[tuple[int, Box], ...]]
+
+
+def _cut_into_units(parameters: Sequence[Tensor], ranks: Sequence[int]) -> Iterator[_Uncomputed]:
+    """Yield the parameter, the box and the holders of each unit."""
+    for index, parameter in enumerate(parameters):
+        boxes = _boxes(parameter, ranks)
+        whole = Box((0,) * parameter.dim(), tuple(parameter.shape))
+        if parameter.dim() == 2:
+            yield index, whole, _holders(boxes)
+            continue
+        # The same ranks hold all experts between two neighbouring cuts of the first dim.
+        cuts = {0, parameter.shape[0]}
+        for box in boxes:
+            cuts |= {box.offset[0], box.offset[0] + box.shape[0]} if prod(box.shape) else set()
+        edges = sorted(cuts)
+        for first, end in pairwise(edges):
+            holders = _holders([box.of_experts(first, end - first) for box in boxes])
+            # Several holders share the work.
+            shares = min(end - first, len(holders))
+            for share in range(shares):
+                begin = first + share * (end - first) // shares
+                count = first + (share + 1) * (end - first) // shares - begin
+                part_of = [(rank, box.of_experts(begin, count)) for rank, box in holders]
+                yield index, whole.of_experts(begin, count), tuple(part_of)
+
+
+def _holders(boxes: Sequence[Box]) -> tuple[tuple[int, Box], ...]:
+    """Return the ranks whose boxes are not empty, and the boxes."""
+    return tuple((rank, box) for rank, box in enumerate(boxes) if prod(box.shape))
+
+
+def _boxes(parameter: Tensor, ranks: Sequence[int]) -> list[Box]:
+    """Return the box of ``parameter`` that each rank holds."""
+    if not isinstance(parameter, DTensor):
+        return [Box((0,) * parameter.dim(), tuple(parameter.shape))] * len(ranks)
+    return [Box(*box_on_rank(parameter, rank)) for rank in ranks]
+
+
+def _rounds(units: Sequence[Unit], n_ranks: int) -> Iterator[tuple[Unit, ...]]:
+    """Cut the units into rounds in which no rank owns more than ``_ELEMENTS_PER_ROUND``."""
+    current: list[Unit] = []
+    owned = [0] * n_ranks
+    for unit in units:
+        size = prod(unit.box.shape)
+        if owned[unit.owner] and owned[unit.owner] + size > _ELEMENTS_PER_ROUND:
+            yield tuple(current)
+            current, owned = [], [0] * n_ranks
+        current.append(unit)
+        owned[unit.owner] += size
+    if current:
+        yield tuple(current)

@@ -1,0 +1,185 @@
+"""Muon: the momentum of each matrix, orthogonalised as a whole; AdamW for all other parameters.
+
+Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks", and for the scale of
+its update Liu et al. 2025, "Muon is Scalable for LLM Training" (arXiv:2502.16982). One step of a
+matrix:
+
+    M <- M + (1 - momentum) (G - M)              this rank's part of it
+    U <- G + momentum (M - G), or M              this rank's part of it (``optim.nesterov``)
+    O <- Newton-Schulz(U)                        the whole matrix, on its owner
+    W <- (1 - lr weight_decay) W - lr scale O    this rank's part of it
+
+Only U and O travel, each once and in ``optim.newton_schulz_dtype`` (``parallel.matrices``).
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composer3d.parallel.matrices import MatrixExchange
+from composer3d.recipe.optimizers import OPTIMIZERS
+from composer3d.recipe.schema import OptimTable
+from composer3d.training.optimizers.adamw import AdamW
+from composer3d.training.optimizers.contract import NO_MATRICES, Matrices, Optimizer
+
+# Below this norm, a matrix counts as zero. It is that of ``torch.optim.Muon``.
+_SMALLEST_NORM = 1e-7
+
+
+class Muon(Optimizer, torch.optim.Optimizer):
+    """Muon over the matrices of this rank, and AdamW over its other parameters.
+
+    Both keep their state in ``state``. The groups of ``param_groups`` have the same keys "params",
+    "lr" and "weight_decay".
+    """
+
+    facts = OPTIMIZERS["muon"]
+
+    def __init__(
+        self,
+        matrices: Iterable[tuple[str, nn.Parameter]],
+        others: Iterable[tuple[str, nn.Parameter]],
+        table: OptimTable,
+        places: Matrices,
+    ) -> None:
+        self._table = table
+        self._matrices = [parameter for _, parameter in matrices if parameter.requires_grad]
+        others = [(name, parameter) for name, parameter in others if parameter.requires_grad]
+        groups: list[dict[str, Any]] = []
+        if self._matrices:
+            groups.append({"params": self._matrices, "weight_decay": table.weight_decay})
+        self._others = AdamW.build(others, table) if others else None
+        if self._others is not None:
+            groups += self._others.param_groups
+        super().__init__(groups, {"lr": table.lr})
+        if self._others is not None:
+            # One state and one list of groups: what is loaded or set here reaches AdamW.
+            self._others.state = self.state
+            self._others.param_groups = self.param_groups[-len(self._others.param_groups) :]
+        self._exchange = MatrixExchange(self._matrices, places.group)
+        self._device = places.device
+        self.matrices = places.names
+
+    @classmethod
+    def build(
+        cls,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        table: OptimTable,
+        matrices: Matrices = NO_MATRICES,
+    ) -> Self:
+        """Build the optimizer as ``build_optimizer`` describes it."""
+        named = list(named_parameters)
+        return cls(
+            [pair for pair in named if pair[0] in matrices.names],
+            [pair for pair in named if pair[0] not in matrices.names],
+            table,
+            matrices,
+        )
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of the next step. That of matrices keeps its ratio to it."""
+        super().set_lr(lr)
+        if self._matrices and self._table.matrix_lr is not None:
+            self.param_groups[0]["lr"] = lr * (self._table.matrix_lr / self._table.lr)
+
+    @torch.no_grad()
+    def apply_gradients(self, *, divisor: Tensor, is_good: Tensor) -> None:
+        """Divide all gradients by ``divisor`` and update the weights; nothing if not ``is_good``.
+
+        Collectives: those of ``MatrixExchange.run``, also if the step is not good.
+        """
+        if self._others is not None:
+            self._others.apply_gradients(divisor=divisor, is_good=is_good)
+        if self._matrices:
+            self._apply_to_matrices(divisor, is_good)
+
+    def _apply_to_matrices(self, divisor: Tensor, is_good: Tensor) -> None:
+        table, (group, *_) = self._table, self.param_groups
+        lr, momentum = group["lr"], table.momentum
+        weights = [_local(parameter) for parameter in self._matrices]
+        gradients = [_gradient(parameter) for parameter in self._matrices]
+        moments = [self._moment(parameter) for parameter in self._matrices]
+        divisor, is_good = (scalar.to(weights[0].device) for scalar in (divisor, is_good))
+        for gradient, moment in zip(gradients, moments, strict=True):
+            if gradient is None:
+                continue
+            gradient.div_(divisor.to(gradient.dtype))
+            moved = torch.lerp(moment, gradient, 1 - momentum)
+            moment.copy_(torch.where(is_good, moved, moment))
+
+        def read(index: int, where: tuple[slice, ...]) -> Tensor:
+            gradient, moment = gradients[index], moments[index][where]
+            if gradient is None or not table.nesterov:
+                return moment
+            return torch.lerp(gradient[where], moment, momentum)
+
+        def compute(matrix: Tensor) -> Tensor:
+            return newton_schulz(matrix, table.newton_schulz, table.newton_schulz_steps)
+
+        def write(index: int, where: tuple[slice, ...], result: Tensor) -> None:
+            if gradients[index] is None:
+                return
+            weight = weights[index][where]
+            rows, columns = self._matrices[index].shape[-2:]
+            scale = update_scale(rows, columns, table.lr_scale)
+            updated = weight * (1 - lr * group["weight_decay"])
+            updated.add_(result.to(weight.device), alpha=-lr * scale)
+            weight.copy_(torch.where(is_good, updated, weight))
+
+        dtype = getattr(torch, table.newton_schulz_dtype)
+        like = torch.empty(0, dtype=dtype, device=self._device)
+        self._exchange.run(read, compute, write, like=like)
+
+    def _moment(self, parameter: nn.Parameter) -> Tensor:
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        return _local(state["momentum_buffer"])
+
+
+def newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
+    """Move the singular values of matrices towards 1 by a polynomial that is applied repeatedly.
+
+    With the coefficients (a, b, c), one step is a X + b (X X^T) X + c (X X^T)^2 X. The result for
+    one matrix has the bits of ``torch.optim.Muon``'s, in any dtype.
+
+    Args:
+        matrix: (F, C), or (E, F, C) for several. Its values are overwritten.
+
+    Returns:
+        A tensor of the same shape and dtype.
+    """
+    a, b, c = coefficients
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if is_tall else matrix
+    norm = x.norm() if x.dim() == 2 else x.norm(dim=(-2, -1), keepdim=True)
+    x.div_(norm.clamp(min=_SMALLEST_NORM))
+    add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def update_scale(rows: int, columns: int, rule: str) -> float:
+    """Return the factor of the learning rate for a matrix that has ``rows`` outputs.
+
+    "original": sqrt(max(1, rows / columns)). "match_rms_adamw": 0.2 sqrt(max(rows, columns)), with
+    which an update is about as large as AdamW's, so that AdamW's learning rate fits.
+    """
+    if rule == "original":
+        return math.sqrt(max(1.0, rows / columns))
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor | None:
+    return None if parameter.grad is None else _local(parameter.grad)

@@ -1,0 +1,215 @@
+"""Faults in Muon: in what is orthogonalised, where its parts lie, and what a step makes of it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composer3d.models.registry import Architecture
+from composer3d.parallel import matrices
+from composer3d.parallel.matrices import MatrixExchange, Unit
+from composer3d.recipe.schema import OptimTable
+from composer3d.training import optimizers
+from composer3d.training.optimizers import muon
+from composer3d.training.optimizers.contract import Optimizer
+
+
+def orthogonalise_shards() -> None:
+    """Each rank orthogonalises its part of a matrix alone."""
+
+    def wrong(self: MatrixExchange, read: Any, compute: Any, write: Any, *, like: Tensor) -> None:
+        for index, parameter in enumerate(self._origins):
+            everything = (slice(None),) * len(parameter)
+            write(index, everything, compute(read(index, everything).to(like).clone()))
+
+    MatrixExchange.run = wrong  # type: ignore[method-assign]
+
+
+def place_parts_one_rank_further() -> None:
+    """The owner puts the parts of a matrix together in another order."""
+    right = MatrixExchange._gather
+
+    def wrong(self: MatrixExchange, *arguments: Any) -> dict[Unit, Tensor]:
+        wholes = right(self, *arguments)
+        return {unit: whole.roll(whole.shape[-2] // 2, -2) for unit, whole in wholes.items()}
+
+    MatrixExchange._gather = wrong  # type: ignore[method-assign]
+
+
+def leave_out_a_replica() -> None:
+    """Replicas of the second half of the ranks do not get the results."""
+    right = MatrixExchange._scatter
+
+    def wrong(
+        self: MatrixExchange, units: Any, results: Mapping[Unit, Tensor], write: Any, like: Tensor
+    ) -> None:
+        is_left_out = dist.get_rank() >= dist.get_world_size() // 2
+
+        def write_if_first(index: int, where: Any, part: Tensor) -> None:
+            write(index, where, torch.zeros_like(part) if is_left_out else part)
+
+        right(self, units, results, write_if_first, like)
+
+    MatrixExchange._scatter = wrong  # type: ignore[method-assign]
+
+
+def send_the_part_of_the_owner() -> None:
+    """The parts of replicas count twice: a matrix is made of the parts of one rank alone."""
+    right = matrices.Box.seen_from
+
+    def wrong(self: matrices.Box, origin: Any) -> tuple[slice, ...]:
+        place = right(self, origin)
+        # A part begins where its rank's begins; in the whole matrix too, though it lies further on.
+        size = place[-2].stop - place[-2].start
+        return (*place[:-2], slice(0, size), place[-1])
+
+    matrices.Box.seen_from = wrong  # type: ignore[method-assign]
+
+
+def _change_newton_schulz(change: Callable[..., Tensor]) -> None:
+    right = muon.newton_schulz
+
+    def wrong(matrix: Tensor, coefficients: Any, steps: int) -> Tensor:
+        return change(right, matrix, coefficients, steps)
+
+    muon.newton_schulz = wrong
+
+
+def mix_the_experts() -> None:
+    """The matrices of several experts are orthogonalised as one."""
+
+    def change(right: Any, matrix: Tensor, coefficients: Any, steps: int) -> Tensor:
+        joined = matrix.reshape(-1, matrix.shape[-1])
+        result: Tensor = right(joined, coefficients, steps).view_as(matrix)
+        return result
+
+    _change_newton_schulz(change)
+
+
+def give_experts_the_results_of_others() -> None:
+    """The results of several experts come back in another order."""
+
+    def change(right: Any, matrix: Tensor, coefficients: Any, steps: int) -> Tensor:
+        result: Tensor = right(matrix, coefficients, steps)
+        return result.flip(0) if result.dim() == 3 else result
+
+    _change_newton_schulz(change)
+
+
+def stop_one_step_early() -> None:
+    """Newton-Schulz has one step too few."""
+    _change_newton_schulz(
+        lambda right, matrix, coefficients, steps: right(matrix, coefficients, steps - 1)
+    )
+
+
+def swap_two_coefficients() -> None:
+    """Newton-Schulz has its second and third coefficient the other way round."""
+
+    def change(right: Any, matrix: Tensor, coefficients: Any, steps: int) -> Tensor:
+        a, b, c = coefficients
+        result: Tensor = right(matrix, (a, c, b), steps)
+        return result
+
+    _change_newton_schulz(change)
+
+
+def swap_rows_and_columns() -> None:
+    """The factor of the learning rate takes inputs for outputs."""
+    right = muon.update_scale
+    muon.update_scale = lambda rows, columns, rule: right(columns, rows, rule)
+
+
+def leave_out_the_factor() -> None:
+    """The learning rate does not depend on the size of a matrix."""
+    muon.update_scale = lambda rows, columns, rule: 1.0
+
+
+def forget_the_momentum() -> None:
+    """Each step begins with a momentum of zero."""
+    right = muon.Muon._moment
+
+    def wrong(self: muon.Muon, parameter: Any) -> Tensor:
+        return torch.zeros_like(right(self, parameter))
+
+    muon.Muon._moment = wrong  # type: ignore[method-assign]
+
+
+def _after_matrices(change: Callable[[muon.Muon], None]) -> None:
+    right = muon.Muon._apply_to_matrices
+
+    def wrong(self: muon.Muon, divisor: Tensor, is_good: Tensor) -> None:
+        right(self, divisor, is_good)
+        change(self)
+
+    muon.Muon._apply_to_matrices = wrong  # type: ignore[method-assign]
+
+
+def keep_the_momentum_of_another_shard() -> None:
+    """After a step, a rank has the momentum of other rows than its own."""
+
+    def change(self: muon.Muon) -> None:
+        for parameter in self._matrices:
+            moment = self._moment(parameter)
+            moment.copy_(moment.roll(1, 0))
+
+    _after_matrices(change)
+
+
+def decay_twice() -> None:
+    """The weights of matrices decay twice in a step."""
+
+    def change(self: muon.Muon) -> None:
+        group = self.param_groups[0]
+        for parameter in self._matrices:
+            muon._local(parameter).mul_(1 - group["lr"] * group["weight_decay"])
+
+    _after_matrices(change)
+
+
+def clip_no_matrix() -> None:
+    """Only the gradients of other parameters are clipped."""
+    right = muon.Muon._apply_to_matrices
+
+    def wrong(self: muon.Muon, divisor: Tensor, is_good: Tensor) -> None:
+        right(self, torch.ones_like(divisor), is_good)
+
+    muon.Muon._apply_to_matrices = wrong  # type: ignore[method-assign]
+
+
+def ignore_the_rate_of_matrices() -> None:
+    """Matrices have the learning rate of all other parameters."""
+    muon.Muon.set_lr = Optimizer.set_lr  # type: ignore[method-assign]
+
+
+def orthogonalise_the_head() -> None:
+    """The head and the embedding are orthogonalised as hidden matrices are."""
+    right = optimizers.matrices_of
+
+    def wrong(chosen: Architecture, shape: Any, optim: OptimTable) -> frozenset[str]:
+        every = {name for name, row in chosen.table_of(shape).parameters() if row.is_matrix}
+        return right(chosen, shape, optim) | {name for name in every if "router" not in name}
+
+    optimizers.matrices_of = wrong
+
+
+def _build_with(**changes: Any) -> None:
+    right = muon.Muon.__init__
+
+    def wrong(self: muon.Muon, named: Any, others: Any, table: OptimTable, places: Any) -> None:
+        right(self, named, others, replace(table, **changes), places)
+
+    muon.Muon.__init__ = wrong  # type: ignore[method-assign]
+
+
+def look_back() -> None:
+    """The momentum is not Nesterov's."""
+    _build_with(nesterov=False)
+
+
+def orthogonalise_in_bfloat16() -> None:
+    """Newton-Schulz computes in bfloat16, whatever the recipe says."""
+    _build_with(newton_schulz_dtype="bfloat16")
