@@ -98,7 +98,6 @@ BETAS = Range(
     lambda value: all(0 <= beta < 1 for beta in value),
     "must both be at least 0 and below 1",
 )
-FRACTION = Range(lambda value: 0 <= value < 1, "must be at least 0 and below 1")
 COEFFICIENTS = Range(
     lambda value: all(abs(number) <= 100 for number in value), "must be from -100 to 100"
 )
@@ -531,7 +530,7 @@ class OptimTable:
         "muon: factor of the learning rate of a matrix. match_rms_adamw: 0.2 sqrt of its longer "
         "side; original: sqrt of rows / columns, at least 1",
     )
-    momentum: float = key(0.95, "muon: momentum of its matrices", FRACTION)
+    momentum: float = key(0.95, "muon: momentum of its matrices", between(0, 0.9999))
     nesterov: bool = key(True, "muon: Nesterov momentum")
     newton_schulz: tuple[float, float, float] = key(
         (3.4445, -4.775, 2.0315), "muon: coefficients of Newton-Schulz", COEFFICIENTS

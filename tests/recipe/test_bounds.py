@@ -80,6 +80,12 @@ TABLES: dict[str, dict[str, Bounds | tuple[object, ...]]] = {
         "seed": _SEED,
     },
     "optim": {
+        "name": ("adamw", "muon"),
+        "matrix_lr": Bounds(0, 10, is_above=True),
+        "lr_scale": ("match_rms_adamw", "original"),
+        "momentum": Bounds(0, 0.9999),
+        "newton_schulz_steps": Bounds(1, 99),
+        "newton_schulz_dtype": ("bfloat16", "float32", "float64"),
         "lr": Bounds(0, 10, is_above=True),
         "eps": Bounds(0, 1, is_above=True),
         "weight_decay": Bounds(0, 10),

@@ -62,6 +62,40 @@ RUN = [
         TINY + '[optim]\nschedule = "wsd"\ndecay_steps = 5\nwarmup = 20\ndecay = 20\n',
         ["x.toml:7: optim.decay = 20"],
     ),
+    Wrong(
+        "keys of Muon without it",
+        TINY
+        + "[optim]\nmatrix_lr = 1e-3\nmomentum = 0.9\nnesterov = false\nnewton_schulz_steps = 4\n"
+        + 'matrices = ["last.*"]\nlr_scale = "original"\nnewton_schulz = [1, 2, 3]\n'
+        + 'newton_schulz_dtype = "float32"\n',
+        [
+            "x.toml:8: optim.matrices",
+            "x.toml:4: optim.matrix_lr = 0.001",
+            "x.toml:9: optim.lr_scale",
+            "x.toml:5: optim.momentum",
+            "x.toml:6: optim.nesterov",
+            "x.toml:10: optim.newton_schulz",
+            "x.toml:7: optim.newton_schulz_steps",
+            "x.toml:11: optim.newton_schulz_dtype",
+        ],
+    ),
+    Wrong(
+        "numbers of Muon",
+        TINY
+        + '[optim]\nname = "muon"\nmomentum = 1\nnewton_schulz = [1, 2, 300]\n'
+        + "newton_schulz_steps = 100\nmatrix_lr = 0\n",
+        [
+            "x.toml:8: optim.matrix_lr = 0.0",
+            "x.toml:5: optim.momentum = 1.0",
+            "x.toml:6: optim.newton_schulz",
+            "x.toml:7: optim.newton_schulz_steps = 100",
+        ],
+    ),
+    Wrong(
+        "globs of Muon",
+        TINY + '[optim]\nname = "muon"\nmatrices = ["blocks.*.attn.*", "*norm*"]\n',
+        ["x.toml:5: optim.matrices"],
+    ),
     *(
         Wrong(
             f"traced steps {steps}",

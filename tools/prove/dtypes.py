@@ -292,6 +292,7 @@ NARROW = (
             "models/layers/head.py:_LossInParts.backward",
             "models/*/model.py:*",
             "parallel/context/ring.py:*",
+            "parallel/tensor/forwards.py:*",
             "parallel/tensor/styles.py:*",
             "parallel/tensor/vocab.py:_CrossEntropy.backward",
             "node:ToCopyBackward*",

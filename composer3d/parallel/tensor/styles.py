@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,23 +23,18 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from composer3d.facts.errors import PlanError
 from composer3d.models.contract import ShardingPlan, Style
-from composer3d.models.layers.head import cross_entropy
-from composer3d.parallel.tensor import fusible, vocab
+from composer3d.parallel.tensor import forwards, fusible
 from composer3d.parallel.tensor.collectives import (
     Collective,
-    gather_columns,
     gather_sequence,
-    mean_over_ranks,
     no_collective,
     scatter_sum,
     sum_gradients,
     sum_outputs,
 )
+from composer3d.parallel.tensor.forwards import Forward
 from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.torch_private import own_parameters, part_of_this_rank
-
-# ``forward(module, *inputs)``, where the parameters of ``module`` are this rank's shards.
-LocalForward = Callable[..., Tensor]
 
 
 def apply(stage: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, parallel: ParallelTable) -> "Cut":
@@ -122,13 +116,13 @@ class Local(ParallelStyle):
     pre_collective: Collective = no_collective
     post_collective: Collective = no_collective
     select: Callable[[Tensor], Tensor] | None = None
-    make_forward: Callable[[nn.Module, dist.ProcessGroup], LocalForward] | None = None
+    make_forward: Callable[[nn.Module, dist.ProcessGroup], Forward] | None = None
     _module: nn.Module | None = field(default=None, init=False)
     _prepared: dict[str, Tensor | None] | None = field(default=None, init=False)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
-        forward_locally: LocalForward = type(module).forward
+        forward_locally: Forward = type(module).forward
         if self.make_forward is not None:
             forward_locally = self.make_forward(module, group)
         self._module = module
@@ -191,16 +185,20 @@ def _style(style: Style, plan: ShardingPlan, mesh: DeviceMesh, parallel: Paralle
         gather, reduce = sum_gradients, sum_outputs
     match style:
         case "embedding":
-            return Local(Shard(0), post_collective=reduce, make_forward=_embedding_forward)
+            return Local(Shard(0), post_collective=reduce, make_forward=forwards.embedding_forward)
         case "norm":
             return Local(Replicate(), sums_gradients=sequence_parallel)
         case "router" | "head_norm":
             # A rank sees only some of the tokens or of the heads: its gradient is a part of a sum.
             return Local(Replicate(), sums_gradients=True)
         case "column_norm":
-            return replace(_style("column", plan, mesh, parallel), make_forward=_norm_forward)
+            return replace(
+                _style("column", plan, mesh, parallel), make_forward=forwards.norm_forward
+            )
         case "kv_column_norm":
-            return replace(_style("kv_column", plan, mesh, parallel), make_forward=_norm_forward)
+            return replace(
+                _style("kv_column", plan, mesh, parallel), make_forward=forwards.norm_forward
+            )
         case "gather":
             # One all-gather serves all projections that read this input.
             return Local(Replicate(), pre_collective=gather)
@@ -216,77 +214,8 @@ def _style(style: Style, plan: ShardingPlan, mesh: DeviceMesh, parallel: Paralle
             return Local(
                 Shard(0),
                 pre_collective=gather,
-                make_forward=partial(_head_forward, loss_parallel=parallel.loss_parallel),
+                make_forward=partial(forwards.head_forward, loss_parallel=parallel.loss_parallel),
             )
-
-
-def _embedding_forward(module: nn.Module, group: dist.ProcessGroup) -> LocalForward:
-    """Return a forward that looks up this rank's rows. Tokens of other ranks' rows give 0."""
-    first, count = vocab.own_rows(module.get_parameter("weight").shape[0], group)
-    lookup = type(module).forward
-
-    def forward(module: nn.Module, tokens_BT: Tensor, *arguments: Any) -> Tensor:
-        row_BT = tokens_BT - first
-        is_elsewhere_BT = (row_BT < 0) | (row_BT >= count)
-        rows_BTC = lookup(module, row_BT.masked_fill(is_elsewhere_BT, 0), *arguments)
-        return rows_BTC.masked_fill(is_elsewhere_BT[..., None], 0)
-
-    return forward
-
-
-def _norm_forward(norm: Any, group: dist.ProcessGroup) -> LocalForward:
-    """Return an RMSNorm over the heads of all ranks, of which each rank holds some.
-
-    All ranks hold equally many heads, so the mean over all heads is the mean of the ranks' means.
-    With fewer key-value heads than ranks this holds as well: equally many ranks compute each head.
-    """
-    if not isinstance(norm, nn.RMSNorm) or norm.eps is None:
-        raise PlanError(
-            'a module of style "column_norm" or "kv_column_norm" must be a torch.nn.RMSNorm with '
-            f"an eps, and {type(norm).__name__} is none; derive it from torch.nn.RMSNorm, or use "
-            "mesh.tp = 1"
-        )
-    eps = norm.eps
-
-    def forward(norm: Any, x_BTHD: Tensor) -> Tensor:
-        wide_BTHD = x_BTHD.to(torch.promote_types(x_BTHD.dtype, torch.float32))
-        own_BT11 = wide_BTHD.square().mean((-2, -1), keepdim=True)
-        mean_BT11 = mean_over_ranks(own_BT11, group)
-        weight_HD = norm.weight.unflatten(0, x_BTHD.shape[-2:])
-        return (wide_BTHD * torch.rsqrt(mean_BT11 + eps) * weight_HD).to(x_BTHD.dtype)
-
-    return forward
-
-
-def _head_forward(head: Any, group: dist.ProcessGroup, *, loss_parallel: bool) -> LocalForward:
-    """Return the head's own forward, after replacing its ``cross_entropy``.
-
-    The new one takes logits whose columns are cut over ``group``.
-    """
-    name = type(head).__name__
-    if not hasattr(head, "cross_entropy"):
-        raise PlanError(
-            f"tensor parallelism cuts a head at its seam `cross_entropy`, which {name} lacks: "
-            "compute the loss in the head as composer3d.models.layers.head.Head does, or use "
-            "mesh.tp = 1"
-        )
-    own_loss = head.cross_entropy
-    if loss_parallel and own_loss is not cross_entropy:
-        raise PlanError(
-            f"{name} has a loss of its own, which needs whole logits; use parallel.loss_parallel = "
-            "false"
-        )
-    columns = head.weight.shape[0]
-    if loss_parallel:
-        first, _ = vocab.own_rows(columns, group)
-        head.cross_entropy = partial(vocab.cross_entropy, first=first, group=group)
-    else:
-
-        def loss_of_whole_logits(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-            return own_loss(gather_columns(logits_NV, columns, group), labels_N)
-
-        head.cross_entropy = loss_of_whole_logits
-    return type(head).forward
 
 
 def _kv_column(kv_heads: int, mesh: DeviceMesh) -> Local:

@@ -71,7 +71,7 @@ class MuonProof(OptimizerProof):
     ) -> None:
         """Copy this rank's gradients, and those of the other parts of its matrices.
 
-        Collective over all ranks of the job.
+        Collective over all ranks of the job. Shapes as in ``OptimizerProof``.
         """
         super().record_gradients(gradients, norm=norm, max_norm=max_norm)
         own: dict[str, tuple[tuple[slice, ...], Tensor]] = {}
@@ -99,7 +99,10 @@ class MuonProof(OptimizerProof):
     def step(
         self, name: str, gradient: Tensor, before: Tensor, *, lr: float, decayed: bool
     ) -> ReplayedStep:
-        """Repeat one step of one parameter; that of a matrix is known from its whole gradient."""
+        """Repeat one step of one parameter; that of a matrix is known from its whole gradient.
+
+        Shapes as in ``OptimizerProof``.
+        """
         if name not in self._matrices:
             return self._others.step(name, gradient, before, lr=lr, decayed=decayed)
         table, update = self.optim, self._updates[name]

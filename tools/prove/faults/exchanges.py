@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate
 from composer3d.parallel import stages
 from composer3d.parallel.context import api, kernels, ring
 from composer3d.parallel.data import fsdp, reduce_scatter
-from composer3d.parallel.tensor import collectives, styles, vocab
+from composer3d.parallel.tensor import collectives, forwards, styles, vocab
 from composer3d.runtime.mesh import Mesh
 
 
@@ -84,12 +84,12 @@ def reduce_over_the_wrong_group() -> None:
 
 def take_own_mean_in_wide_norms() -> None:
     """tp: a norm over all heads takes the mean square of this rank's heads alone."""
-    styles.mean_over_ranks = lambda x, group: x
+    forwards.mean_over_ranks = lambda x, group: x
 
 
 def keep_own_gradient_of_means() -> None:
     """tp: the gradient of a mean over all heads stays this rank's own; the ranks do not sum it."""
-    styles.mean_over_ranks = lambda x, group: (
+    forwards.mean_over_ranks = lambda x, group: (
         collectives._WithTranspose.apply(x, group, collectives._all_reduce, collectives._identity)
         / group.size()
     )
