@@ -8,7 +8,7 @@ A parameter of experts (E, F, C) is E matrices. Those that travel between the sa
 computed together.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -89,6 +89,47 @@ class _Transfer(NamedTuple):
     target: int
 
 
+class _Message(NamedTuple):
+    """This rank's part in one all-to-all.
+
+    Between two ranks, both know which parts travel in which order, so nothing is labelled.
+
+    Attributes:
+        outgoing, incoming: what it sends and receives, in the order of the other ranks.
+        outgoing_sizes, incoming_sizes: the number of elements for, and from, each rank.
+    """
+
+    outgoing: tuple[_Transfer, ...]
+    incoming: tuple[_Transfer, ...]
+    outgoing_sizes: list[int]
+    incoming_sizes: list[int]
+
+    @classmethod
+    def of(cls, transfers: Sequence[_Transfer], own_rank: int, n_ranks: int) -> "_Message":
+        """Choose this rank's transfers. ``sorted`` keeps their order among equal ranks."""
+        outgoing = [transfer for transfer in transfers if transfer.source == own_rank]
+        incoming = [transfer for transfer in transfers if transfer.target == own_rank]
+        outgoing_sizes, incoming_sizes = [0] * n_ranks, [0] * n_ranks
+        for transfer in outgoing:
+            outgoing_sizes[transfer.target] += prod(transfer.box.shape)
+        for transfer in incoming:
+            incoming_sizes[transfer.source] += prod(transfer.box.shape)
+        return cls(
+            tuple(sorted(outgoing, key=lambda transfer: transfer.target)),
+            tuple(sorted(incoming, key=lambda transfer: transfer.source)),
+            outgoing_sizes,
+            incoming_sizes,
+        )
+
+
+class _Round(NamedTuple):
+    """The units that this rank owns in a round, and the messages to all owners and back."""
+
+    owned: tuple[Unit, ...]
+    to_owners: _Message
+    to_holders: _Message
+
+
 class MatrixExchange:
     """Which rank computes which matrix, and how the parts travel.
 
@@ -99,7 +140,7 @@ class MatrixExchange:
             same order. None: this rank is alone.
 
     Attributes:
-        rounds: the units, in the rounds in which they travel. All ranks have the same.
+        rounds: all units, in the rounds in which they travel. All ranks have the same.
     """
 
     def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
@@ -107,9 +148,17 @@ class MatrixExchange:
         ranks = [dist.get_rank() if dist.is_initialized() else 0]
         ranks = ranks if group is None else dist.get_process_group_ranks(group)
         self._own_rank = 0 if group is None else dist.get_rank(group)
-        self._n_ranks = len(ranks)
         self._origins = [local_part(parameter)[1] for parameter in parameters]
-        self.rounds = list(_rounds(_assign(parameters, ranks), self._n_ranks))
+        self.rounds = list(_rounds(_assign(parameters, ranks), len(ranks)))
+        # A large job has many transfers, and this rank has few of them: they are found once.
+        self._own_rounds = [
+            _Round(
+                tuple(unit for unit in units if unit.owner == self._own_rank),
+                _Message.of(_to_owners(units), self._own_rank, len(ranks)),
+                _Message.of(_to_holders(units), self._own_rank, len(ranks)),
+            )
+            for units in self.rounds
+        ]
 
     def run(
         self,
@@ -130,16 +179,14 @@ class MatrixExchange:
 
         Collectives: two all-to-alls over the group for each round.
         """
-        for units in self.rounds:
-            wholes = self._gather(units, read, like)
+        for own in self._own_rounds:
+            wholes = self._gather(own, read, like)
             results = {unit: compute(whole) for unit, whole in wholes.items()}
-            self._scatter(units, results, write, like)
+            self._scatter(own, results, write, like)
 
-    def _gather(self, units: Sequence[Unit], read: Read, like: Tensor) -> dict[Unit, Tensor]:
+    def _gather(self, own: _Round, read: Read, like: Tensor) -> dict[Unit, Tensor]:
         """Return the values of the units that this rank owns. Collective over the group."""
-        wholes = {
-            unit: like.new_empty(unit.box.shape) for unit in units if unit.owner == self._own_rank
-        }
+        wholes = {unit: like.new_empty(unit.box.shape) for unit in own.owned}
 
         def send(transfer: _Transfer) -> Tensor:
             return read(transfer.unit.parameter, self._place(transfer)).to(like)
@@ -148,11 +195,11 @@ class MatrixExchange:
             unit = transfer.unit
             wholes[unit][transfer.box.seen_from(unit.box.offset)] = part
 
-        self._deliver(_to_owners(units), send, receive, like)
+        self._deliver(own.to_owners, send, receive, like)
         return wholes
 
     def _scatter(
-        self, units: Sequence[Unit], results: Mapping[Unit, Tensor], write: Write, like: Tensor
+        self, own: _Round, results: Mapping[Unit, Tensor], write: Write, like: Tensor
     ) -> None:
         """Bring the results of the units' owners to all holders. Collective over the group."""
 
@@ -163,7 +210,7 @@ class MatrixExchange:
         def receive(transfer: _Transfer, part: Tensor) -> None:
             write(transfer.unit.parameter, self._place(transfer), part)
 
-        self._deliver(_to_holders(units), send, receive, like)
+        self._deliver(own.to_holders, send, receive, like)
 
     def _place(self, transfer: _Transfer) -> tuple[slice, ...]:
         """Return where the part of a transfer lies in this rank's shard of its parameter."""
@@ -171,35 +218,24 @@ class MatrixExchange:
 
     def _deliver(
         self,
-        transfers: Sequence[_Transfer],
+        message: _Message,
         read: Callable[[_Transfer], Tensor],
         write: Callable[[_Transfer, Tensor], None],
         like: Tensor,
     ) -> None:
-        """Make all transfers in one all-to-all over the group.
-
-        Between two ranks, both know which parts travel, in the order of ``transfers``: messages
-        need no labels.
-        """
-        # ``sorted`` keeps that order among equal ranks.
-        own = self._own_rank
-        outgoing = sorted((t for t in transfers if t.source == own), key=lambda t: t.target)
-        incoming = sorted((t for t in transfers if t.target == own), key=lambda t: t.source)
+        """Make the transfers of a message: one all-to-all over the group."""
         if self._group is None:
-            for transfer in outgoing:
+            for transfer in message.outgoing:
                 write(transfer, read(transfer))
             return
-        parts = [read(transfer).reshape(-1) for transfer in outgoing]
+        parts = [read(transfer).reshape(-1) for transfer in message.outgoing]
         sent = torch.cat(parts) if parts else like.new_empty(0)
-        sent_sizes, sizes = [0] * self._n_ranks, [0] * self._n_ranks
-        for transfer in outgoing:
-            sent_sizes[transfer.target] += prod(transfer.box.shape)
-        for transfer in incoming:
-            sizes[transfer.source] += prod(transfer.box.shape)
-        received = like.new_empty(sum(sizes))
-        dist.all_to_all_single(received, sent, sizes, sent_sizes, group=self._group)
-        lengths = [prod(transfer.box.shape) for transfer in incoming]
-        for transfer, part in zip(incoming, received.split(lengths), strict=True):
+        received = like.new_empty(sum(message.incoming_sizes))
+        dist.all_to_all_single(
+            received, sent, message.incoming_sizes, message.outgoing_sizes, group=self._group
+        )
+        lengths = [prod(transfer.box.shape) for transfer in message.incoming]
+        for transfer, part in zip(message.incoming, received.split(lengths), strict=True):
             write(transfer, part.view(transfer.box.shape))
 
 
@@ -254,8 +290,14 @@ _Uncomputed = tuple[int, Box, tuple[tuple[int, Box], ...]]
 
 def _cut_into_units(parameters: Sequence[Tensor], ranks: Sequence[int]) -> Iterator[_Uncomputed]:
     """Yield the parameter, the box and the holders of each unit."""
+    known: dict[Hashable, list[Box]] = {}  # of one kind, a model has one parameter in each block
     for index, parameter in enumerate(parameters):
-        boxes = _boxes(parameter, ranks)
+        kind: Hashable = tuple(parameter.shape)
+        if isinstance(parameter, DTensor):
+            kind = (kind, parameter.device_mesh, parameter.placements)
+        if kind not in known:
+            known[kind] = _boxes(parameter, ranks)
+        boxes = known[kind]
         whole = Box((0,) * parameter.dim(), tuple(parameter.shape))
         if parameter.dim() == 2:
             yield index, whole, _holders(boxes)

@@ -44,14 +44,14 @@ def leave_out_a_replica() -> None:
     right = MatrixExchange._scatter
 
     def wrong(
-        self: MatrixExchange, units: Any, results: Mapping[Unit, Tensor], write: Any, like: Tensor
+        self: MatrixExchange, own: Any, results: Mapping[Unit, Tensor], write: Any, like: Tensor
     ) -> None:
         is_left_out = dist.get_rank() >= dist.get_world_size() // 2
 
         def write_if_first(index: int, where: Any, part: Tensor) -> None:
             write(index, where, torch.zeros_like(part) if is_left_out else part)
 
-        right(self, units, results, write_if_first, like)
+        right(self, own, results, write_if_first, like)
 
     MatrixExchange._scatter = wrong  # type: ignore[method-assign]
 
