@@ -85,7 +85,7 @@ LAUNCHED = {
 
 # What a step copies between host and device: the batch, and its sums over the world.
 TO_DEVICE = Copy("aten::_to_copy", "cpu", "cuda", "batches.py:move_to_device")
-TO_HOST = Copy("aten::_to_copy", "cuda", "cpu", "step.py:send_to_host")
+TO_HOST = Copy("aten::_to_copy", "cuda", "cpu", "step_values.py:send_to_host")
 
 
 # Operators that torch refuses on a GPU under ``run.deterministic`` (the documentation of

@@ -135,7 +135,7 @@ WIDE = (
     Wide(
         "the squared norm, and what is made of it",
         _ANY,
-        ("parallel/grad_norm.py:*", "training/step.py:*", "runtime/mesh.py:*"),
+        ("parallel/grad_norm.py:*", "training/step*.py:*", "runtime/mesh.py:*"),
         torch.float64,
         "squares have twice the range of gradients, and thousands of them are added",
     ),
@@ -243,6 +243,7 @@ NARROW = (
         (
             "models/layers/attention.py:sdpa",
             "parallel/context/kernels.py:*",
+            "parallel/context/segment_kernel.py:*",
             "node:ScaledDotProductFlashAttention*",
         ),
         "the kernels add up in float32; the logsumexp, which merges read, is float32",
