@@ -23,6 +23,7 @@ UNREAD = {
     *(f"data.{key}" for key in ("source", "path", "sources", "field")),
     "data.other_tokenizer",
     "model.hf",
+    "optim.newton_schulz_dtype",  # as precision.params
     "precision.params",  # a proof has the dtype of its own
     "parallel.async_tp",
 }
@@ -79,6 +80,7 @@ def test_each_value_of_a_setting_is_legal_in_some_layout() -> None:
         ["mesh.dp_shard=2", "optim.schedule=wsd", "precision.compute=bfloat16"],
         ["run.steps=1000001"],
         ["model.qkv_bias=true"],
+        ["optim.name=muon"],
         [*MOE, "model.renormalise=false"],
         [*MOE, "model.router=sigmoid", "model.router_bias=true"],
         *(

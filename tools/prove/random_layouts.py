@@ -98,6 +98,14 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         '["*.experts.*"]',
         '["*.experts.*","blocks.*.attn.wv.weight"]',
     ),
+    "optim.name": ("", "muon"),
+    "optim.matrices": ("", '["blocks.*.attn.w[qk].weight"]', '["blocks.*","last.*"]'),
+    "optim.matrix_lr": ("", "1e-2", "1e-5"),
+    "optim.lr_scale": ("", "original"),
+    "optim.momentum": ("", "0.0", "0.9999"),
+    "optim.nesterov": ("", "false"),
+    "optim.newton_schulz": ("", "[2.0,-1.5,0.5]"),
+    "optim.newton_schulz_steps": ("", "1", "8"),
 }
 # Float8 is proven in float64 alone.
 FLOAT64_ONLY = ("precision.matmul",)
