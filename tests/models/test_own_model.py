@@ -203,7 +203,7 @@ def loss_of(lines: str) -> list[float]:
         (
             ("their_models.other_name:ARCHITECTURE", "mamba"),
             r"gpt\.toml:5: model\.architecture: there is no architecture \"mamba\"; "
-            r"use llama, moe, or "
+            r"use llama, moe, olmo2, or "
             r"\"package\.module:NAME\" for one of your own",
         ),
         (

@@ -2,7 +2,7 @@
 
 import torch
 
-from composer3d.models import counts
+from composer3d.models import counts, fit
 from composer3d.models.olmo2.model import HeadsNorm, Olmo2
 from composer3d.models.olmo2.plan import sharding_plan
 from composer3d.models.olmo2.shape import PRESETS
@@ -26,7 +26,7 @@ def test_every_preset_of_a_published_model_is_counted() -> None:
 def test_every_preset_has_a_plan_and_meta_allocates_nothing() -> None:
     for shape in PRESETS.values():
         model, plan = Olmo2(shape), sharding_plan(shape)
-        plan.check(model)
+        fit.check(model, plan)
         assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
         assert plan.style_of("blocks.0.attn.q_norm") == "column_norm"
         assert plan.style_of("blocks.0.attn.k_norm") == "kv_column_norm"
