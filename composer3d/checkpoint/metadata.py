@@ -17,7 +17,7 @@ from hashlib import blake2b
 from io import BytesIO
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeGuard
+from typing import Any, BinaryIO, TypeGuard
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ from composer3d.checkpoint.torchfile import DTYPES, read_tensor, sizes_of
 from composer3d.facts.errors import CheckpointError
 from composer3d.facts.files import open_plain
 from composer3d.runtime import collector
+from composer3d.runtime.box import Box
 from composer3d.runtime.torch_private import StorageInfo
 
 METADATA = ".metadata"
@@ -158,13 +159,6 @@ def tensor_specs(metadata: Metadata, place: str) -> dict[str, TensorSpec]:
     return specs
 
 
-class Box(NamedTuple):
-    """A part of a tensor: the index of its first element, and its sizes, for each dim."""
-
-    offsets: Sizes
-    sizes: Sizes
-
-
 @dataclass(frozen=True)
 class PackedTensor:
     """The parts of one tensor, and where they are stored, in arrays with a row for each part.
@@ -231,8 +225,8 @@ def unpack_metadata(packed: Iterable[PackedTensor], boxes: Mapping[str, Box]) ->
     storage: dict[str, StorageInfo] = {}
     for tensor in packed:
         box = boxes[tensor.name]
-        ends, box_ends = tensor.offsets + tensor.sizes, np.add(box.offsets, box.sizes)
-        overlaps = ((tensor.offsets < box_ends) & (ends > np.array(box.offsets))).all(axis=1)
+        ends, box_ends = tensor.offsets + tensor.sizes, np.add(box.offset, box.shape)
+        overlaps = ((tensor.offsets < box_ends) & (ends > np.array(box.offset))).all(axis=1)
         chunks = []
         for part in np.flatnonzero(overlaps):
             offsets, sizes = tensor.offsets[part].tolist(), tensor.sizes[part].tolist()

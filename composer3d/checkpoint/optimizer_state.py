@@ -15,13 +15,13 @@ class SavedOptimizer(Protocol):
 
     Attributes:
         facts: what it keeps for each parameter.
-        matrices: the names of the parameters whose state is that of a matrix.
+        matrix_names: the parameters whose state is that of a matrix.
         state: its tensors by name, for each parameter. Each has the shape of the parameter, or is
             a scalar.
     """
 
     facts: ClassVar[OptimizerFacts]
-    matrices: frozenset[str]
+    matrix_names: frozenset[str]
     state: defaultdict[Tensor, Any]
 
 
@@ -44,7 +44,7 @@ def optimizer_state(
     for name, parameter in named_parameters:
         if not parameter.requires_grad:
             continue
-        tensors = optimizer.facts.state_of(is_matrix=name in optimizer.matrices)
+        tensors = optimizer.facts.state_of(is_matrix=name in optimizer.matrix_names)
         state = optimizer.state[parameter]
         if not state:
             # Scalars come first, as in a state that torch makes: digests go by the order.

@@ -37,7 +37,6 @@ from composer3d.checkpoint.manifest import FileEntry, Manifest, TensorSpec
 from composer3d.checkpoint.metadata import (
     METADATA,
     METADATA_LIMIT,
-    Box,
     CheckedReader,
     PackedTensor,
     Sizes,
@@ -54,6 +53,7 @@ from composer3d.parallel import Stages
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.runtime import log
 from composer3d.runtime import process_group as distributed
+from composer3d.runtime.box import Box
 from composer3d.runtime.files import publish, sync
 from composer3d.runtime.progress import Progress
 from composer3d.runtime.torch_private import offset_of

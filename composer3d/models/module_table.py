@@ -66,7 +66,7 @@ def _rows(model: Decoder, plan: ShardingPlan) -> Iterator[tuple[str, Row]]:
         original = originals[parameter]
         module = name.rpartition(".")[0]
         style, init = plan.style_of(module), plan.init_of(original)
-        # ``ShardingPlan.check`` refuses a parameter without either.
+        # ``models.fit.check`` refuses a parameter without either.
         assert init is not None, name
         assert style is not None or plan.holds_experts(module), name
         unit = ".".join(name.split(".")[: 2 if name.startswith("blocks.") else 1])

@@ -32,7 +32,7 @@ def initialise(stage: nn.Module, plan: ShardingPlan, seed: int, skip: Collection
         if name in skip:
             continue
         values = plan.init_of(name)
-        # ``ShardingPlan.check`` refuses a parameter without initial values.
+        # ``models.fit.check`` refuses a parameter without initial values.
         assert values is not None, name
         local, offset = local_part(parameter)
         if isinstance(values, Constant):

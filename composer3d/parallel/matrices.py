@@ -20,40 +20,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer3d.parallel.init import local_part
+from composer3d.runtime.box import Box
 from composer3d.runtime.torch_private import box_on_rank
 
 # The most elements of matrices that a rank owns in one round, unless one matrix has more. An
 # exchange needs about four buffers of this length.
 _ELEMENTS_PER_ROUND = 1 << 26
 
-
 # What an exchange is run with; see ``MatrixExchange.run``.
 Read = Callable[[int, tuple[slice, ...]], Tensor]
 Write = Callable[[int, tuple[slice, ...], Tensor], None]
 
 
-class Box(NamedTuple):
-    """A part of a tensor: the global index of its first element, and its size, by dim."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    def of_experts(self, first: int, count: int) -> "Box":
-        """Return the part that lies in ``count`` rows of the first dim, from ``first`` on."""
-        begin = max(self.offset[0], first)
-        end = max(begin, min(self.offset[0] + self.shape[0], first + count))
-        return Box((begin, *self.offset[1:]), (end - begin, *self.shape[1:]))
-
-    def seen_from(self, origin: Sequence[int]) -> tuple[slice, ...]:
-        """Return the slices of this box in a tensor whose first element is at ``origin``."""
-        return tuple(
-            slice(begin - start, begin - start + size)
-            for begin, start, size in zip(self.offset, origin, self.shape, strict=True)
-        )
-
-
 @dataclass(frozen=True, eq=False)
-class Unit:
+class MatrixUnit:
     """A matrix, or the matrices of several experts, which one rank computes together.
 
     Attributes:
@@ -83,7 +63,7 @@ class Unit:
 class _Transfer(NamedTuple):
     """One part of a unit that one rank sends to another, or to itself."""
 
-    unit: Unit
+    unit: MatrixUnit
     box: Box
     source: int
     target: int
@@ -125,7 +105,7 @@ class _Message(NamedTuple):
 class _Round(NamedTuple):
     """The units that this rank owns in a round, and the messages to all owners and back."""
 
-    owned: tuple[Unit, ...]
+    owned: tuple[MatrixUnit, ...]
     to_owners: _Message
     to_holders: _Message
 
@@ -184,7 +164,7 @@ class MatrixExchange:
             results = {unit: compute(whole) for unit, whole in wholes.items()}
             self._scatter(own, results, write, like)
 
-    def _gather(self, own: _Round, read: Read, like: Tensor) -> dict[Unit, Tensor]:
+    def _gather(self, own: _Round, read: Read, like: Tensor) -> dict[MatrixUnit, Tensor]:
         """Return the values of the units that this rank owns. Collective over the group."""
         wholes = {unit: like.new_empty(unit.box.shape) for unit in own.owned}
 
@@ -199,7 +179,7 @@ class MatrixExchange:
         return wholes
 
     def _scatter(
-        self, own: _Round, results: Mapping[Unit, Tensor], write: Write, like: Tensor
+        self, own: _Round, results: Mapping[MatrixUnit, Tensor], write: Write, like: Tensor
     ) -> None:
         """Bring the results of the units' owners to all holders. Collective over the group."""
 
@@ -239,7 +219,7 @@ class MatrixExchange:
             write(transfer, part.view(transfer.box.shape))
 
 
-def _to_owners(units: Sequence[Unit]) -> list[_Transfer]:
+def _to_owners(units: Sequence[MatrixUnit]) -> list[_Transfer]:
     """Return the transfers that bring the parts of each unit to its owner."""
     return [
         _Transfer(unit, box, source=rank, target=unit.owner)
@@ -248,7 +228,7 @@ def _to_owners(units: Sequence[Unit]) -> list[_Transfer]:
     ]
 
 
-def _to_holders(units: Sequence[Unit]) -> list[_Transfer]:
+def _to_holders(units: Sequence[MatrixUnit]) -> list[_Transfer]:
     """Return the transfers that bring the results of each unit to all that hold parts of it."""
     return [
         _Transfer(unit, box, source=unit.owner, target=rank)
@@ -267,7 +247,15 @@ def newton_schulz_flops(shape: Sequence[int]) -> float:
     return prod(experts) * 2.0 * short * short * (2 * long + short)
 
 
-def _assign(parameters: Sequence[Tensor], ranks: Sequence[int]) -> list[Unit]:
+class _Unowned(NamedTuple):
+    """A unit before it has an owner; the fields are those of ``MatrixUnit``."""
+
+    parameter: int
+    box: Box
+    holders: tuple[tuple[int, Box], ...]
+
+
+def _assign(parameters: Sequence[Tensor], ranks: Sequence[int]) -> list[MatrixUnit]:
     """Give each unit to a rank, so that all have about as much to compute.
 
     The largest are given first, each to the rank with the least so far. A unit that some ranks hold
@@ -275,21 +263,20 @@ def _assign(parameters: Sequence[Tensor], ranks: Sequence[int]) -> list[Unit]:
     """
     loads = [0.0] * len(ranks)
     units = []
-    for index, box, holders in sorted(
-        _cut_into_units(parameters, ranks), key=lambda unit: -newton_schulz_flops(unit[1].shape)
-    ):
+    unowned = sorted(
+        _cut_into_units(parameters, ranks),
+        key=lambda unit: newton_schulz_flops(unit.box.shape),
+        reverse=True,
+    )
+    for parameter, box, holders in unowned:
         whole = [rank for rank, part in holders if part == box]
         owner = min(whole or [rank for rank, _ in holders], key=lambda rank: loads[rank])
         loads[owner] += newton_schulz_flops(box.shape)
-        units.append(Unit(index, box, owner, holders))
+        units.append(MatrixUnit(parameter, box, owner, holders))
     return units
 
 
-_Uncomputed = tuple[int, Box, tuple[tuple[int, Box], ...]]
-
-
-def _cut_into_units(parameters: Sequence[Tensor], ranks: Sequence[int]) -> Iterator[_Uncomputed]:
-    """Yield the parameter, the box and the holders of each unit."""
+def _cut_into_units(parameters: Sequence[Tensor], ranks: Sequence[int]) -> Iterator[_Unowned]:
     known: dict[Hashable, list[Box]] = {}  # of one kind, a model has one parameter in each block
     for index, parameter in enumerate(parameters):
         kind: Hashable = tuple(parameter.shape)
@@ -297,25 +284,38 @@ def _cut_into_units(parameters: Sequence[Tensor], ranks: Sequence[int]) -> Itera
             kind = (kind, parameter.device_mesh, parameter.placements)
         if kind not in known:
             known[kind] = _boxes(parameter, ranks)
-        boxes = known[kind]
         whole = Box((0,) * parameter.dim(), tuple(parameter.shape))
         if parameter.dim() == 2:
-            yield index, whole, _holders(boxes)
-            continue
-        # The same ranks hold all experts between two neighbouring cuts of the first dim.
-        cuts = {0, parameter.shape[0]}
-        for box in boxes:
-            cuts |= {box.offset[0], box.offset[0] + box.shape[0]} if prod(box.shape) else set()
-        edges = sorted(cuts)
-        for first, end in pairwise(edges):
-            holders = _holders([box.of_experts(first, end - first) for box in boxes])
-            # Several holders share the work.
-            shares = min(end - first, len(holders))
-            for share in range(shares):
-                begin = first + share * (end - first) // shares
-                count = first + (share + 1) * (end - first) // shares - begin
-                part_of = [(rank, box.of_experts(begin, count)) for rank, box in holders]
-                yield index, whole.of_experts(begin, count), tuple(part_of)
+            yield _Unowned(index, whole, _holders(known[kind]))
+        else:
+            for box, holders in _cut_experts(whole, known[kind]):
+                yield _Unowned(index, box, holders)
+
+
+def _cut_experts(
+    whole: Box, boxes: Sequence[Box]
+) -> Iterator[tuple[Box, tuple[tuple[int, Box], ...]]]:
+    """Cut a parameter of experts (E, F, C) into units; yield the box and the holders of each.
+
+    Args:
+        whole: the box of all experts.
+        boxes: the box of each rank.
+    """
+    edges = {0, whole.shape[0]}
+    for box in boxes:
+        if prod(box.shape):
+            edges |= {box.offset[0], box.offset[0] + box.shape[0]}
+    # The same ranks hold all experts between two neighbouring edges.
+    for first, end in pairwise(sorted(edges)):
+        count = end - first
+        holders = _holders([box.rows(first, count) for box in boxes])
+        # They share the work: no rank has more than one expert more than another.
+        shares = min(count, len(holders))
+        for share in range(shares):
+            begin = first + share * count // shares
+            size = first + (share + 1) * count // shares - begin
+            parts = tuple((rank, box.rows(begin, size)) for rank, box in holders)
+            yield whole.rows(begin, size), parts
 
 
 def _holders(boxes: Sequence[Box]) -> tuple[tuple[int, Box], ...]:
@@ -327,12 +327,12 @@ def _boxes(parameter: Tensor, ranks: Sequence[int]) -> list[Box]:
     """Return the box of ``parameter`` that each rank holds."""
     if not isinstance(parameter, DTensor):
         return [Box((0,) * parameter.dim(), tuple(parameter.shape))] * len(ranks)
-    return [Box(*box_on_rank(parameter, rank)) for rank in ranks]
+    return [box_on_rank(parameter, rank) for rank in ranks]
 
 
-def _rounds(units: Sequence[Unit], n_ranks: int) -> Iterator[tuple[Unit, ...]]:
+def _rounds(units: Sequence[MatrixUnit], n_ranks: int) -> Iterator[tuple[MatrixUnit, ...]]:
     """Cut the units into rounds in which no rank owns more than ``_ELEMENTS_PER_ROUND``."""
-    current: list[Unit] = []
+    current: list[MatrixUnit] = []
     owned = [0] * n_ranks
     for unit in units:
         size = prod(unit.box.shape)

@@ -48,6 +48,8 @@ from torch.distributed.tensor._utils import (
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import register_pytree_node
 
+from composer3d.runtime.box import Box
+
 # Where a distributed checkpoint keeps the bytes of one part of a tensor: file, offset and length.
 StorageInfo = _StorageInfo
 
@@ -118,8 +120,8 @@ def offset_of(tensor: DTensor) -> tuple[int, ...]:
     return tuple(offset)
 
 
-def box_on_rank(tensor: DTensor, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the global index of the first element of a rank's shard, and the size of the shard.
+def box_on_rank(tensor: DTensor, rank: int) -> Box:
+    """Return the box of ``tensor`` that a rank holds.
 
     Args:
         tensor: of any shape and placements.
@@ -135,7 +137,7 @@ def box_on_rank(tensor: DTensor, rank: int) -> tuple[tuple[int, ...], tuple[int,
     shape, offset = _compute_local_shape_and_global_offset(
         tensor.shape, mesh.shape, coordinate[0].tolist(), tensor.placements
     )
-    return tuple(offset), tuple(shape)
+    return Box(tuple(offset), tuple(shape))
 
 
 def plan_actions(schedule: _PipelineScheduleRuntime, rows: Sequence[Sequence[str]]) -> None:

@@ -103,7 +103,7 @@ def use_float8(model: nn.Module, plan: ShardingPlan, tp: int) -> Rounding:
             if plan.style_of(name) == "column":
                 forward = _columns
             elif plan.style_of(name) == "kv_column":
-                # ``ShardingPlan.check`` refuses a plan without it.
+                # ``models.fit.check`` refuses a plan without it.
                 assert plan.kv_heads is not None
                 forward = partial(_kv_columns, heads=plan.kv_heads)
             module.forward = partial(forward, module, rounding, tp)  # type: ignore[method-assign]

@@ -31,7 +31,6 @@ from composer3d.checkpoint import pickles
 from composer3d.checkpoint.metadata import (
     METADATA,
     METADATA_LIMIT,
-    Box,
     CheckedReader,
     TensorLoadPlanner,
     fills,
@@ -42,6 +41,7 @@ from composer3d.checkpoint.metadata import (
     unpack_metadata,
 )
 from composer3d.facts.errors import CheckpointError
+from composer3d.runtime.box import Box
 from composer3d.runtime.torch_private import StorageInfo
 from tests.checkpoint import assemble as asm
 from tests.checkpoint.assemble import (

@@ -366,7 +366,8 @@ def make_config(
     if model_type in ("qwen2", "qwen3"):
         own["use_sliding_window"] = shape.window > 0
         own["max_window_layers"] = 0 if shape.window else shape.n_layers
-    return complete_config(own, shape, dtype, carried or {}, partial(_describes, shape=shape))
+    is_same = partial(describes, shape=shape, parse=parse_config, canonical=canonical)
+    return complete_config(own, shape, dtype, carried or {}, is_same)
 
 
 def decoder_keys(shape: RotaryShape, model_type: str) -> dict[str, Any]:
@@ -423,10 +424,16 @@ def complete_config(
     return {**kept, **written, **own}
 
 
-def _describes(config: dict[str, Any], shape: ModelShape) -> bool:
-    """Return whether ``config`` describes ``shape``. A head_dim of dim / n_heads may be absent."""
+def describes(
+    config: dict[str, Any],
+    *,
+    shape: Shape,
+    parse: Callable[[Any], Shape],
+    canonical: Callable[[Shape], Shape],
+) -> bool:
+    """Return whether ``config`` describes ``shape``, with the functions of its architecture."""
     with suppress(CheckpointError):
-        return canonical(parse_config(config)) == canonical(shape)
+        return canonical(parse(config)) == canonical(shape)
     return False
 
 

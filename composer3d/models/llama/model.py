@@ -5,6 +5,8 @@ Each parameter has one global name, which does not depend on the layout: ``first
 the name of the embedding. Mistral, Qwen 2 and Qwen 3 are the same code with another shape.
 """
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor, nn
 
@@ -82,7 +84,7 @@ class Last(nn.Module):
         return self.head(self.norm(h_BTC), labels_BT)
 
 
-class RotaryDecoder(Decoder):
+class RotaryDecoder(Decoder, ABC):
     """A whole model of a ``RotaryShape``: Llama's ``First`` and ``Last`` around blocks.
 
     A subclass makes the blocks. The parameters are uninitialised. ``Decoder`` documents the calls.
@@ -109,13 +111,9 @@ class RotaryDecoder(Decoder):
             self.last.head.weight = self.first.embed.weight
         self.to(dtype)
 
+    @abstractmethod
     def make_block(self, layer: int, rope: Rope) -> DecoderBlock:
-        """Build a block by its number. A subclass overrides this.
-
-        Raises:
-            NotImplementedError: the subclass does not.
-        """
-        raise NotImplementedError
+        """Build a block by its number."""
 
 
 class Llama(RotaryDecoder):

@@ -12,7 +12,6 @@ recipe sets it.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from composer3d.models.llama.huggingface import (
     complete_config,
     decoder_keys,
     decoder_problems,
+    describes,
     parse_decoder,
     read_config,
     require_model_type,
@@ -286,7 +286,8 @@ def make_config(
             "mlp_only_layers": list(range(shape.dense_layers)),
             "use_sliding_window": shape.window > 0,
         }
-    return complete_config(own, shape, dtype, carried or {}, partial(_describes, shape=shape))
+    is_same = partial(describes, shape=shape, parse=parse_config, canonical=canonical)
+    return complete_config(own, shape, dtype, carried or {}, is_same)
 
 
 def _require_supported(shape: MoeShape, model_type: str) -> None:
@@ -314,10 +315,3 @@ def _require_supported(shape: MoeShape, model_type: str) -> None:
         )
     if lines:
         raise CheckpointError(lines)
-
-
-def _describes(config: dict[str, Any], shape: MoeShape) -> bool:
-    """Return whether ``config`` describes ``shape``."""
-    with suppress(CheckpointError):
-        return canonical(parse_config(config)) == canonical(shape)
-    return False

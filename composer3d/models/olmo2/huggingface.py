@@ -5,12 +5,10 @@ value is checked.
 """
 
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from composer3d.facts.errors import CheckpointError
 from composer3d.models.llama.huggingface import (
     FULL,
     KEYS,
@@ -18,6 +16,7 @@ from composer3d.models.llama.huggingface import (
     complete_config,
     decoder_keys,
     decoder_problems,
+    describes,
     parse_decoder,
     read_config,
     require_model_type,
@@ -92,11 +91,5 @@ def make_config(
             are kept.
     """
     own = decoder_keys(shape, "olmo2")
-    return complete_config(own, shape, dtype, carried or {}, partial(_describes, shape=shape))
-
-
-def _describes(config: dict[str, Any], shape: Olmo2Shape) -> bool:
-    """Return whether ``config`` describes ``shape``. A head_dim of dim / n_heads may be absent."""
-    with suppress(CheckpointError):
-        return canonical(parse_config(config)) == canonical(shape)
-    return False
+    is_same = partial(describes, shape=shape, parse=parse_config, canonical=canonical)
+    return complete_config(own, shape, dtype, carried or {}, is_same)

@@ -205,7 +205,7 @@ def _style(style: Style, plan: ShardingPlan, mesh: DeviceMesh, parallel: Paralle
         case "column":
             return Local(Shard(0))
         case "kv_column":
-            # ``ShardingPlan.check`` refuses a plan without it.
+            # ``models.fit.check`` refuses a plan without it.
             assert plan.kv_heads is not None
             return _kv_column(plan.kv_heads, mesh)
         case "row":

@@ -5,8 +5,8 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.recipe.optimizers import OPTIMIZERS
 from composer3d.recipe.schema import OptimTable
 from composer3d.runtime.torch_private import ShardsForKernel
@@ -48,14 +48,11 @@ class AdamW(Optimizer, ShardsForKernel, torch.optim.AdamW):
         if parameters[0].dtype == torch.float64:
             # The kernel takes the divisor in float32, which is not exact enough for gradients in
             # float64.
-            torch._foreach_div_([_local(p.grad) for p in parameters if p.grad is not None], divisor)
+            gradients = [local_shard(p.grad) for p in parameters if p.grad is not None]
+            torch._foreach_div_(gradients, divisor)
             divisor = torch.ones_like(divisor)
         # These attributes are how torch.amp.GradScaler passes them.
         scaled: Any = self
         scaled.grad_scale = divisor.to(torch.float32)
         scaled.found_inf = (~is_good).to(torch.float32)
         self.step()
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -39,11 +39,11 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     Attributes:
         facts: its row of ``recipe.optimizers``.
-        matrices: the names of the parameters whose state is that of a matrix.
+        matrix_names: the parameters whose state is that of a matrix.
     """
 
     facts: ClassVar[OptimizerFacts]
-    matrices: frozenset[str] = frozenset()
+    matrix_names: frozenset[str] = frozenset()
 
     @classmethod
     @abstractmethod

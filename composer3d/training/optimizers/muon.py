@@ -18,9 +18,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from composer3d.parallel.matrices import MatrixExchange
+from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.recipe.optimizers import OPTIMIZERS
 from composer3d.recipe.schema import OptimTable
 from composer3d.training.optimizers.adamw import AdamW
@@ -62,7 +62,7 @@ class Muon(Optimizer, torch.optim.Optimizer):
             self._others.param_groups = self.param_groups[-len(self._others.param_groups) :]
         self._exchange = MatrixExchange(self._matrices, places.group)
         self._device = places.device
-        self.matrices = places.names
+        self.matrix_names = places.names
 
     @classmethod
     def build(
@@ -100,8 +100,11 @@ class Muon(Optimizer, torch.optim.Optimizer):
     def _apply_to_matrices(self, divisor: Tensor, is_good: Tensor) -> None:
         table, (group, *_) = self._table, self.param_groups
         lr, momentum = group["lr"], table.momentum
-        weights = [_local(parameter) for parameter in self._matrices]
-        gradients = [_gradient(parameter) for parameter in self._matrices]
+        weights = [local_shard(parameter) for parameter in self._matrices]
+        gradients = [
+            None if parameter.grad is None else local_shard(parameter.grad)
+            for parameter in self._matrices
+        ]
         moments = [self._moment(parameter) for parameter in self._matrices]
         divisor, is_good = (scalar.to(weights[0].device) for scalar in (divisor, is_good))
         for gradient, moment in zip(gradients, moments, strict=True):
@@ -138,14 +141,14 @@ class Muon(Optimizer, torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        return _local(state["momentum_buffer"])
+        return local_shard(state["momentum_buffer"])
 
 
 def newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
     """Move the singular values of matrices towards 1 by a polynomial that is applied repeatedly.
 
-    With the coefficients (a, b, c), one step is a X + b (X X^T) X + c (X X^T)^2 X. The result for
-    one matrix has the bits of ``torch.optim.Muon``'s, in any dtype.
+    With the coefficients (a, b, c), one step is a X + b (X X^T) X + c (X X^T)^2 X. In bfloat16, the
+    result for one matrix has the bits of ``torch.optim.Muon``'s.
 
     Args:
         matrix: (F, C), or (E, F, C) for several. Its values are overwritten.
@@ -174,12 +177,3 @@ def update_scale(rows: int, columns: int, rule: str) -> float:
     if rule == "original":
         return math.sqrt(max(1.0, rows / columns))
     return 0.2 * math.sqrt(max(rows, columns))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor | None:
-    return None if parameter.grad is None else _local(parameter.grad)

@@ -1,6 +1,6 @@
 """Faults in Muon: in what is orthogonalised, where its parts lie, and what a step makes of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composer3d.models.registry import Architecture
-from composer3d.parallel import matrices
-from composer3d.parallel.matrices import MatrixExchange, Unit
+from composer3d.parallel.matrices import MatrixExchange, MatrixUnit
+from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.recipe.schema import OptimTable
+from composer3d.runtime.box import Box
 from composer3d.training import optimizers
 from composer3d.training.optimizers import muon
 from composer3d.training.optimizers.contract import Optimizer
@@ -32,7 +33,7 @@ def place_parts_one_rank_further() -> None:
     """The owner puts the parts of a matrix together in another order."""
     right = MatrixExchange._gather
 
-    def wrong(self: MatrixExchange, *arguments: Any) -> dict[Unit, Tensor]:
+    def wrong(self: MatrixExchange, *arguments: Any) -> dict[MatrixUnit, Tensor]:
         wholes = right(self, *arguments)
         return {unit: whole.roll(whole.shape[-2] // 2, -2) for unit, whole in wholes.items()}
 
@@ -44,7 +45,11 @@ def leave_out_a_replica() -> None:
     right = MatrixExchange._scatter
 
     def wrong(
-        self: MatrixExchange, own: Any, results: Mapping[Unit, Tensor], write: Any, like: Tensor
+        self: MatrixExchange,
+        own: Any,
+        results: Any,
+        write: Any,
+        like: Tensor,
     ) -> None:
         is_left_out = dist.get_rank() >= dist.get_world_size() // 2
 
@@ -58,15 +63,15 @@ def leave_out_a_replica() -> None:
 
 def send_the_part_of_the_owner() -> None:
     """The parts of replicas count twice: a matrix is made of the parts of one rank alone."""
-    right = matrices.Box.seen_from
+    right = Box.seen_from
 
-    def wrong(self: matrices.Box, origin: Any) -> tuple[slice, ...]:
+    def wrong(self: Box, origin: Any) -> tuple[slice, ...]:
         place = right(self, origin)
         # A part begins where its rank's begins; in the whole matrix too, though it lies further on.
         size = place[-2].stop - place[-2].start
         return (*place[:-2], slice(0, size), place[-1])
 
-    matrices.Box.seen_from = wrong  # type: ignore[method-assign]
+    Box.seen_from = wrong  # type: ignore[method-assign]
 
 
 def _change_newton_schulz(change: Callable[..., Tensor]) -> None:
@@ -165,7 +170,7 @@ def decay_twice() -> None:
     def change(self: muon.Muon) -> None:
         group = self.param_groups[0]
         for parameter in self._matrices:
-            muon._local(parameter).mul_(1 - group["lr"] * group["weight_decay"])
+            local_shard(parameter).mul_(1 - group["lr"] * group["weight_decay"])
 
     _after_matrices(change)
 
