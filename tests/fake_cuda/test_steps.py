@@ -164,3 +164,11 @@ def test_experts_copy_numbers_of_rows_and_send_what_they_send_on_a_cpu(
     assert on_gpu.step.collectives == on_cpu.step.collectives
     assert on_gpu.evaluation.collectives == on_cpu.evaluation.collectives
     check_launched(on_gpu, deeper, EXPERTS_LAUNCHED[name])
+
+
+def test_muon_waits_for_nothing_and_sends_what_it_sends_on_a_cpu(pool: Pool, library: Path) -> None:
+    layout = (*LAYOUTS["tp"], 'optim.name="muon"')
+    (on_gpu, on_cpu), _ = run_ranks(pool, library, *SIZES, *layout)
+    assert on_gpu.step.copies == Counter({TO_DEVICE: 3, TO_HOST: 1})
+    assert on_gpu.step.collectives == on_cpu.step.collectives
+    assert sum(each.operation == "all_to_all" for each in on_gpu.step.collectives) == 2

@@ -74,6 +74,12 @@ def test_resumed_run_repeats_the_losses_bit_for_bit(folder: Path, mesh: str) -> 
             "a run keeps its seed; set it back,",
         ),
         (
+            ['optim.name="muon"'],
+            'was made with optim.name = "adamw", but the recipe says "muon": it has the '
+            "optimizer's state of the first only; set it back, or start a run under another "
+            "run.name with checkpoint.init = ",
+        ),
+        (
             ['optim.train=["last.*"]'],
             'was made with optim.train = absent, but the recipe says ["last.*"]: it has the '
             "optimizer's state of the first only; set it back, or start a run under another "
@@ -96,6 +102,7 @@ def test_resumed_run_repeats_the_losses_bit_for_bit(folder: Path, mesh: str) -> 
         "batch",
         "order",
         "seed",
+        "optimizer",
         "frozen",
         "anew",
         "folder",
