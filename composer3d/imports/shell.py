@@ -69,7 +69,7 @@ class Text(NamedTuple):
     unsure: frozenset[str]
 
 
-class Command(NamedTuple):
+class ShellCommand(NamedTuple):
     """One command of a script.
 
     Attributes:
@@ -111,8 +111,8 @@ class Script:
         others: all values of these variables.
     """
 
-    commands: list[Command] = field(default_factory=list)
-    variables: Command = field(default_factory=lambda: Command(1, []))
+    commands: list[ShellCommand] = field(default_factory=list)
+    variables: ShellCommand = field(default_factory=lambda: ShellCommand(1, []))
     documents: list[tuple[int, Text]] = field(default_factory=list)
     unsure: dict[str, str] = field(default_factory=dict)
     others: dict[str, list[str]] = field(default_factory=dict)
@@ -177,7 +177,9 @@ class _Reader:
             found = [text for word in words for text in self._fields(word, statement.line)]
             if statement.array is not None:
                 found += self._elements(statement)
-            self.script.commands.append(Command(statement.line, list(map(self.text_of, found))))
+            self.script.commands.append(
+                ShellCommand(statement.line, list(map(self.text_of, found)))
+            )
         # An assignment never fails, so what follows one and && runs as it does.
         runs = bool(words) or is_unsure or statement.end == "||"
         self.follows = statement.end in ("&&", "||") and runs

@@ -12,7 +12,7 @@ from composer3d.facts.files import parse_json, read_plain
 from composer3d.facts.toml import parse_toml
 from composer3d.imports import torchtitan
 from composer3d.imports.literal import Entry, Unread, dicts_of
-from composer3d.imports.shell import Command, Script, read_script
+from composer3d.imports.shell import Script, ShellCommand, read_script
 from composer3d.imports.translation import Setting, canonical, setting
 from composer3d.imports.words import BRIDGE_SECTIONS, PROGRAMS, SHARED, Program
 from composer3d.recipe.values import one_line
@@ -447,7 +447,7 @@ def _decides(program: Program, name: str) -> bool:
     return (word.is_computed and not word.ours) or word.ours.startswith(_DECIDING_KEYS)
 
 
-def _note_unsure(source: Source, script: Script, command: Command) -> None:
+def _note_unsure(source: Source, script: Script, command: ShellCommand) -> None:
     """Open a point for each variable that is set under a condition, if what it gives decides.
 
     A variable decides if it is the value of a word that does, or if one of its values, used or not,
@@ -471,7 +471,7 @@ def _deciding_words(source: Source, variable: str) -> tuple[str, ...]:
 
 
 def _gives_a_deciding_option(
-    source: Source, script: Script, command: Command, variable: str
+    source: Source, script: Script, command: ShellCommand, variable: str
 ) -> bool:
     """Return whether a value of a variable, used or not, has an option that decides."""
     program = PROGRAMS[source.program]
@@ -506,7 +506,7 @@ def _note_other_command(source: Source, other: Source) -> None:
             source.open.setdefault(word, Guess(line, (word,)))
 
 
-def _known_options(command: Command) -> int:
+def _known_options(command: ShellCommand) -> int:
     words = [word.text for word in command.words if word.text.startswith("--")]
     return sum(_as_word(word) in _MEGATRON.index for word in words)
 
@@ -515,7 +515,7 @@ def _as_word(option: str) -> str:
     return option[2:].partition("=")[0].replace("-", "_")
 
 
-def _options(command: Command, name: str) -> Iterator[Setting]:
+def _options(command: ShellCommand, name: str) -> Iterator[Setting]:
     """Yield the options of a command, those of its launcher as well."""
     words = command.words
     place = f"{name}:{command.line}"

@@ -69,7 +69,7 @@ class _Transfer(NamedTuple):
     target: int
 
 
-class _Message(NamedTuple):
+class _OwnTransfers(NamedTuple):
     """This rank's part in one all-to-all.
 
     Between two ranks, both know which parts travel in which order, so nothing is labelled.
@@ -85,7 +85,7 @@ class _Message(NamedTuple):
     incoming_sizes: list[int]
 
     @classmethod
-    def of(cls, transfers: Sequence[_Transfer], own_rank: int, n_ranks: int) -> "_Message":
+    def of(cls, transfers: Sequence[_Transfer], own_rank: int, n_ranks: int) -> "_OwnTransfers":
         """Choose this rank's transfers. ``sorted`` keeps their order among equal ranks."""
         outgoing = [transfer for transfer in transfers if transfer.source == own_rank]
         incoming = [transfer for transfer in transfers if transfer.target == own_rank]
@@ -102,12 +102,12 @@ class _Message(NamedTuple):
         )
 
 
-class _Round(NamedTuple):
+class _OwnRound(NamedTuple):
     """The units that this rank owns in a round, and the messages to all owners and back."""
 
     owned: tuple[MatrixUnit, ...]
-    to_owners: _Message
-    to_holders: _Message
+    to_owners: _OwnTransfers
+    to_holders: _OwnTransfers
 
 
 class MatrixExchange:
@@ -132,10 +132,10 @@ class MatrixExchange:
         self.rounds = list(_rounds(_assign(parameters, ranks), len(ranks)))
         # A large job has many transfers, and this rank has few of them: they are found once.
         self._own_rounds = [
-            _Round(
+            _OwnRound(
                 tuple(unit for unit in units if unit.owner == self._own_rank),
-                _Message.of(_to_owners(units), self._own_rank, len(ranks)),
-                _Message.of(_to_holders(units), self._own_rank, len(ranks)),
+                _OwnTransfers.of(_to_owners(units), self._own_rank, len(ranks)),
+                _OwnTransfers.of(_to_holders(units), self._own_rank, len(ranks)),
             )
             for units in self.rounds
         ]
@@ -164,7 +164,7 @@ class MatrixExchange:
             results = {unit: compute(whole) for unit, whole in wholes.items()}
             self._scatter(own, results, write, like)
 
-    def _gather(self, own: _Round, read: Read, like: Tensor) -> dict[MatrixUnit, Tensor]:
+    def _gather(self, own: _OwnRound, read: Read, like: Tensor) -> dict[MatrixUnit, Tensor]:
         """Return the values of the units that this rank owns. Collective over the group."""
         wholes = {unit: like.new_empty(unit.box.shape) for unit in own.owned}
 
@@ -179,7 +179,7 @@ class MatrixExchange:
         return wholes
 
     def _scatter(
-        self, own: _Round, results: Mapping[MatrixUnit, Tensor], write: Write, like: Tensor
+        self, own: _OwnRound, results: Mapping[MatrixUnit, Tensor], write: Write, like: Tensor
     ) -> None:
         """Bring the results of the units' owners to all holders. Collective over the group."""
 
@@ -198,7 +198,7 @@ class MatrixExchange:
 
     def _deliver(
         self,
-        message: _Message,
+        message: _OwnTransfers,
         read: Callable[[_Transfer], Tensor],
         write: Callable[[_Transfer, Tensor], None],
         like: Tensor,

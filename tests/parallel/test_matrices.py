@@ -22,7 +22,7 @@ from composer3d.training.build import build_stages
 from tools.prove.paths import MOE_RECIPE, RECIPE
 
 
-class Counts(NamedTuple):
+class RankCounts(NamedTuple):
     """What one rank computed and sent, and the sizes of its stage's matrices."""
 
     stage: int
@@ -32,7 +32,7 @@ class Counts(NamedTuple):
     held_bytes: int
 
 
-def exchange(recipe: Path, sets: list[str]) -> Counts:
+def exchange(recipe: Path, sets: list[str]) -> RankCounts:
     """A task: change each matrix as a whole, on its owner, and compare all that ranks hold then."""
     with pool_world():
         loaded = load(str(recipe), sets).recipe
@@ -68,7 +68,7 @@ def exchange(recipe: Path, sets: list[str]) -> Counts:
             made.run(lambda index, where: copies[index][where], compute, write, like=like)
         for name, parameter, was in zip(named, parameters, before, strict=True):
             assert torch.equal(whole(parameter), changed(was)), name
-        return Counts(
+        return RankCounts(
             mesh.coords["pp"],
             flops,
             sent,

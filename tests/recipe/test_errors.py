@@ -10,7 +10,7 @@ from composer3d.facts.errors import RecipeError
 from composer3d.recipe import rules
 from composer3d.recipe.resolve import load
 from composer3d.recipe.rules import RULES
-from composer3d.recipe.rules.rule import Change, Fault, Rule
+from composer3d.recipe.rules.rule import Breach, KeyChange, Rule
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import variant
 from tests.recipe import messages, wrong_values
@@ -36,12 +36,12 @@ def test_the_snapshot_has_the_names_of_the_cases() -> None:
 
 
 def watch_rules(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, see: Callable[[Rule, Recipe, str | Fault], None]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, see: Callable[[Rule, Recipe, str | Breach], None]
 ) -> None:
     """Load each wrong recipe, and show ``see`` each fault that a rule finds."""
 
     def watched(rule: Rule) -> Rule:
-        def check(recipe: Recipe) -> Iterator[str | Fault]:
+        def check(recipe: Recipe) -> Iterator[str | Breach]:
             for found in rule.check(recipe):
                 see(rule, recipe, found)
                 yield found
@@ -66,11 +66,11 @@ def test_every_rule_is_broken_by_a_case(tmp_path: Path, monkeypatch: pytest.Monk
 def test_every_change_removes_its_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = set()
 
-    def see(rule: Rule, recipe: Recipe, found: str | Fault) -> None:
-        remedies = found.remedies if isinstance(found, Fault) else ()
+    def see(rule: Rule, recipe: Recipe, found: str | Breach) -> None:
+        remedies = found.remedies if isinstance(found, Breach) else ()
         for remedy in remedies:
             # Another architecture has another shape, which the recipe would have to give.
-            if not isinstance(remedy, Change) or remedy.key == "model.architecture":
+            if not isinstance(remedy, KeyChange) or remedy.key == "model.architecture":
                 continue
             for value in remedy.values:
                 changed = variant(recipe, {remedy.key: value})

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from composer3d.recipe.schema import OptimTable
 from composer3d.training.optimizers import Optimizer, build_optimizer
-from composer3d.training.optimizers.contract import Matrices
+from composer3d.training.optimizers.contract import StageMatrices
 from tests.reference import muon as reference
 
 SHAPES = {"tall": (48, 32), "wide": (16, 40), "norm": (32,), "experts": (3, 16, 24)}
@@ -21,7 +21,7 @@ def make(table: OptimTable, dtype: torch.dtype) -> tuple[dict[str, nn.Parameter]
         name: nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype))
         for name, shape in SHAPES.items()
     }
-    matrices = Matrices(NAMES, None, torch.device("cpu"))
+    matrices = StageMatrices(NAMES, None, torch.device("cpu"))
     return parameters, build_optimizer(parameters.items(), table, matrices)
 
 

@@ -28,7 +28,7 @@ from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.training.build import build_stages
 from composer3d.training.optimizers import Optimizer, build_optimizer
-from composer3d.training.optimizers.contract import Matrices
+from composer3d.training.optimizers.contract import StageMatrices
 from composer3d.training.optimizers.proof import OptimizerProof, ReplayedStep
 from composer3d.training.step import compute_gradients, update
 from composer3d.verify import proof
@@ -80,7 +80,7 @@ class Trial(Optimizer):
         cls,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         table: OptimTable,
-        matrices: Matrices,
+        matrices: StageMatrices,
     ) -> Self:
         trained = [parameter for _, parameter in named_parameters if parameter.requires_grad]
         return cls(trained, {"lr": table.lr, "momentum": table.betas[0]})
@@ -194,7 +194,7 @@ def test_a_step_makes_the_state_of_the_row(name: str, dtype: torch.dtype) -> Non
         name: nn.Parameter(torch.ones(shape, dtype=dtype))
         for name, shape in (("matrix", (3, 2)), ("vector", (5,)))
     }
-    matrices = Matrices(frozenset(("matrix",)), None, torch.device("cpu"))
+    matrices = StageMatrices(frozenset(("matrix",)), None, torch.device("cpu"))
     optimizer = build_optimizer(parameters.items(), table, matrices)
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)

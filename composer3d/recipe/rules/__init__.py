@@ -10,11 +10,11 @@ from collections.abc import Collection
 from composer3d.facts.ranges import Range
 from composer3d.recipe.rules import data, layout, model, reliability, trained
 from composer3d.recipe.rules.data import PATHS
-from composer3d.recipe.rules.rule import Change, Fault, Rule, Violation
+from composer3d.recipe.rules.rule import Breach, KeyChange, Rule, Violation
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import FIELDS, Entries, entries_of_recipe, has_key, value_of, variant
 
-__all__ = ["PATHS", "RANGES", "RULES", "Change", "Violation", "settle", "violations"]
+__all__ = ["PATHS", "RANGES", "RULES", "KeyChange", "Violation", "settle", "violations"]
 
 
 def _ranges(entries: Entries) -> dict[str, Range]:
@@ -52,7 +52,7 @@ def violations(recipe: Recipe) -> list[Violation]:
     for key, allowed in _ranges_of(recipe).items():
         value = value_of(recipe, key)
         if value is not None and not allowed.accepts(value):
-            broken_ranges.append(Violation(key, Fault(f"<{key}> {allowed.requirement}")))
+            broken_ranges.append(Violation(key, Breach(f"<{key}> {allowed.requirement}")))
 
     unusable_keys = {violation.key for violation in broken_ranges}
     if recipe.mesh.dp_shard == -1:
@@ -64,7 +64,7 @@ def violations(recipe: Recipe) -> list[Violation]:
         if unusable_keys.isdisjoint(keys) and all(has_key(recipe, key) for key in keys):
             blamed_key, others = keys[0], keys[1:]
             broken_rules += [
-                Violation(blamed_key, Fault(found) if isinstance(found, str) else found, others)
+                Violation(blamed_key, Breach(found) if isinstance(found, str) else found, others)
                 for found in check(recipe)
             ]
     return broken_ranges + broken_rules

@@ -8,7 +8,7 @@ from composer3d.facts.schedules import (
     micro_batch_requirement,
     nearest_micro_batches,
 )
-from composer3d.recipe.rules.rule import Fault, Rule, fault, needed_with, remove, rule, use
+from composer3d.recipe.rules.rule import Breach, Rule, breach, needed_with, remove, rule, use
 from composer3d.recipe.schema import AXES, FLOAT8_MULTIPLE, MOST_RANKS, Recipe
 from composer3d.recipe.values import (
     as_toml,
@@ -154,10 +154,10 @@ def ep_divides_ranks(recipe: Recipe) -> Iterator[str]:
 
 
 @rule("mesh.ep", "model.architecture")
-def ep_needs_experts(recipe: Recipe) -> Iterator[Fault]:
+def ep_needs_experts(recipe: Recipe) -> Iterator[Breach]:
     """Only a model with experts can share them between ranks."""
     if recipe.mesh.ep > 1 and not recipe.model.experts:
-        yield fault(
+        yield breach(
             "<mesh.ep> shares experts between ranks, but a model of <model.architecture> has none",
             use("mesh.ep", 1),
             use("model.architecture", "moe"),
@@ -182,11 +182,11 @@ def _suggest_ep(recipe: Recipe) -> str:
 
 
 @rule("parallel.sequence_parallel", "mesh.tp")
-def experts_need_sequence_parallel(recipe: Recipe) -> Iterator[Fault]:
+def experts_need_sequence_parallel(recipe: Recipe) -> Iterator[Breach]:
     """Without sequence parallelism, all tp ranks would send the same tokens to experts."""
     tp = recipe.mesh.tp
     if recipe.model.experts and tp > 1 and not recipe.parallel.sequence_parallel:
-        yield fault(
+        yield breach(
             "<parallel.sequence_parallel> with <mesh.tp> leaves all tokens on every tp rank, so "
             f"experts would compute each token {tp} times",
             use("parallel.sequence_parallel", True),
@@ -346,10 +346,10 @@ def schedule_accepts_micro_batches(recipe: Recipe) -> Iterator[str]:
 
 
 @rule("parallel.zero", "mesh.dp_shard", "mesh.dp_replicate")
-def zero_0_does_not_shard(recipe: Recipe) -> Iterator[Fault]:
+def zero_0_does_not_shard(recipe: Recipe) -> Iterator[Breach]:
     """With parallel.zero = 0, all ranks hold whole parameters, so dp_shard must be 1."""
     if recipe.parallel.zero == 0 and recipe.mesh.dp_shard > 1:
-        yield fault(
+        yield breach(
             "<parallel.zero> keeps whole parameters, but <mesh.dp_shard> shards them",
             f"use mesh.dp_shard = 1 with mesh.dp_replicate = {recipe.mesh.batch_ranks}",
             use("parallel.zero", 1, 3),
@@ -357,10 +357,10 @@ def zero_0_does_not_shard(recipe: Recipe) -> Iterator[Fault]:
 
 
 @rule("parallel.zero", "mesh.pp")
-def pipeline_reduces_once(recipe: Recipe) -> Iterator[Fault]:
+def pipeline_reduces_once(recipe: Recipe) -> Iterator[Breach]:
     """With pp, gradients stay whole until the last micro-batch, which zero = 2 contradicts."""
     if recipe.parallel.zero == 2 and recipe.mesh.pp > 1:
-        yield fault(
+        yield breach(
             "<parallel.zero> reduces gradients after each micro-batch, but with <mesh.pp> they "
             "stay whole until the last one",
             use("parallel.zero", 1, 3),
@@ -380,29 +380,29 @@ def compute_fits_params(recipe: Recipe) -> Iterator[str]:
 
 
 @rule("precision.reduce", "precision.params")
-def reduce_fits_params(recipe: Recipe) -> Iterator[Fault]:
+def reduce_fits_params(recipe: Recipe) -> Iterator[Breach]:
     """Gradients are sent in the dtype of the parameters, or in bfloat16 instead of float32."""
     params = recipe.precision.params
     if params != "float32" and recipe.precision.reduces_in != params:
-        yield fault(
+        yield breach(
             "<precision.reduce> does not fit <precision.params>", remove("precision.reduce")
         )
 
 
 @rule("precision.reduce", "parallel.zero", "mesh.dp_shard", "mesh.cp")
-def narrow_gradients_are_sharded(recipe: Recipe) -> Iterator[Fault]:
+def narrow_gradients_are_sharded(recipe: Recipe) -> Iterator[Breach]:
     """Only what shards sum can be sent narrow: FSDP's all-reduce would also add up in bfloat16."""
     if recipe.precision.reduces_in != "bfloat16":
         return
     if recipe.parallel.zero == 0:
-        yield fault(
+        yield breach(
             "<precision.reduce> is for gradients that are summed over shards, but <parallel.zero> "
             "all-reduces whole ones",
             use("parallel.zero", 1, 3),
             remove("precision.reduce"),
         )
     elif recipe.mesh.dp_shard * recipe.mesh.cp == 1:
-        yield fault(
+        yield breach(
             "<precision.reduce> is for gradients that are summed over shards, but <mesh.dp_shard> "
             "x <mesh.cp> makes no shards",
             "use a larger mesh.dp_shard",
@@ -411,10 +411,10 @@ def narrow_gradients_are_sharded(recipe: Recipe) -> Iterator[Fault]:
 
 
 @rule("precision.reduce")
-def gradients_of_experts_are_wide(recipe: Recipe) -> Iterator[Fault]:
+def gradients_of_experts_are_wide(recipe: Recipe) -> Iterator[Breach]:
     """FSDP takes no reduce-scatter of ours for a unit with two meshes, such as a block's."""
     if recipe.precision.reduces_in == "bfloat16" and recipe.model.experts:
-        yield fault(
+        yield breach(
             "<precision.reduce> does not work for a model with experts, whose gradients are summed "
             "over other ranks than those of the rest of their block",
             remove("precision.reduce"),
@@ -422,11 +422,11 @@ def gradients_of_experts_are_wide(recipe: Recipe) -> Iterator[Fault]:
 
 
 @rule("precision.matmul", "precision.compute", "precision.params")
-def float8_computes_in_bfloat16(recipe: Recipe) -> Iterator[Fault]:
+def float8_computes_in_bfloat16(recipe: Recipe) -> Iterator[Breach]:
     """Kernels return bfloat16. In float64 the products are emulated, for proofs."""
     computes_in = recipe.precision.computes_in
     if recipe.precision.matmul == "float8" and computes_in not in ("bfloat16", "float64"):
-        yield fault(
+        yield breach(
             "<precision.matmul> needs forward and backward in bfloat16, but they are in "
             f"{computes_in}",
             use("precision.compute", "bfloat16"),
@@ -445,7 +445,7 @@ def float8_computes_in_bfloat16(recipe: Recipe) -> Iterator[Fault]:
     "model.head_dim",
     "model.ffn",
 )
-def float8_has_sizes_of_kernels(recipe: Recipe) -> Iterator[Fault]:
+def float8_has_sizes_of_kernels(recipe: Recipe) -> Iterator[Breach]:
     """Kernels take products whose sizes on each rank are multiples of 16."""
     precision, model, tp = recipe.precision, recipe.model, recipe.mesh.tp
     if precision.matmul != "float8" or precision.computes_in != "bfloat16":
@@ -460,7 +460,7 @@ def float8_has_sizes_of_kernels(recipe: Recipe) -> Iterator[Fault]:
     ):
         # Other rules report a tp that does not divide the heads or the feed-forward layers.
         if rows % cuts == 0 and rows // cuts % FLOAT8_MULTIPLE:
-            yield fault(
+            yield breach(
                 "<precision.matmul> needs products whose sizes are multiples of "
                 f"{FLOAT8_MULTIPLE}, but {keys} makes {rows // cuts}",
                 "change these keys",
@@ -469,10 +469,10 @@ def float8_has_sizes_of_kernels(recipe: Recipe) -> Iterator[Fault]:
 
 
 @rule("precision.matmul")
-def experts_are_not_in_float8(recipe: Recipe) -> Iterator[Fault]:
+def experts_are_not_in_float8(recipe: Recipe) -> Iterator[Breach]:
     """Grouped products have other kernels, and float8 would leave most of a model as it is."""
     if recipe.precision.matmul == "float8" and recipe.model.experts:
-        yield fault(
+        yield breach(
             "<precision.matmul> does not work for a model with experts, whose grouped products are "
             "in the dtype of precision.compute",
             use("precision.matmul", "compute"),
@@ -480,10 +480,10 @@ def experts_are_not_in_float8(recipe: Recipe) -> Iterator[Fault]:
 
 
 @rule("precision.matmul", "parallel.async_tp")
-def async_tp_fuses_no_float8(recipe: Recipe) -> Iterator[Fault]:
+def async_tp_fuses_no_float8(recipe: Recipe) -> Iterator[Breach]:
     """The compiler fuses collectives with products of what they carry, in the same dtype."""
     if recipe.precision.matmul == "float8" and recipe.parallel.async_tp:
-        yield fault(
+        yield breach(
             "<precision.matmul> rounds what tp gathers before each product, so that "
             "<parallel.async_tp> cannot fuse the two",
             use("parallel.async_tp", False),
@@ -492,10 +492,10 @@ def async_tp_fuses_no_float8(recipe: Recipe) -> Iterator[Fault]:
 
 
 @rule("compile.enabled")
-def experts_are_eager(recipe: Recipe) -> Iterator[Fault]:
+def experts_are_eager(recipe: Recipe) -> Iterator[Breach]:
     """The number of rows of an expert is known only when it runs, so no graph holds for it."""
     if recipe.compile.enabled and recipe.model.experts:
-        yield fault(
+        yield breach(
             "<compile.enabled> makes one graph of a block, but the number of tokens of each expert "
             "changes in every step",
             use("compile.enabled", False),
@@ -503,12 +503,12 @@ def experts_are_eager(recipe: Recipe) -> Iterator[Fault]:
 
 
 @rule("compile.enabled", "parallel.schedule", "mesh.pp")
-def split_backward_is_eager(recipe: Recipe) -> Iterator[Fault]:
+def split_backward_is_eager(recipe: Recipe) -> Iterator[Breach]:
     """A compiled block has one backward graph, which cannot be split into two halves."""
     splits = SCHEDULES[recipe.parallel.schedule].splits_backward
     if recipe.compile.enabled and recipe.mesh.pp > 1 and splits:
         unsplit = [name for name, facts in SCHEDULES.items() if not facts.splits_backward]
-        yield fault(
+        yield breach(
             "<compile.enabled> makes one graph of a block's backward, but <parallel.schedule> "
             "splits backward into two halves",
             use("compile.enabled", False),
@@ -517,24 +517,24 @@ def split_backward_is_eager(recipe: Recipe) -> Iterator[Fault]:
 
 
 @rule("parallel.async_tp", "compile.enabled", "mesh.tp", "parallel.sequence_parallel")
-def async_tp_fuses_products(recipe: Recipe) -> Iterator[Fault]:
+def async_tp_fuses_products(recipe: Recipe) -> Iterator[Breach]:
     """The compiler fuses products with gathers and reduce-scatters of the sequence over tp."""
     if not recipe.parallel.async_tp:
         return
     if not recipe.compile.enabled:
-        yield fault(
+        yield breach(
             "<parallel.async_tp> is work of the compiler, but <compile.enabled>",
             use("parallel.async_tp", False),
             use("compile.enabled", True),
         )
     if recipe.mesh.tp == 1:
-        yield fault(
+        yield breach(
             "<parallel.async_tp> hides the collectives of tp, but <mesh.tp> has none",
             use("parallel.async_tp", False),
             "mesh.tp above 1",
         )
     elif not recipe.parallel.sequence_parallel:
-        yield fault(
+        yield breach(
             "<parallel.async_tp> fuses all-gathers and reduce-scatters, but "
             "<parallel.sequence_parallel> has all-reduces",
             use("parallel.async_tp", False),

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from composer3d.recipe.rules.rule import (
-    Change,
-    Fault,
+    Breach,
+    KeyChange,
     Rule,
-    fault,
+    breach,
     must_be_above,
     must_be_at_most,
     rule,
@@ -83,11 +83,11 @@ def some_layer_has_experts(recipe: Recipe) -> Iterator[str]:
 
 
 @rule("model.renormalise", "model.experts_per_token")
-def routers_learn(recipe: Recipe) -> Iterator[Fault]:
+def routers_learn(recipe: Recipe) -> Iterator[Breach]:
     """The only weight of a token, divided by itself, is 1 whatever the router computes."""
     model: Any = recipe.model
     if model.renormalise and model.experts_per_token == 1:
-        yield fault(
+        yield breach(
             "<model.renormalise> with <model.experts_per_token> makes every weight 1, so that the "
             "loss teaches the router nothing",
             use("model.renormalise", False),
@@ -95,14 +95,14 @@ def routers_learn(recipe: Recipe) -> Iterator[Fault]:
 
 
 @rule("model.bias_rate", "model.router_bias")
-def bias_rate_needs_a_bias(recipe: Recipe) -> Iterator[Fault]:
+def bias_rate_needs_a_bias(recipe: Recipe) -> Iterator[Breach]:
     """A router without a bias moves none."""
     model: Any = recipe.model
     default = type(model).__dataclass_fields__["bias_rate"].default
     if model.bias_rate != default and not model.router_bias:
-        yield fault(
+        yield breach(
             "<model.bias_rate> is not used with <model.router_bias>",
-            Change("model.bias_rate", (default,), "remove it"),
+            KeyChange("model.bias_rate", (default,), "remove it"),
             use("model.router_bias", True),
         )
 

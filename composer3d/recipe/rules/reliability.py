@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator
 
-from composer3d.recipe.rules.rule import Fault, Rule, fault, only_used_with, remove, rule, use
+from composer3d.recipe.rules.rule import Breach, Rule, breach, only_used_with, remove, rule, use
 from composer3d.recipe.schema import MetricsTable, Recipe, ReliabilityTable
 
 
 @rule("reliability.digest_every", "mesh.dp_replicate", "mesh.dp_shard")
-def digests_need_data_parallel_ranks(recipe: Recipe) -> Iterator[Fault]:
+def digests_need_data_parallel_ranks(recipe: Recipe) -> Iterator[Breach]:
     """Only data-parallel ranks can compute the same micro-batch twice."""
     if recipe.reliability.digest_every and recipe.mesh.batch_ranks == 1:
-        yield fault(
+        yield breach(
             "<reliability.digest_every> compares data-parallel ranks, and there is one: "
             "<mesh.dp_replicate>, <mesh.dp_shard>",
             "raise one of these",
@@ -31,11 +31,11 @@ def rollbacks_need_checkpoints(recipe: Recipe) -> Iterator[str]:
 
 
 @rule("reliability.spike_window", "reliability.spike_sigma")
-def spike_window_needs_spikes(recipe: Recipe) -> Iterator[Fault]:
+def spike_window_needs_spikes(recipe: Recipe) -> Iterator[Breach]:
     """The window has no use unless a spike makes a step bad."""
     table = recipe.reliability
     if table.spike_sigma == 0 and table.spike_window != ReliabilityTable().spike_window:
-        yield fault(
+        yield breach(
             "<reliability.spike_window> is not used with <reliability.spike_sigma>",
             remove("reliability.spike_window", "remove it"),
             use("reliability.spike_sigma", 6),

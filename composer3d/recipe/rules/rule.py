@@ -10,7 +10,7 @@ from composer3d.recipe.values import FIELDS, as_toml, join_with_or, mention, val
 _KEY = re.compile(r"<([\w.]+)>")
 
 
-class Change(NamedTuple):
+class KeyChange(NamedTuple):
     """A change of one key that removes a fault.
 
     Attributes:
@@ -25,21 +25,21 @@ class Change(NamedTuple):
     words: str = ""
 
 
-def use(key: str, *values: Any) -> Change:
+def use(key: str, *values: Any) -> KeyChange:
     """Return the remedy to give ``key`` one of ``values``."""
-    return Change(key, values)
+    return KeyChange(key, values)
 
 
-def remove(key: str, words: str = "") -> Change:
+def remove(key: str, words: str = "") -> KeyChange:
     """Return the remedy to leave out ``key``, so that it has its default."""
-    return Change(key, (FIELDS[key].default,), words or f"remove {key}")
+    return KeyChange(key, (FIELDS[key].default,), words or f"remove {key}")
 
 
 # A remedy that only the user can choose is told in words, such as "mesh.tp above 1".
-Remedy = Change | str
+Remedy = KeyChange | str
 
 
-class Fault(NamedTuple):
+class Breach(NamedTuple):
     """What is wrong with a recipe, and what removes it.
 
     Attributes:
@@ -51,9 +51,9 @@ class Fault(NamedTuple):
     remedies: tuple[Remedy, ...] = ()
 
 
-def fault(text: str, *remedies: Remedy) -> Fault:
-    """Return a fault with its remedies."""
-    return Fault(text, remedies)
+def breach(text: str, *remedies: Remedy) -> Breach:
+    """Return a breach with its remedies."""
+    return Breach(text, remedies)
 
 
 def _way_out(remedies: Sequence[Remedy]) -> str:
@@ -61,12 +61,12 @@ def _way_out(remedies: Sequence[Remedy]) -> str:
     parts = []
     says_use = False
     for remedy in remedies:
-        if isinstance(remedy, Change) and not remedy.words:
+        if isinstance(remedy, KeyChange) and not remedy.words:
             part = f"{remedy.key} = {join_with_or(map(as_toml, remedy.values))}"
             parts.append(part if says_use else f"use {part}")
             says_use = True
         else:
-            parts.append(remedy.words if isinstance(remedy, Change) else remedy)
+            parts.append(remedy.words if isinstance(remedy, KeyChange) else remedy)
             says_use = says_use or parts[-1].startswith("use ")
     return f"; {', or '.join(parts)}" if parts else ""
 
@@ -76,18 +76,18 @@ class Violation(NamedTuple):
 
     Attributes:
         key: the key at fault.
-        fault: what is wrong, and what removes it.
+        breach: what is wrong, and what removes it.
         others: the other keys that the rule reads.
     """
 
     key: str
-    fault: Fault
+    breach: Breach
     others: tuple[str, ...] = ()
 
     @property
     def template(self) -> str:
         """The message. ``<mesh.tp>`` in it stands for that key with its value."""
-        return self.fault.text + _way_out(self.fault.remedies)
+        return self.breach.text + _way_out(self.breach.remedies)
 
     def message(self, recipe: Recipe, origins: Mapping[str, str] = {}) -> str:
         """Return the message, in which ``mention`` has written each key with its value.
@@ -98,11 +98,11 @@ class Violation(NamedTuple):
 
     def reason(self, recipe: Recipe) -> str:
         """Return the message without what removes the fault."""
-        return _fill(self.fault.text, recipe, {})
+        return _fill(self.breach.text, recipe, {})
 
-    def change_of(self, keys: Container[str]) -> Change | None:
+    def change_of(self, keys: Container[str]) -> KeyChange | None:
         """Return the first remedy that changes one of ``keys``, or None."""
-        changes = (remedy for remedy in self.fault.remedies if isinstance(remedy, Change))
+        changes = (remedy for remedy in self.breach.remedies if isinstance(remedy, KeyChange))
         return next((change for change in changes if change.key in keys), None)
 
 
@@ -119,7 +119,7 @@ def _fill(template: str, recipe: Recipe, origins: Mapping[str, str]) -> str:
 
 # A function that yields each fault of a recipe. A text alone is a fault whose text ends with what
 # removes it, for a user who must choose it.
-Check = Callable[[Recipe], Iterator[str | Fault]]
+Check = Callable[[Recipe], Iterator[str | Breach]]
 
 
 class Rule(NamedTuple):
@@ -158,11 +158,11 @@ def must_be_at_most(key: str, bound_key: str) -> Rule:
     """Return the rule that ``key`` is absent or at most ``bound_key``."""
 
     @rule(key, bound_key)
-    def check(recipe: Recipe) -> Iterator[Fault]:
+    def check(recipe: Recipe) -> Iterator[Breach]:
         value, bound = value_of(recipe, key), value_of(recipe, bound_key)
         if value is not None and not value <= bound:
             text = f"<{key}> must be at most <{bound_key}>"
-            yield fault(text, use(key, bound), f"a larger {bound_key}")
+            yield breach(text, use(key, bound), f"a larger {bound_key}")
 
     return check
 
@@ -179,10 +179,10 @@ def only_used_with(
         remedies = (remove(key, way_out),)
 
     @rule(key, switch)
-    def check(recipe: Recipe) -> Iterator[Fault]:
+    def check(recipe: Recipe) -> Iterator[Breach]:
         is_default = value_of(recipe, key) == FIELDS[key].default
         if value_of(recipe, switch) not in choices and not is_default:
-            yield fault(f"<{key}> is not used with <{switch}>", *remedies)
+            yield breach(f"<{key}> is not used with <{switch}>", *remedies)
 
     return check
 
@@ -195,7 +195,7 @@ def needed_with(key: str, switch: str, meanings: Mapping[str, str]) -> Rule:
     unused = only_used_with(key, switch, list(meanings))
 
     @rule(key, switch)
-    def check(recipe: Recipe) -> Iterator[str | Fault]:
+    def check(recipe: Recipe) -> Iterator[str | Breach]:
         yield from unused.check(recipe)
         chosen = value_of(recipe, switch)
         if chosen in meanings and value_of(recipe, key) is None:

@@ -12,7 +12,7 @@ from composer3d.models.registry import architecture, resolve
 from composer3d.parallel import Stages
 from composer3d.recipe.optimizers import matrices_of
 from composer3d.recipe.schema import OptimTable, Recipe
-from composer3d.training.optimizers.contract import NO_MATRICES, Matrices, Optimizer
+from composer3d.training.optimizers.contract import NO_MATRICES, Optimizer, StageMatrices
 
 __all__ = ["Optimizer", "build_optimizer", "build_stages_optimizer"]
 
@@ -25,14 +25,14 @@ def build_stages_optimizer(stages: Stages, recipe: Recipe) -> Optimizer:
     matrices, mesh = NO_MATRICES, stages.mesh
     if recipe.optim.optimizer.has_matrices:
         names = matrices_of(architecture(recipe.model.architecture), recipe.model, recipe.optim)
-        matrices = Matrices(names, mesh.stage_group, mesh.device)
+        matrices = StageMatrices(names, mesh.stage_group, mesh.device)
     return build_optimizer(stages.named_parameters(), recipe.optim, matrices)
 
 
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     table: OptimTable,
-    matrices: Matrices = NO_MATRICES,
+    matrices: StageMatrices = NO_MATRICES,
 ) -> Optimizer:
     """Build the recipe's optimizer over parameters of this rank.
 

@@ -12,8 +12,8 @@ from composer3d.recipe.schema import OptimTable
 from composer3d.runtime.torch_private import ShardsForKernel
 from composer3d.training.optimizers.contract import (
     NO_MATRICES,
-    Matrices,
     Optimizer,
+    StageMatrices,
     groups_by_decay,
 )
 
@@ -31,7 +31,7 @@ class AdamW(Optimizer, ShardsForKernel, torch.optim.AdamW):
         cls,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         table: OptimTable,
-        matrices: Matrices = NO_MATRICES,
+        matrices: StageMatrices = NO_MATRICES,
     ) -> Self:
         """Build the optimizer as ``build_optimizer`` describes it."""
         groups = groups_by_decay(named_parameters, table.weight_decay)

@@ -15,7 +15,7 @@ from composer3d.recipe.optimizers import OptimizerFacts
 from composer3d.recipe.schema import OptimTable
 
 
-class Matrices(NamedTuple):
+class StageMatrices(NamedTuple):
     """Which parameters are matrices that an optimizer may work on as a whole, and who has them.
 
     Attributes:
@@ -29,7 +29,7 @@ class Matrices(NamedTuple):
     device: torch.device
 
 
-NO_MATRICES = Matrices(frozenset(), None, torch.device("cpu"))
+NO_MATRICES = StageMatrices(frozenset(), None, torch.device("cpu"))
 
 
 class Optimizer(torch.optim.Optimizer, ABC):
@@ -51,7 +51,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         cls,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         table: OptimTable,
-        matrices: Matrices,
+        matrices: StageMatrices,
     ) -> Self:
         """Build the optimizer as ``build_optimizer`` describes it."""
 

@@ -24,7 +24,7 @@ from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.recipe.optimizers import OPTIMIZERS
 from composer3d.recipe.schema import OptimTable
 from composer3d.training.optimizers.adamw import AdamW
-from composer3d.training.optimizers.contract import NO_MATRICES, Matrices, Optimizer
+from composer3d.training.optimizers.contract import NO_MATRICES, Optimizer, StageMatrices
 
 # Below this norm, a matrix counts as zero. It is that of ``torch.optim.Muon``.
 _SMALLEST_NORM = 1e-7
@@ -44,7 +44,7 @@ class Muon(Optimizer, torch.optim.Optimizer):
         matrices: Iterable[tuple[str, nn.Parameter]],
         others: Iterable[tuple[str, nn.Parameter]],
         table: OptimTable,
-        places: Matrices,
+        places: StageMatrices,
     ) -> None:
         self._table = table
         self._matrices = [parameter for _, parameter in matrices if parameter.requires_grad]
@@ -69,7 +69,7 @@ class Muon(Optimizer, torch.optim.Optimizer):
         cls,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         table: OptimTable,
-        matrices: Matrices = NO_MATRICES,
+        matrices: StageMatrices = NO_MATRICES,
     ) -> Self:
         """Build the optimizer as ``build_optimizer`` describes it."""
         named = list(named_parameters)

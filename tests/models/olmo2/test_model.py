@@ -8,7 +8,7 @@ from composer3d.models.olmo2.plan import sharding_plan
 from composer3d.models.olmo2.shape import PRESETS
 from composer3d.models.olmo2.table import table
 
-# The parameters of the published checkpoints.
+# Counted by hand from the sizes in the published config.json files.
 PUBLISHED = {
     "olmo2-1b": 1_484_916_736,
     "olmo2-7b": 7_298_617_344,
