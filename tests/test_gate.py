@@ -191,7 +191,7 @@ def test_no_file_has_unfinished_work() -> None:
 # Files that parse what other processes of composer3d have sent, or a corpus, which has bounds of
 # its own. All other texts come from outside, and are parsed within the bounds of ``facts.bounds``.
 PARSERS = {
-    "spec": {"files.py", "statements.py", "toml.py"},
+    "facts": {"files.py", "statements.py", "toml.py"},
     "runtime": {"peers.py", "situation.py", "trackers.py"},
     "data": {
         *("chat_template.py", "documents.py", "example_lines.py", "examples.py"),
@@ -200,7 +200,13 @@ PARSERS = {
     "reliability": {"lock.py"},
     "verify": {"proof.py"},
 }
-IMPORTERS = {"__init__.py", "cli.py", "models/registry.py", "recipe/draft.py", "recipe/schema.py"}
+IMPORTERS = {
+    "__init__.py",
+    "commands/registry.py",
+    "models/registry.py",
+    "recipe/draft.py",
+    "recipe/schema.py",
+}
 IMPORTERS |= {"runtime/agreement.py", "runtime/starter.py"}
 
 

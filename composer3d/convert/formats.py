@@ -50,7 +50,8 @@ from composer3d.models.locations import Location
 from composer3d.models.shape import DecoderShape
 from composer3d.models.untrusted import short_json
 from composer3d.recipe.changes import values_of
-from composer3d.recipe.optimizers import DEFAULT, OPTIMIZERS, OptimizerFacts, matrices_of
+from composer3d.recipe.matrices import matrices_of
+from composer3d.recipe.optimizers import DEFAULT, OPTIMIZERS, OptimizerFacts
 from composer3d.recipe.schema import OptimTable
 
 Format = Literal["hf", "meta", "torch", "dcp"]

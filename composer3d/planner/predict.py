@@ -24,7 +24,7 @@ from composer3d.planner.setup import (
 from composer3d.planner.time import StepTime, predict_time
 from composer3d.planner.torch_facts import is_since_2_15
 from composer3d.planner.trained import trained_of
-from composer3d.recipe.optimizers import matrices_of
+from composer3d.recipe.matrices import matrices_of
 from composer3d.recipe.schema import Model, Recipe
 from composer3d.recipe.stages import stage_ranges
 

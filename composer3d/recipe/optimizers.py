@@ -7,15 +7,9 @@ imports go down only. It names the code above it, which is imported when it is n
 """
 
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from composer3d.models import registry
 from composer3d.models.registry import Reference
-from composer3d.models.shape import DecoderShape
-
-if TYPE_CHECKING:
-    from composer3d.recipe.schema import OptimTable
 
 
 class StateTensor(NamedTuple):
@@ -38,7 +32,8 @@ class OptimizerFacts:
     Attributes:
         title: its name in texts for people.
         state: what it keeps for a parameter, in the order of checkpoints.
-        matrix_state: the same for one of ``matrices_of``; empty if it treats these as all others.
+        matrix_state: the same for one of ``recipe.matrices.matrices_of``; empty if it treats these
+            as all others.
         code: its class, derived from ``training.optimizers.contract.Optimizer``.
         proof: what ``verify`` compares its step with: a class derived from
             ``training.optimizers.proof.OptimizerProof``.
@@ -51,7 +46,7 @@ class OptimizerFacts:
     proof: Reference
 
     def state_of(self, *, is_matrix: bool) -> tuple[StateTensor, ...]:
-        """Return what is kept for a parameter; whether it is one of ``matrices_of``."""
+        """Return what is kept for a parameter; whether it is one of ``matrices.matrices_of``."""
         return self.matrix_state if is_matrix and self.has_matrices else self.state
 
     @property
@@ -88,30 +83,3 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
         proof="composer3d.training.optimizers.muon_proof:MuonProof",
     ),
 }
-
-
-def matrices_of(
-    chosen: registry.Architecture, shape: DecoderShape, optim: "OptimTable"
-) -> frozenset[str]:
-    """Return the global names of the parameters that an optimizer of matrices works on as a whole.
-
-    Those are the matrices within blocks: the products of attention, of feed-forward layers and of
-    experts. Embedding, head, norms, biases and routers are none. ``optim.matrices`` gives globs
-    instead, which are compared with the names of parameters of two dims or more. None if the
-    optimizer treats matrices as all other parameters.
-
-    Args:
-        chosen: the architecture of the model.
-        shape: its sizes.
-        optim: the recipe's ``[optim]``.
-    """
-    if not optim.optimizer.has_matrices:
-        return frozenset()
-    table = chosen.table_of(shape)
-    if optim.matrices is None:
-        return table.hidden_matrices()
-    return frozenset(
-        name
-        for name, row in table.parameters()
-        if row.is_matrix and any(fnmatchcase(name, glob) for glob in optim.matrices)
-    )

@@ -114,12 +114,12 @@ def broken_rules(
         RecipeError: the recipe cannot be read.
     """
     draft = Draft(source)
-    recipe, _ = _read(draft, sets, world_size, may_import=False)
+    recipe, _ = _read(draft, sets, world_size)
     return recipe, [broken for broken in violations(recipe) if _is_clear(draft, broken)]
 
 
 def _read(
-    draft: Draft, sets: Sequence[str], world_size: int | None, *, may_import: bool
+    draft: Draft, sets: Sequence[str], world_size: int | None, *, may_import: bool = False
 ) -> tuple[Recipe, bool]:
     """Read and complete a recipe, and return it, and whether its mesh fills the world."""
     draft.read(sets, may_import=may_import)

@@ -12,7 +12,7 @@ from composer3d.facts.ranges import AS_IT_IS, InProof
 from composer3d.facts.schedules import micro_batch_requirement
 from composer3d.facts.units import units_of_blocks
 from composer3d.models.registry import architecture
-from composer3d.recipe.optimizers import matrices_of
+from composer3d.recipe.matrices import matrices_of
 from composer3d.recipe.rules import settle, violations
 from composer3d.recipe.schema import AXES, MeshTable, Model, Recipe
 from composer3d.recipe.values import FIELDS, divisors, value_of, variant

@@ -27,6 +27,7 @@ from composer3d.models.registry import architecture, resolve
 from composer3d.parallel import Stages, grad_norm, init
 from composer3d.parallel.data import fsdp
 from composer3d.parallel.data.reduce_scatter import SendNarrow, WithPlainBuffers
+from composer3d.recipe.matrices import matrices_of
 from composer3d.recipe.schema import OptimTable, PrecisionTable, Recipe
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import form_group, pool_world
@@ -160,7 +161,9 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
         if not any(fnmatch.fnmatchcase(name, glob) for glob in globs):
             parameter.requires_grad_(False)
         _starve_first_expert(name, parameter, recipe.model.experts > 0)
-    optimizer = _proof_class(recipe.optim).plain(model.named_parameters(), recipe)
+    optimizer = _proof_class(recipe.optim).plain(
+        model.named_parameters(), recipe.optim, matrices_of(chosen, recipe.model, recipe.optim)
+    )
     train_corpus = make_corpus(recipe, "train")
     held_out = make_corpus(recipe, "validation")
 
@@ -449,7 +452,11 @@ def compare_steps(
     optimizer = build_stages_optimizer(stages, recipe)
     loader = batches.make_loader(recipe, mesh, make_corpus(recipe, "train"), seed=recipe.data.seed)
     held_out = make_corpus(recipe, "validation")
-    replay = _proof_class(recipe.optim)(recipe, getattr(torch, dtype))
+    replay = _proof_class(recipe.optim)(
+        recipe.optim,
+        getattr(torch, dtype),
+        matrices_of(architecture(recipe.model.architecture), recipe.model, recipe.optim),
+    )
 
     errors = RankErrors(
         identity=mesh.identity,

@@ -20,7 +20,8 @@ from composer3d.facts import hardware
 from composer3d.models.registry import architecture, resolve
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.planner.predict import of_recipe
-from composer3d.recipe.optimizers import OPTIMIZERS, OptimizerFacts, StateTensor, matrices_of
+from composer3d.recipe.matrices import matrices_of
+from composer3d.recipe.optimizers import OPTIMIZERS, OptimizerFacts, StateTensor
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import OptimTable, Recipe
 from composer3d.runtime.launch import Pool
@@ -106,17 +107,19 @@ class Trial(Optimizer):
 class TrialProof(OptimizerProof):
     """Repeats the steps of SGD with momentum."""
 
-    def __init__(self, recipe: Recipe, dtype: torch.dtype) -> None:
-        super().__init__(recipe, dtype)
+    def __init__(self, optim: OptimTable, dtype: torch.dtype, matrices: frozenset[str]) -> None:
+        super().__init__(optim, dtype, matrices)
         self.momenta: dict[str, Tensor] = {}
         self.absolute: dict[str, Tensor] = {}
 
     @staticmethod
     def plain(
-        named_parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        optim: OptimTable,
+        matrices: frozenset[str],
     ) -> torch.optim.Optimizer:
         parameters = [parameter for _, parameter in named_parameters]
-        return torch.optim.SGD(parameters, lr=recipe.optim.lr, momentum=recipe.optim.betas[0])
+        return torch.optim.SGD(parameters, lr=optim.lr, momentum=optim.betas[0])
 
     def step(
         self, name: str, gradient: Tensor, before: Tensor, *, lr: float, decayed: bool
@@ -165,9 +168,9 @@ def test_a_row_and_its_code_are_of_one_optimizer(name: str) -> None:
 def test_a_proof_shares_no_code_with_the_step(path: Path) -> None:
     ours = set(re.findall(r"^(?:from|import) (composer3d\S*)", path.read_text(), re.MULTILINE))
     proofs = {"composer3d.training.optimizers.proof", "composer3d.training.optimizers.adamw_proof"}
-    # Which parameters are matrices, and what this rank holds of a tensor.
-    facts = {"composer3d.models.registry", "composer3d.recipe.optimizers"}
-    assert ours <= proofs | facts | {"composer3d.recipe.schema", "composer3d.parallel.init"}
+    # The settings, and what this rank holds of a tensor.
+    facts = {"composer3d.recipe.schema", "composer3d.parallel.init"}
+    assert ours <= proofs | facts
 
 
 def test_the_matrices_of_a_model() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from composer3d.models.registry import architecture
-from composer3d.recipe.optimizers import matrices_of
+from composer3d.recipe.matrices import matrices_of
 from composer3d.recipe.rules.rule import Rule, rule
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.stages import stage_ranges

@@ -10,7 +10,7 @@ from torch import nn
 
 from composer3d.models.registry import architecture, resolve
 from composer3d.parallel import Stages
-from composer3d.recipe.optimizers import matrices_of
+from composer3d.recipe.matrices import matrices_of
 from composer3d.recipe.schema import OptimTable, Recipe
 from composer3d.training.optimizers.contract import NO_MATRICES, Optimizer, StageMatrices
 

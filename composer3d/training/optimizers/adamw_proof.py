@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from composer3d.recipe.schema import Recipe
+from composer3d.recipe.schema import OptimTable
 from composer3d.training.optimizers.proof import OptimizerProof, ReplayedStep
 
 
@@ -63,24 +63,28 @@ class _State(NamedTuple):
 class AdamWProof(OptimizerProof):
     """Repeats the steps of AdamW on one rank's shards, in float64."""
 
-    def __init__(self, recipe: Recipe, dtype: torch.dtype) -> None:
-        super().__init__(recipe, dtype)
+    def __init__(
+        self, optim: OptimTable, dtype: torch.dtype, matrices: frozenset[str] = frozenset()
+    ) -> None:
+        super().__init__(optim, dtype, matrices)
         self._states: dict[str, _State] = {}
 
     @staticmethod
     def plain(
-        named_parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        optim: OptimTable,
+        matrices: frozenset[str] = frozenset(),
     ) -> torch.optim.Optimizer:
         """Return an AdamW that decays matrices, but not vectors such as norms and biases."""
-        table, parameters = recipe.optim, [parameter for _, parameter in named_parameters]
-        matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+        parameters = [parameter for _, parameter in named_parameters]
+        decayed = [parameter for parameter in parameters if parameter.ndim > 1]
         vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
         groups = [
-            {"params": matrices, "weight_decay": table.weight_decay},
+            {"params": decayed, "weight_decay": optim.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(
-            groups, lr=table.lr, betas=table.betas, eps=table.eps, foreach=False
+            groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, foreach=False
         )
 
     def step(

@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composer3d.models.registry import architecture
 from composer3d.parallel.init import local_part
-from composer3d.recipe.optimizers import matrices_of
-from composer3d.recipe.schema import OptimTable, Recipe
+from composer3d.recipe.schema import OptimTable
 from composer3d.training.optimizers.adamw_proof import AdamWProof
 from composer3d.training.optimizers.proof import OptimizerProof, ReplayedStep
 
@@ -51,20 +49,23 @@ class _Update(NamedTuple):
 class MuonProof(OptimizerProof):
     """Repeats the steps of Muon in float64, of whole matrices, from the ranks' own gradients."""
 
-    def __init__(self, recipe: Recipe, dtype: torch.dtype) -> None:
-        super().__init__(recipe, dtype)
-        self._others = AdamWProof(recipe, dtype)
-        self._matrices = _matrices(recipe)
+    def __init__(
+        self, optim: OptimTable, dtype: torch.dtype, matrices: frozenset[str] = frozenset()
+    ) -> None:
+        super().__init__(optim, dtype, matrices)
+        self._others = AdamWProof(optim, dtype)
         self._moments: dict[str, _Moments] = {}
         self._updates: dict[str, _Update] = {}
         self._boxes: dict[str, tuple[slice, ...]] = {}
 
     @staticmethod
     def plain(
-        named_parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        optim: OptimTable,
+        matrices: frozenset[str],
     ) -> torch.optim.Optimizer:
         """Return a Muon that takes one matrix after the other."""
-        return _PlainMuon(list(named_parameters), recipe)
+        return _PlainMuon(list(named_parameters), optim, matrices)
 
     def record_gradients(
         self, gradients: Mapping[str, Tensor | None], *, norm: float, max_norm: float
@@ -77,7 +78,7 @@ class MuonProof(OptimizerProof):
         own: dict[str, tuple[tuple[slice, ...], Tensor]] = {}
         wholes: dict[str, Tensor] = {}
         for name, gradient in gradients.items():
-            if gradient is None or name not in self._matrices:
+            if gradient is None or name not in self.matrices:
                 continue
             clipped = self.gradients[name]
             assert clipped is not None
@@ -103,7 +104,7 @@ class MuonProof(OptimizerProof):
 
         Shapes as in ``OptimizerProof``.
         """
-        if name not in self._matrices:
+        if name not in self.matrices:
             return self._others.step(name, gradient, before, lr=lr, decayed=decayed)
         table, update = self.optim, self._updates[name]
         if table.matrix_lr is not None:
@@ -177,23 +178,23 @@ def _scale(shape: Sequence[int], table: OptimTable) -> float:
     return 0.2 * max(rows, columns) ** 0.5
 
 
-def _matrices(recipe: Recipe) -> frozenset[str]:
-    return matrices_of(architecture(recipe.model.architecture), recipe.model, recipe.optim)
-
-
 class _PlainMuon(torch.optim.Optimizer):
     """Muon of whole matrices in float64, and AdamW of all else."""
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], recipe: Recipe) -> None:
-        chosen = _matrices(recipe)
-        self._table = recipe.optim
-        self._matrices = [parameter for name, parameter in named if name in chosen]
-        others = [(name, parameter) for name, parameter in named if name not in chosen]
-        self._others = AdamWProof.plain(others, recipe)
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        optim: OptimTable,
+        matrices: frozenset[str],
+    ) -> None:
+        self._table = optim
+        self._matrices = [parameter for name, parameter in named if name in matrices]
+        others = [(name, parameter) for name, parameter in named if name not in matrices]
+        self._others = AdamWProof.plain(others, optim)
         groups: list[dict[str, Any]] = [*self._others.param_groups]
         if self._matrices:
             groups.append({"params": self._matrices})
-        super().__init__(groups, {"lr": recipe.optim.lr})
+        super().__init__(groups, {"lr": optim.lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

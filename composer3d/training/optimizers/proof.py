@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composer3d.recipe.schema import Recipe
+from composer3d.recipe.schema import OptimTable
 
 
 class ReplayedStep(NamedTuple):
@@ -39,22 +39,27 @@ class OptimizerProof(ABC):
     learning rate of the reference.
 
     Args:
-        recipe: that of the proof.
+        optim: the settings of the optimizer.
         dtype: the dtype of the composed job's parameters and optimizer.
+        matrices: the names of the parameters that ``recipe.matrices`` finds.
 
     Attributes:
-        optim: the settings of the optimizer.
+        optim, matrices: as given.
         gradients: this rank's shards of the last recorded gradients, clipped, in float64.
     """
 
-    def __init__(self, recipe: Recipe, dtype: torch.dtype) -> None:
-        self.optim, self.dtype = recipe.optim, dtype
+    def __init__(
+        self, optim: OptimTable, dtype: torch.dtype, matrices: frozenset[str] = frozenset()
+    ) -> None:
+        self.optim, self.dtype, self.matrices = optim, dtype, matrices
         self.gradients: dict[str, Tensor | None] = {}
 
     @staticmethod
     @abstractmethod
     def plain(
-        named_parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        optim: OptimTable,
+        matrices: frozenset[str],
     ) -> torch.optim.Optimizer:
         """Return the optimizer of the plain training, which has one process and float64.
 

@@ -3,18 +3,30 @@
 A copy and its source would agree, so ``checks.conversion`` compares files with a table of its own.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
 from composer3d.convert import formats
+from composer3d.models import locations
 from composer3d.models.llama import huggingface, names
+from composer3d.models.table import ParameterTable, Row
 
 
 def _swap(*modules: str) -> None:
     """Swap the names of two of our modules, in Hugging Face's files and in Meta's."""
-    a, b = modules
-    names._TABLE[a], names._TABLE[b] = names._TABLE[b], names._TABLE[a]
+    right = ParameterTable.parameters
+    other = dict(zip(modules, reversed(modules), strict=True))
+
+    def wrong(self: ParameterTable) -> Iterator[tuple[str, Row]]:
+        rows = {re.sub(r"^blocks\.\d+", "blocks.#", name): row for name, row in right(self)}
+        for name, row in right(self):
+            module, _, last = re.sub(r"^blocks\.\d+", "blocks.#", name).rpartition(".")
+            named = rows[f"{other.get(module, module)}.{last}"]
+            yield name, row._replace(hf=named.hf, meta=named.meta)
+
+    ParameterTable.parameters = wrong  # type: ignore[method-assign]
 
 
 def swap_keys_and_values() -> None:
@@ -39,15 +51,15 @@ def swap_embedding_and_head() -> None:
 
 def count_blocks_from_the_end() -> None:
     """Conversion: the blocks are numbered in reverse."""
-    right = names._translate
+    right = locations.in_block
 
-    def wrong(name: str, column: str) -> str:
+    def wrong(name_in_files: str, name: str) -> str:
         parts = name.split(".")
         if parts[0] == "blocks":
             parts[1] = {"0": "1", "1": "0"}.get(parts[1], parts[1])
-        return right(".".join(parts), column)
+        return right(name_in_files, ".".join(parts))
 
-    names._translate = wrong
+    locations.in_block = names.in_block = wrong
 
 
 def leave_rotary_pairs_apart() -> None:

@@ -16,7 +16,7 @@ from composer3d.data import Batch, Loader, loader, order
 from composer3d.data.rows import EvenRows
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.recipe.schema import OptimTable
-from composer3d.training import batches, build, loop, optim
+from composer3d.training import batches, loop, optim, optimizers
 from composer3d.training import validation as train_validation
 from composer3d.verify import worker as verify_worker
 from tools.prove.faults.clipping import change_clipping
@@ -376,7 +376,7 @@ def _norm_sq(gradient: Tensor) -> Tensor:
 
 def _change_groups(**options: Any) -> None:
     """Change options of all of AdamW's parameter groups; each is a function of the right value."""
-    right = verify_worker.build_optimizer
+    right = optimizers.build_optimizer
 
     def wrong(*arguments: Any) -> torch.optim.Optimizer:
         optimizer = right(*arguments)
@@ -384,7 +384,7 @@ def _change_groups(**options: Any) -> None:
             group.update({key: option(group[key]) for key, option in options.items()})
         return optimizer
 
-    verify_worker.build_optimizer = build.build_optimizer = wrong
+    optimizers.build_optimizer = wrong
 
 
 def swap_the_betas() -> None:

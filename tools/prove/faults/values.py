@@ -13,12 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from composer3d.models.contract import IGNORE_INDEX, SequenceInfo
 from composer3d.models.layers import head as head_module
-from composer3d.parallel import checkpointing, grad_norm, init, stages
+from composer3d.parallel import checkpointing, executor, grad_norm, init, stages
 from composer3d.parallel.context import api
-from composer3d.training import batches, build
+from composer3d.training import batches, build, optimizers
 from composer3d.training import step as train_step
 from composer3d.training.optimizers import Optimizer
-from composer3d.verify import worker as verify_worker
 from tools.prove.faults.clipping import change_clipping, scale_gradients
 
 
@@ -154,16 +153,20 @@ def train_on_the_same_rows() -> None:
 
 def forget_a_micro_batch() -> None:
     """The second micro-batch clears the gradients of the first."""
-    right = stages.Stages._micro_batches
+    right, cut = executor.OneStage.forward_backward, executor.cut_into_micro_batches
 
-    def wrong(self: stages.Stages, *rows: Any) -> Any:
-        for index, (tokens, keywords) in enumerate(right(self, *rows)):
-            if index == 1:
-                for parameter in self.parameters():
-                    parameter.grad = None
-            yield tokens, keywords
+    def wrong(self: executor.OneStage, *arguments: Any) -> Tensor:
+        def clear_after_the_first(*inputs: Any) -> Any:
+            for index, micro_batch in enumerate(cut(*inputs)):
+                if index == 1:
+                    for parameter in self._module.parameters():
+                        parameter.grad = None
+                yield micro_batch
 
-    stages.Stages._micro_batches = wrong
+        executor.cut_into_micro_batches = clear_after_the_first
+        return right(self, *arguments)
+
+    executor.OneStage.forward_backward = wrong  # type: ignore[method-assign]
 
 
 def keep_the_gradients_of_the_last_step() -> None:
@@ -312,8 +315,8 @@ def decay_norms() -> None:
 
 def step_all_but_one_parameter() -> None:
     """The optimizer does not have the last parameter."""
-    right = verify_worker.build_optimizer
-    verify_worker.build_optimizer = lambda named, table: right(list(named)[:-1], table)
+    right = optimizers.build_optimizer
+    optimizers.build_optimizer = lambda named, *rest: right(list(named)[:-1], *rest)
 
 
 def step_on_one_rank_only() -> None:
@@ -359,14 +362,14 @@ def _before_the_step(change: Any) -> None:
 
 def _change_optimizer(change: Any) -> None:
     """Call ``change`` with the optimizer after it is built."""
-    right = verify_worker.build_optimizer
+    right = optimizers.build_optimizer
 
     def wrong(*arguments: Any) -> torch.optim.Optimizer:
         optimizer = right(*arguments)
         change(optimizer)
         return optimizer
 
-    verify_worker.build_optimizer = wrong
+    optimizers.build_optimizer = wrong
 
 
 def keep_the_first_learning_rate() -> None:
