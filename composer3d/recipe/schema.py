@@ -494,6 +494,7 @@ class OptimTable:
         "adamw",
         "optimizer; muon: Muon for the matrices of blocks, AdamW for all other parameters",
         words="{}",
+        column=Column("optimizer", {"adamw": None, "muon": "muon"}),
     )
     lr: float = key(
         3e-4,

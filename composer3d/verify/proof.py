@@ -34,7 +34,7 @@ _NEAR_TIE = {"float32": 1e-6, "float64": 1e-13}
 _NEAR_ROUNDING = 1e-13
 _SEEDS = 8
 # The tables whose keys a layout is described by, in this order.
-_NAMED_TABLES = ("parallel", "memory", "compile", "precision", "data", "model")
+_NAMED_TABLES = ("parallel", "memory", "compile", "precision", "data", "model", "optim")
 # The time for one run of the reference or of the composed job. Each rank of a compiled layout
 # compiles its blocks, which takes minutes where many ranks share few cores.
 _LIMIT_S = 240.0

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from composer3d.models.layers import head, moe, rope
-from composer3d.parallel import grad_norm, stages
+from composer3d.parallel import executor, grad_norm, stages
 from composer3d.parallel.context import ring
 from composer3d.parallel.pipeline import runtime
 from composer3d.parallel.pipeline.ties import local_shard
@@ -100,7 +100,7 @@ def add_losses_of_micro_batches_narrow() -> None:
         return torch.zeros(*size, dtype=torch.bfloat16 if is_wide else dtype, **options)
 
     module: ModuleType
-    for module in (stages, runtime):
+    for module in (executor, runtime):
         module.torch = _Torch(zeros=zeros)  # type: ignore[attr-defined]
 
 

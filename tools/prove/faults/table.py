@@ -558,7 +558,7 @@ FAULTS = [
     _narrow(
         narrow.add_losses_of_micro_batches_narrow,
         "",
-        r"Stages\.evaluate: aten::add_\.Tensor of bfloat16(?s:.)*Stages\.forward_backward",
+        r"OneStage\.forward: aten::add_\.Tensor of bfloat16(?s:.)*OneStage\.forward_backward",
     ),
     _narrow(
         narrow.add_losses_of_micro_batches_narrow,

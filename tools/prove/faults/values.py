@@ -45,7 +45,11 @@ def double_the_divisor() -> None:
 
 def divide_by_micro_batches() -> None:
     """The loss is divided by the number of micro-batches as well."""
-    _change_step(valid=lambda own, arguments: arguments["valid"] * own._step.micro_batches)
+
+    def micro_batches(own: stages.Stages, arguments: Any) -> int:
+        return arguments["tokens"].shape[0] // own.executor._micro_batch
+
+    _change_step(valid=lambda own, arguments: arguments["valid"] * micro_batches(own, arguments))
 
 
 def divide_by_own_tokens() -> None:

@@ -4,8 +4,8 @@ Features and axes are the columns of one table. The layouts hold, as far as it i
 
 - every schedule with every ``zero`` and every mode of checkpointing;
 - every two values of any two columns;
-- every schedule with every two values of two of the columns in ``WITH_SCHEDULE``;
-- every number of ranks that share experts with every two values of two columns in ``WITH_EP``.
+- every value of the columns in ``WITH_PAIRS``, such as every schedule, with every two values of the
+  pairs of columns that stand there.
 
 They are found greedily, cheap ones first. A search keeps the layouts that ``matrix.txt`` has, and
 adds those that are missing; the same file always gets the same ones. Two values that no legal
@@ -90,7 +90,7 @@ COLUMNS = _columns(
     "tied",
     "packing",
     ("window", ("none", "20 of 48")),
-    ("norms", ("plain", "head norms and biases")),
+    ("norms", ("plain", "head norms and biases", "OLMo 2")),
     ("rate", ("cosine", "warmup, linear", "warmup, wsd", "constant")),
     ("micro-batches", ("least", "more")),
     "micro-batch",
@@ -110,8 +110,23 @@ EXPERTS = ("ep", "router", "shared", "auxiliary", "dense layers")
 NO_EXPERTS: "Target" = tuple((column, COLUMNS[column][0]) for column in EXPERTS)
 # All combinations of the values of these columns are proven.
 ALWAYS = ("schedule", "zero", "checkpoint")
-# Every two values of two of these columns are proven with every schedule.
-WITH_SCHEDULE = (
+
+
+class Pairs(NamedTuple):
+    """Pairs of columns whose values are proven together, all with each of some values of another.
+
+    Attributes:
+        column: the other column.
+        values: some of its values.
+        columns: the pairs.
+    """
+
+    column: str
+    values: tuple[str, ...]
+    columns: tuple[tuple[str, str], ...]
+
+
+_OF_SCHEDULES = (
     "data",
     "cp",
     "cp method",
@@ -127,13 +142,19 @@ WITH_SCHEDULE = (
     "micro-batch",
     "pp",
 )
-# Every two values of these pairs of columns are proven with each of these ep. Those of ep 8 need 8
-# or 16 processes: each value of every column is proven with it, as with each value of any column.
-EP_IN_PAIRS = ("1", "2", "4")
-WITH_EP = (
+OF_EXPERTS = (
     ("schedule", "zero"),
     ("schedule", "checkpoint"),
     *combinations(("pp", "data", "cp", "tp"), 2),
+)
+# What cuts a matrix, or decides where it is: Muon brings its parts together.
+_OF_MATRICES = ("zero", "pp", "data", "cp", "tp", "kv heads", "tied", "offload", "unit", "ep")
+WITH_PAIRS = (
+    Pairs("schedule", COLUMNS["schedule"][1:], tuple(combinations(_OF_SCHEDULES, 2))),
+    # Those of ep 8 need 8 or 16 processes: each value of every column is proven with it, as with
+    # each value of any column.
+    Pairs("ep", ("1", "2", "4"), OF_EXPERTS),
+    Pairs("optimizer", ("muon",), tuple(combinations(_OF_MATRICES, 2))),
 )
 # ep over ranks of every other axis at once, on 16 processes.
 ALL_AXES: "Target" = (("pp", "2"), ("data", "shard 2"), ("cp", "2"), ("tp", "2"), ("ep", "2"))
@@ -178,9 +199,6 @@ def overrides(row: Row) -> dict[str, Any]:
         "model.n_kv_heads": int(row["kv heads"].split()[0]),
         "model.vocab": int(row["vocabulary"]),
         "model.n_layers": _layers(row),
-        "model.window": 0 if row["window"] == "none" else 20,
-        "model.qk_norm": row["norms"] != "plain",
-        "model.qkv_bias": row["norms"] != "plain",
         "data.seq_len": 48,
         "data.global_batch": int(row["micro-batch"]) * micro_batches(row) * shard * replicate,
     }
@@ -192,6 +210,11 @@ def overrides(row: Row) -> dict[str, Any]:
         schedule_file = CSV[row["micro-batches"]]
         out["parallel.schedule_csv"] = schedule_file.path
         out["parallel.virtual_stages"] = schedule_file.stages_per_rank
+    if architecture_of(row) == "olmo2":
+        return out | MODELS["olmo2"]
+    has_norms = row["norms"] != "plain"
+    out |= {"model.qk_norm": has_norms, "model.qkv_bias": has_norms}
+    out["model.window"] = 0 if row["window"] == "none" else 20
     if has_experts(row):
         out |= _overrides_of_experts(row)
     return out
@@ -207,7 +230,7 @@ def _overrides_of_experts(row: Row) -> dict[str, Any]:
     """The sizes fit all layouts: cp 3 shards experts over 3 ranks or more."""
     has_losses = row["auxiliary"] != "none"
     return {
-        **EXPERT_MODEL,
+        **MODELS["moe"],
         **ROUTERS[row["router"]],
         "mesh.ep": int(row["ep"]),
         "model.dim": 96,
@@ -240,7 +263,12 @@ RATES: dict[str, dict[str, Any]] = {
     },
     "constant": {"optim.schedule": "constant"},
 }
-EXPERT_MODEL = {"model.architecture": "moe", "model.preset": "debug-moe"}
+# By architecture. That of the recipe, llama, changes nothing.
+MODELS = {
+    "llama": {},
+    "moe": {"model.architecture": "moe", "model.preset": "debug-moe"},
+    "olmo2": {"model.architecture": "olmo2", "model.preset": "debug-olmo2"},
+}
 ROUTERS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "softmax, not renormalised": {"model.renormalise": False},
@@ -297,6 +325,13 @@ def has_experts(row: Row) -> bool:
     return row["ep"] != "none"
 
 
+def architecture_of(row: Row) -> str:
+    """The architecture of the model."""
+    if has_experts(row):
+        return "moe"
+    return "olmo2" if row["norms"] == "OLMo 2" else "llama"
+
+
 def expert_shards(row: Row) -> int:
     """The number of ranks that shard each expert; 1 without experts."""
     return _ranks_of_experts(row) // int(row["ep"]) if has_experts(row) else 1
@@ -324,6 +359,8 @@ def makes_sense(row: Row) -> bool:
             return False
     elif any(row[column] != value for column, value in NO_EXPERTS):
         return False
+    if row["norms"] == "OLMo 2" and (has_experts(row) or row["window"] != "none"):
+        return False
     if not zero_matters(row) and (row["zero"], row["unit"]) != ("3", "1 block"):
         return False
     if not has_tp and (row["sequence"], row["loss"]) != ("parallel", "parallel"):
@@ -342,14 +379,14 @@ def makes_sense(row: Row) -> bool:
 
 
 @cache
-def _base(has_experts: bool) -> Recipe:
-    sets = [f"{key}={value}" for key, value in EXPERT_MODEL.items()] if has_experts else []
+def _base(architecture: str) -> Recipe:
+    sets = [f"{key}={value}" for key, value in MODELS[architecture].items()]
     return load(RECIPE, sets, check_files=False).recipe
 
 
 def recipe_of(row: Row) -> Recipe:
     """The recipe that ``load`` makes with ``sets(row)``, legal or not, a hundred times faster."""
-    return variant(_base(has_experts(row)), overrides(row))
+    return variant(_base(architecture_of(row)), overrides(row))
 
 
 def is_legal(row: Row) -> bool:
@@ -364,12 +401,10 @@ def targets() -> list[Target]:
     out = [cells for cells in combined if cells[0][1] != "none" and cells[1][1] != "2"]
     for a, b in combinations(COLUMNS, 2):
         out += [((a, x), (b, y)) for x, y in product(COLUMNS[a], COLUMNS[b])]
-    for a, b in combinations(WITH_SCHEDULE, 2):
-        cells = product(COLUMNS["schedule"][1:], COLUMNS[a], COLUMNS[b])
-        out += [(("schedule", name), (a, x), (b, y)) for name, x, y in cells]
-    for a, b in WITH_EP:
-        cells = product(EP_IN_PAIRS, COLUMNS[a], COLUMNS[b])
-        out += [(("ep", size), (a, x), (b, y)) for size, x, y in cells]
+    for pairs in WITH_PAIRS:
+        for a, b in pairs.columns:
+            cells = product(pairs.values, COLUMNS[a], COLUMNS[b])
+            out += [((pairs.column, value), (a, x), (b, y)) for value, x, y in cells]
     return [*out, ALL_AXES]
 
 
@@ -382,10 +417,9 @@ def _all_targets(row: Row) -> Iterator[Target]:
     yield tuple((column, row[column]) for column in ALWAYS)
     items = list(row.items())
     yield from combinations(items, 2)
-    for a, b in combinations([(column, row[column]) for column in WITH_SCHEDULE], 2):
-        yield ("schedule", row["schedule"]), a, b
-    for a_column, b_column in WITH_EP:
-        yield ("ep", row["ep"]), (a_column, row[a_column]), (b_column, row[b_column])
+    for pairs in WITH_PAIRS:
+        for a, b in pairs.columns:
+            yield (pairs.column, row[pairs.column]), (a, row[a]), (b, row[b])
     yield tuple((column, row[column]) for column, _ in ALL_AXES)
 
 

@@ -14,8 +14,8 @@ from composer3d.verify.judge import Verdict
 from tools.prove.matrix.cover import (
     COLUMNS,
     EXPERTS,
+    OF_EXPERTS,
     STEPS,
-    WITH_EP,
     Cover,
     Row,
     line_of,
@@ -109,7 +109,7 @@ def crosstab(matrix: Cover) -> str:
 def crosstab_of_experts(matrix: Cover) -> str:
     """The table of counts of the layouts with experts: by value (rows) and ep (columns)."""
     headings = {size: f"`ep` {size}" for size in COLUMNS["ep"][1:]}
-    shown = {*EXPERTS, *(column for pair in WITH_EP for column in pair)} - {"ep"}
+    shown = {*EXPERTS, *(column for pair in OF_EXPERTS for column in pair)} - {"ep"}
     return _count_layouts(matrix, "ep", headings, [column for column in COLUMNS if column in shown])
 
 
