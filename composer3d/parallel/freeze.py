@@ -25,19 +25,33 @@ def freeze_others(model: nn.Module, train: Sequence[str]) -> None:
     Raises:
         PlanError: a glob matches no parameter that can be trained.
     """
-    trainable = {
-        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
-    unmatched = [glob for glob in train if not any(fnmatchcase(name, glob) for name in trainable)]
+    require_matches(model, train, key="optim.train")
+    for name, parameter in _trainable(model).items():
+        parameter.requires_grad_(any(fnmatchcase(name, glob) for glob in train))
+
+
+def require_matches(model: nn.Module, globs: Sequence[str], *, key: str) -> None:
+    """Raise PlanError if one of ``globs`` matches no parameter that can be trained.
+
+    Args:
+        model: the whole model.
+        globs: as in ``freeze_others``.
+        key: the key of the recipe that has them.
+    """
+    names = list(_trainable(model))
+    unmatched = [glob for glob in globs if not any(fnmatchcase(name, glob) for name in names)]
     if unmatched:
-        names = list(trainable)
         shown = ", ".join([*names[:_SHOWN], "..."] if len(names) > _SHOWN else names)
         raise PlanError(
             [
-                f"optim.train: {glob!r} matches no parameter of {type(model).__name__}; its "
+                f"{key}: {glob!r} matches no parameter of {type(model).__name__}; its "
                 f"parameters are {shown}"
                 for glob in unmatched
             ]
         )
-    for name, parameter in trainable.items():
-        parameter.requires_grad_(any(fnmatchcase(name, glob) for glob in train))
+
+
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }

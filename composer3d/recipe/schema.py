@@ -7,7 +7,7 @@ with the feature that reads it.
 
 import unicodedata
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -483,6 +483,47 @@ class DataTable:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OptimGroup:
+    """A table of optim.groups: parameters with a learning rate or a weight decay of their own.
+
+    Attributes:
+        train: globs of their names.
+        lr_factor: their learning rate is that of others of their kind, times this.
+        weight_decay: that of each of them, vectors too; None: the usual one.
+    """
+
+    train: tuple[str, ...]
+    lr_factor: float = 1.0
+    weight_decay: float | None = None
+
+
+MOST_GROUPS = 64
+GROUPS = Range(
+    lambda value: (
+        1 <= len(value) <= MOST_GROUPS
+        and all(GLOBS.accepts(group.train) for group in value)
+        and all(0 < group.lr_factor <= 1000 for group in value)
+        and all(group.weight_decay is None or 0 <= group.weight_decay <= 10 for group in value)
+    ),
+    f"must be 1 to {MOST_GROUPS} tables, each with train (1 to 256 globs), and maybe lr_factor "
+    "(above 0 and at most 1000) and weight_decay (from 0 to 10)",
+)
+
+
+def _groups_in_proof(groups: tuple[OptimGroup, ...] | None) -> tuple[OptimGroup, ...] | None:
+    """Keep the rates where errors neither hide nor grow, as ``in_proof`` of optim.lr does."""
+    if groups is None:
+        return None
+    return tuple(replace(group, lr_factor=min(4.0, max(0.25, group.lr_factor))) for group in groups)
+
+
+_TWO_GROUPS = (
+    OptimGroup(train=("blocks.0.*", "*.embed.weight"), lr_factor=0.5),
+    OptimGroup(train=("*norm.weight", "blocks.*.wq.weight"), lr_factor=2.0, weight_decay=0.5),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimTable:
     """The optimizer and its learning rate schedule.
 
@@ -539,6 +580,15 @@ class OptimTable:
     newton_schulz_steps: int = key(5, "muon: steps of Newton-Schulz", between(1, 99))
     newton_schulz_dtype: Literal["bfloat16", "float32", "float64"] = key(
         "bfloat16", "muon: dtype of Newton-Schulz, in which matrices travel as well"
+    )
+    groups: tuple[OptimGroup, ...] | None = key(
+        None,
+        "parameters with rates of their own: tables of train (globs of their names), lr_factor and "
+        "weight_decay. The first that has a parameter counts for it",
+        GROUPS,
+        words="groups",
+        in_proof=InProof(_groups_in_proof),
+        column=Column("groups", {"none": None, "two": _TWO_GROUPS}),
     )
     clip: float = key(
         1.0,

@@ -64,17 +64,23 @@ def coerce(value: Any, value_type: Any) -> Any:
         return float(value)
     if isinstance(value, dict) and is_dataclass(value_type):
         table: Any = value_type
-        entries = {entry.name: entry for entry in fields(value_type)}
-        if value.keys() == entries.keys():
-            return table(
-                **{name: coerce(value[name], entry.type) for name, entry in entries.items()}
-            )
+        types = {entry.name: _without_none(entry.type) for entry in fields(value_type)}
+        needed, _ = _keys_of_table(value_type)
+        if set(needed) <= value.keys() <= types.keys():
+            return table(**{name: coerce(given, types[name]) for name, given in value.items()})
         raise ValueError(describe_type(value_type))
     if type(value) is value_type:  # isinstance would accept a bool as an int
         if value_type is int and not -(2**63) <= value < 2**63:
             raise ValueError("an int of 64 bits")
         return value
     raise ValueError(describe_type(value_type))
+
+
+def _keys_of_table(table: Any) -> tuple[list[str], list[str]]:
+    """Return the keys that an inline table must have, and those that it may leave out."""
+    needed = [entry.name for entry in fields(table) if entry.default is MISSING]
+    optional = [entry.name for entry in fields(table) if entry.default is not MISSING]
+    return needed, optional
 
 
 def _coerce_to_tuple(elements: list[Any], value_type: Any) -> tuple[Any, ...]:
@@ -103,8 +109,10 @@ def describe_type(value_type: Any) -> str:
     if get_origin(value_type) is Literal:
         return join_with_or(map(as_toml, arguments))
     if arguments and is_dataclass(arguments[0]):
-        names = " and ".join(entry.name for entry in fields(arguments[0]))
-        return f"an array of tables with {names}"
+        needed, optional = _keys_of_table(arguments[0])
+        names = " and ".join(needed)
+        further = f", and maybe {' and '.join(optional)}" if optional else ""
+        return f"an array of tables with {names}{further}"
     if arguments:
         element = "string" if arguments[0] is str else arguments[0].__name__
         if arguments[-1] is Ellipsis:
@@ -155,7 +163,8 @@ def as_toml(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(as_toml, value))}]"
     if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
+        # What is absent in TOML is None here.
+        value = {name: inner for name, inner in asdict(value).items() if inner is not None}
     if isinstance(value, dict):
         if not value:
             return "{}"

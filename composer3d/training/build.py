@@ -17,7 +17,7 @@ from composer3d.models.registry import architecture, resolve
 from composer3d.parallel import ShardingPlan, Stages, StepShape, compose
 from composer3d.parallel.compose import Materialise
 from composer3d.parallel.context import kernels
-from composer3d.parallel.freeze import freeze_others
+from composer3d.parallel.freeze import freeze_others, require_matches
 from composer3d.parallel.stages import Stage
 from composer3d.recipe.advice import way_to_go_on
 from composer3d.recipe.schema import Recipe
@@ -168,6 +168,9 @@ def build_stages(
     model = model_of.build(shape, dtype=getattr(torch, recipe.precision.params), device="meta")
     if recipe.optim.train is not None:
         freeze_others(model, recipe.optim.train)
+    for group in recipe.optim.groups or ():
+        # ``check`` knows the parameters of our architectures, but not those of a user's own.
+        require_matches(model, group.train, key="optim.groups")
     return compose(
         model,
         change_plan(resolve(model_of.plan)(shape)),

@@ -1,15 +1,19 @@
-"""Which parameters of a small model train, so that it represents a full one that trains a part."""
+"""Which parameters of a small model train, and their rates, so that it represents a full one."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import TypeVar
 
 import torch
 
 from composer3d.models.registry import architecture
 from composer3d.parallel.freeze import freeze_others
-from composer3d.recipe.schema import Model
+from composer3d.recipe.schema import Model, OptimGroup, OptimTable
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
+T = TypeVar("T")
 
 
 def train_in_small(
@@ -32,17 +36,13 @@ def train_in_small(
     """
     trains = _trains(full, train)
     names = _trains(small, None)
-    of_blocks: list[dict[str, bool]] = [{} for _ in range(full.n_layers)]
-    for name, does_train in trains.items():
-        if found := _BLOCK.fullmatch(name):
-            of_blocks[int(found[1])][found[2]] = does_train
+    of_blocks = _by_block(trains, full.n_layers)
 
     chosen: list[dict[str, bool]] = []
     wants_frozen = not has_pipeline
     for index in range(small.n_layers):
-        first = index * full.n_layers // small.n_layers
-        last = max(first + 1, (index + 1) * full.n_layers // small.n_layers)
-        by_count = sorted(of_blocks[first:last], key=lambda block: sum(block.values()))
+        run = _run_of_blocks(index, full, small)
+        by_count = sorted(of_blocks[run], key=lambda block: sum(block.values()))
         is_mixed = not any(by_count[0].values()) and any(by_count[-1].values())
         takes_frozen = wants_frozen and is_mixed
         wants_frozen = wants_frozen and not takes_frozen
@@ -61,6 +61,80 @@ def train_in_small(
         if does_train:
             trained.append(name)
     return tuple(trained)
+
+
+def groups_in_small(optim: OptimTable, full: Model, small: Model) -> tuple[OptimGroup, ...] | None:
+    """Return groups of the small model's parameters that represent those of the full one.
+
+    Each block of the small model stands for a run of blocks of the full one, and is in the groups
+    of one of them: the first that has most different ones. A group that no parameter would be in
+    gets one of its kind. A group whose parameters do not train is left out.
+
+    Args:
+        optim: the recipe's ``[optim]``, whose ``train`` is that of the small model already.
+        full, small: the shapes of both models.
+    """
+    groups = optim.groups or ()
+    # By parameter, the numbers of all groups that match it: the first one counts, and a proof must
+    # see that.
+    matching = {
+        name: tuple(number for number, group in enumerate(groups) if _matches(name, group.train))
+        for name in _trains(full, None)
+    }
+    of_blocks = _by_block(matching, full.n_layers)
+    chosen = [
+        max(
+            of_blocks[_run_of_blocks(index, full, small)],
+            key=_count_groups,
+        )
+        for index in range(small.n_layers)
+    ]
+    in_small: dict[str, tuple[int, ...]] = {}
+    for name in _trains(small, None):
+        if optim.train is None or _matches(name, optim.train):
+            found = _BLOCK.fullmatch(name)
+            in_small[name] = chosen[int(found[1])].get(found[2], ()) if found else matching[name]
+
+    for number in range(len(groups)):
+        if not any(numbers[:1] == (number,) for numbers in in_small.values()):
+            kinds = {_kind(name) for name, numbers in matching.items() if numbers[:1] == (number,)}
+            of_kinds = [name for name in in_small if _kind(name) in kinds]
+            in_small |= dict.fromkeys(of_kinds[-1:], (number,))
+    kept = []
+    for number, group in enumerate(groups):
+        if any(numbers[:1] == (number,) for numbers in in_small.values()):
+            names = tuple(name for name, numbers in in_small.items() if number in numbers)
+            kept.append(replace(group, train=names))
+    return tuple(kept) or None
+
+
+def _count_groups(block: Mapping[str, tuple[int, ...]]) -> int:
+    return len({number for numbers in block.values() for number in numbers})
+
+
+def _matches(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def _kind(name: str) -> str:
+    """Return the name within its block, or the whole name outside of blocks."""
+    found = _BLOCK.fullmatch(name)
+    return found[2] if found else name
+
+
+def _by_block(values: Mapping[str, T], n_layers: int) -> list[dict[str, T]]:
+    """Return the values of each block, by the name of the parameter within the block."""
+    of_blocks: list[dict[str, T]] = [{} for _ in range(n_layers)]
+    for name, value in values.items():
+        if found := _BLOCK.fullmatch(name):
+            of_blocks[int(found[1])][found[2]] = value
+    return of_blocks
+
+
+def _run_of_blocks(index: int, full: Model, small: Model) -> slice:
+    """Return the blocks of the full model that block ``index`` of the small one stands for."""
+    first = index * full.n_layers // small.n_layers
+    return slice(first, max(first + 1, (index + 1) * full.n_layers // small.n_layers))
 
 
 def _trains(shape: Model, train: Sequence[str] | None) -> dict[str, bool]:

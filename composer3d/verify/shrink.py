@@ -56,7 +56,7 @@ def shrink(full: Recipe) -> list[Recipe]:
     - float8 products, which are emulated in float64;
     - the pipeline: layers that the stages divide or not; an uneven explicit cut; one micro-batch or
       several, as the schedule needs; the stages and micro-batches of a schedule from a file;
-    - which parameters train (``frozen.train_in_small``);
+    - which parameters train, and which have rates of their own (``frozen``);
     - the optimizer: clipping (to 0.1, so that it is active), a learning rate from 1e-4 to 1e-2, and
       an epsilon of 1e-12 or more.
 
@@ -325,6 +325,10 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
 
         names = train_in_small(optim.train, full.model, shape, has_pipeline=mesh.pp > 1)
         optim = replace(optim, train=names)
+    if optim.groups is not None:
+        from composer3d.verify.frozen import groups_in_small
+
+        optim = replace(optim, groups=groups_in_small(optim, full.model, shape))
     if optim.matrices is not None:
         optim = replace(optim, matrices=_kinds_of_matrices(full))
 

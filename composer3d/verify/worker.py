@@ -200,7 +200,7 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
                     parameter.grad *= max_norm / norm
 
         for group in optimizer.param_groups:
-            group["lr"] = reference_learning_rate(recipe, step)
+            group["lr"] = reference_learning_rate(recipe, step) * group["lr_factor"]
         optimizer.step()
         _move_router_biases(routers.tokens)
         if dtype == "float32":
@@ -671,9 +671,7 @@ def _compare_weights(
         box = None if before is None else _read_box(before, *init.local_part(parameter))
         remove_rounding: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
         if box is not None and parameter.requires_grad:
-            remove_rounding = partial(
-                _replay, replay, name, box.to(torch.float64), lr=lr, decayed=parameter.ndim > 1
-            )
+            remove_rounding = partial(_replay, replay, name, box.to(torch.float64), lr=lr)
         elif box is not None:
             # There is no optimizer step to replay: the biases of routers move by a fixed rate.
             # Frozen weights stay as they are.

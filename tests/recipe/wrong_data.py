@@ -92,6 +92,38 @@ RUN = [
         ],
     ),
     Wrong(
+        "groups of nothing that trains",
+        TINY
+        + '[optim]\ntrain = ["blocks.*"]\n[[optim.groups]]\ntrain = ["last.*"]\nlr_factor = 2\n',
+        ["x.toml:5: optim.groups"],
+    ),
+    Wrong(
+        "a group behind another",
+        TINY + '[[optim.groups]]\ntrain = ["*"]\n[[optim.groups]]\ntrain = ["blocks.0.*"]\n',
+        ["x.toml:3: optim.groups"],
+    ),
+    *(
+        Wrong(
+            f"a group with {line}",
+            TINY + f'[[optim.groups]]\ntrain = ["*"]\n{line}\n',
+            ["x.toml:3: optim.groups = "],
+        )
+        for line in ("lr_factor = 0", "lr_factor = 1001", "weight_decay = -1", "weight_decay = 11")
+    ),
+    *(
+        Wrong(
+            f"a group of {table}",
+            TINY + f"[optim]\ngroups = [{table}]\n",
+            ["x.toml:4: 'optim.groups'"],
+        )
+        for table in (
+            "{ lr_factor = 2 }",
+            '{ train = "*" }',
+            '{ train = ["*"], lr = 2 }',
+            '{ train = ["*"], lr_factor = "2" }',
+        )
+    ),
+    Wrong(
         "globs of Muon",
         TINY + '[optim]\nname = "muon"\nmatrices = ["blocks.*.attn.*", "*norm*"]\n',
         ["x.toml:5: optim.matrices"],

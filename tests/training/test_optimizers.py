@@ -29,8 +29,8 @@ from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.training.build import build_stages
 from composer3d.training.optimizers import Optimizer, build_optimizer
-from composer3d.training.optimizers.contract import StageMatrices
-from composer3d.training.optimizers.proof import OptimizerProof, ReplayedStep
+from composer3d.training.optimizers.contract import StageMatrices, groups_by_rates
+from composer3d.training.optimizers.proof import OptimizerProof, ReplayedStep, rates_in_proof
 from composer3d.training.step import compute_gradients, update
 from composer3d.verify import proof
 from composer3d.verify.data import random_batch
@@ -83,8 +83,8 @@ class Trial(Optimizer):
         table: OptimTable,
         matrices: StageMatrices,
     ) -> Self:
-        trained = [parameter for _, parameter in named_parameters if parameter.requires_grad]
-        return cls(trained, {"lr": table.lr, "momentum": table.betas[0]})
+        groups = groups_by_rates(named_parameters, table)
+        return cls(groups, {"lr": table.lr, "momentum": table.betas[0]})
 
     @torch.no_grad()
     def apply_gradients(self, *, divisor: Tensor, is_good: Tensor) -> None:
@@ -118,13 +118,15 @@ class TrialProof(OptimizerProof):
         optim: OptimTable,
         matrices: frozenset[str],
     ) -> torch.optim.Optimizer:
-        parameters = [parameter for _, parameter in named_parameters]
-        return torch.optim.SGD(parameters, lr=optim.lr, momentum=optim.betas[0])
+        groups = [
+            {"params": [parameter], "lr_factor": rates_in_proof(name, parameter, optim)[0]}
+            for name, parameter in named_parameters
+        ]
+        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.betas[0])
 
-    def step(
-        self, name: str, gradient: Tensor, before: Tensor, *, lr: float, decayed: bool
-    ) -> ReplayedStep:
+    def step(self, name: str, gradient: Tensor, before: Tensor, *, lr: float) -> ReplayedStep:
         beta = self.optim.betas[0]
+        lr *= rates_in_proof(name, before, self.optim)[0]
         self.momenta[name] = beta * self.momenta.get(name, 0) + gradient
         self.absolute[name] = beta * self.absolute.get(name, 0) + gradient.abs()
         weight = before - lr * self.momenta[name]

@@ -6,7 +6,8 @@ import pytest
 
 from composer3d.facts.errors import PlanError
 from composer3d.recipe.resolve import load
-from composer3d.verify.frozen import train_in_small
+from composer3d.recipe.schema import OptimGroup, OptimTable
+from composer3d.verify.frozen import groups_in_small, train_in_small
 from composer3d.verify.shrink import shrink
 from tools.prove.paths import RECIPE
 
@@ -57,3 +58,34 @@ def test_a_proof_trains_what_the_recipe_trains() -> None:
 def test_a_glob_of_the_full_model_without_a_match_is_refused() -> None:
     with pytest.raises(PlanError, match=r"'blocks\.12' matches no parameter"):
         train_in_small(["blocks.12"], FULL, SMALL, has_pipeline=False)
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        # A block that is in a group represents its run; both groups match, and the first counts.
+        (
+            (("blocks.5.attn.wq.*",), ("blocks.*.attn.wq.*",)),
+            ({"blocks.1.attn.wq.weight"}, {f"blocks.{i}.attn.wq.weight" for i in range(3)}),
+        ),
+        # Two groups of one run, of which a block can be in one: the other gets a parameter.
+        (
+            (("blocks.4.attn.wq.*",), ("blocks.5.attn.wk.*",), ("first.*",)),
+            ({"blocks.1.attn.wq.weight"}, {"blocks.2.attn.wk.weight"}, {"first.embed.weight"}),
+        ),
+    ],
+)
+def test_groups_stand_for_groups(
+    groups: tuple[tuple[str, ...], ...], expected: tuple[set[str], ...]
+) -> None:
+    table = OptimTable(groups=tuple(OptimGroup(train=globs) for globs in groups))
+    found = groups_in_small(table, FULL, SMALL)
+    assert found is not None
+    assert tuple(set(group.train) for group in found) == expected
+
+
+def test_a_group_that_does_not_train_is_left_out() -> None:
+    groups = (OptimGroup(train=("first.*",)), OptimGroup(train=("blocks.0.*",), lr_factor=2.0))
+    table = OptimTable(train=("first.embed.weight",), groups=groups)
+    assert groups_in_small(table, FULL, SMALL) == (replace(groups[0], train=table.train),)
+    assert groups_in_small(replace(table, groups=groups[1:]), FULL, SMALL) is None

@@ -98,6 +98,12 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         '["*.experts.*"]',
         '["*.experts.*","blocks.*.attn.wv.weight"]',
     ),
+    "optim.groups": (
+        "",
+        '[{train=["blocks.1.*"],lr_factor=0.25},{train=["*"],weight_decay=1.0}]',
+        '[{train=["blocks.*.attn.w[qk].weight","*norm.weight"],lr_factor=3.0,weight_decay=0.3}]',
+        '[{train=["first.*"],lr_factor=1000.0},{train=["*.experts.*"],lr_factor=0.001}]',
+    ),
     "optim.name": ("", "muon"),
     "optim.matrices": ("", '["blocks.*.attn.w[qk].weight"]', '["blocks.*","last.*"]'),
     "optim.matrix_lr": ("", "1e-2", "1e-5"),

@@ -1,4 +1,4 @@
-"""Rules about ``optim.train``: which parameters train.
+"""Rules about the globs of ``optim.train``, ``optim.groups`` and ``optim.matrices``.
 
 ``parallel.compose`` refuses the same, but it needs torch and the whole job. A user's own
 architecture has no table of its parameters, so only ``compose`` can check it.
@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 
 from composer3d.models.registry import architecture
 from composer3d.recipe.matrices import matrices_of
+from composer3d.recipe.rates import group_of
 from composer3d.recipe.rules.rule import Rule, rule
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.stages import stage_ranges
@@ -31,6 +32,32 @@ def globs_match_parameters(recipe: Recipe) -> Iterator[str]:
             yield (
                 f"<optim.train> has a glob{place} that matches no parameter that can train; those "
                 f"are {shown}"
+            )
+
+
+@rule("optim.groups", "optim.train")
+def groups_have_parameters(recipe: Recipe) -> Iterator[str]:
+    """Each glob of ``optim.groups`` matches a parameter that trains and is in no earlier group."""
+    optim = recipe.optim
+    if optim.groups is None or not _has_table(recipe):
+        return
+    trained = [
+        name
+        for unit in recipe.parameters.trainable_names()
+        for name in unit
+        if optim.train is None or _matches([name], optim.train)
+    ]
+    shown = ", ".join([*trained[:_SHOWN], "..."])
+    for number, group in enumerate(optim.groups, 1):
+        if not all(_matches(trained, [glob]) for glob in group.train):
+            yield (
+                f"<optim.groups> has a glob in table {number} that matches no parameter that "
+                f"trains; those are {shown}"
+            )
+        elif not any(group_of(name, optim) is group for name in trained):
+            yield (
+                f"<optim.groups>: all that table {number} matches is in earlier ones; move it up, "
+                "or remove it"
             )
 
 
@@ -98,4 +125,9 @@ def _is_cut(recipe: Recipe) -> bool:
     return len(stages) == n_stages and min(stages) >= 1 and sum(stages) == layers
 
 
-RULES: tuple[Rule, ...] = (globs_match_parameters, globs_match_matrices, every_stage_trains)
+RULES: tuple[Rule, ...] = (
+    globs_match_parameters,
+    groups_have_parameters,
+    globs_match_matrices,
+    every_stage_trains,
+)

@@ -14,7 +14,7 @@ from composer3d.training.optimizers.contract import (
     NO_MATRICES,
     Optimizer,
     StageMatrices,
-    groups_by_decay,
+    groups_by_rates,
 )
 
 
@@ -34,7 +34,7 @@ class AdamW(Optimizer, ShardsForKernel, torch.optim.AdamW):
         matrices: StageMatrices = NO_MATRICES,
     ) -> Self:
         """Build the optimizer as ``build_optimizer`` describes it."""
-        groups = groups_by_decay(named_parameters, table.weight_decay)
+        groups = groups_by_rates(named_parameters, table)
         return cls(groups, lr=table.lr, betas=table.betas, eps=table.eps, fused=True)
 
     def apply_gradients(self, *, divisor: Tensor, is_good: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from composer3d.recipe.schema import OptimTable
-from composer3d.training.optimizers.proof import OptimizerProof, ReplayedStep
+from composer3d.training.optimizers.proof import OptimizerProof, ReplayedStep, rates_in_proof
 
 
 class _Roundings(NamedTuple):
@@ -75,29 +75,25 @@ class AdamWProof(OptimizerProof):
         optim: OptimTable,
         matrices: frozenset[str] = frozenset(),
     ) -> torch.optim.Optimizer:
-        """Return an AdamW that decays matrices, but not vectors such as norms and biases."""
-        parameters = [parameter for _, parameter in named_parameters]
-        decayed = [parameter for parameter in parameters if parameter.ndim > 1]
-        vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
-        groups = [
-            {"params": decayed, "weight_decay": optim.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
+        """Return an AdamW with a group for each parameter."""
+        groups = []
+        for name, parameter in named_parameters:
+            factor, decay = rates_in_proof(name, parameter, optim)
+            groups.append({"params": [parameter], "lr_factor": factor, "weight_decay": decay})
         return torch.optim.AdamW(
             groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, foreach=False
         )
 
-    def step(
-        self, name: str, gradient: Tensor, before: Tensor, *, lr: float, decayed: bool
-    ) -> ReplayedStep:
+    def step(self, name: str, gradient: Tensor, before: Tensor, *, lr: float) -> ReplayedStep:
         """Repeat one step of one parameter, all of whose tensors have the shape of this shard."""
         state = self._advance(name, gradient)
         table, roundings = self.optim, _ROUNDINGS[self.dtype]
+        factor, weight_decay = rates_in_proof(name, before, table)
+        lr *= factor
         corrections = [1 - beta**state.steps for beta in table.betas]
         step_size = lr / corrections[0]
         root = (state.second_moment / corrections[1]).sqrt() + table.eps
-        decay = lr * table.weight_decay if decayed else 0.0
-        expected = before * (1 - decay) - step_size * state.first_moment / root
+        expected = before * (1 - lr * weight_decay) - step_size * state.first_moment / root
 
         update = roundings.update + _POWER_ROUNDING * sum(1 / number for number in corrections)
         update_bound = (update + roundings.smallest_root / root) * step_size

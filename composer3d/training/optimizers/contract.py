@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composer3d.recipe.optimizers import OptimizerFacts
+from composer3d.recipe.rates import Rates, rates_of
 from composer3d.recipe.schema import OptimTable
 
 
@@ -56,9 +57,9 @@ class Optimizer(torch.optim.Optimizer, ABC):
         """Build the optimizer as ``build_optimizer`` describes it."""
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of the next step in every group."""
+        """Set the learning rate of the next step: each group has its factor of ``lr``."""
         for group in self.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_factor"]
 
     @abstractmethod
     def apply_gradients(self, *, divisor: Tensor, is_good: Tensor) -> None:
@@ -73,18 +74,15 @@ class Optimizer(torch.optim.Optimizer, ABC):
         """
 
 
-def groups_by_decay(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
+def groups_by_rates(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], table: OptimTable
 ) -> list[dict[str, Any]]:
-    """Group the parameters that require a gradient by whether they have weight decay.
+    """Group the parameters that require a gradient by their rates (``recipe.rates``).
 
-    Parameters with two dims or more have it. Vectors, such as norm weights and biases, have none.
-    There is one group of each, without the empty ones.
+    Each group has the keys "params", "lr_factor" and "weight_decay".
     """
-    trained = [parameter for _, parameter in named_parameters if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
-    vectors = [parameter for parameter in trained if parameter.ndim < 2]
-    groups = ((matrices, weight_decay), (vectors, 0.0))
-    return [
-        {"params": parameters, "weight_decay": decay} for parameters, decay in groups if parameters
-    ]
+    groups: dict[Rates, list[nn.Parameter]] = {}
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            groups.setdefault(rates_of(name, parameter.ndim, table), []).append(parameter)
+    return [{"params": parameters, **rates._asdict()} for rates, parameters in groups.items()]

@@ -14,7 +14,7 @@ Only U and O travel, each once and in ``optim.newton_schulz_dtype`` (``parallel.
 
 import math
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,12 @@ from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.recipe.optimizers import OPTIMIZERS
 from composer3d.recipe.schema import OptimTable
 from composer3d.training.optimizers.adamw import AdamW
-from composer3d.training.optimizers.contract import NO_MATRICES, Optimizer, StageMatrices
+from composer3d.training.optimizers.contract import (
+    NO_MATRICES,
+    Optimizer,
+    StageMatrices,
+    groups_by_rates,
+)
 
 # Below this norm, a matrix counts as zero. It is that of ``torch.optim.Muon``.
 _SMALLEST_NORM = 1e-7
@@ -33,8 +38,7 @@ _SMALLEST_NORM = 1e-7
 class Muon(Optimizer, torch.optim.Optimizer):
     """Muon over the matrices of this rank, and AdamW over its other parameters.
 
-    Both keep their state in ``state``. The groups of ``param_groups`` have the same keys "params",
-    "lr" and "weight_decay".
+    Both keep their state in ``state``, and their groups, with the same keys, in ``param_groups``.
     """
 
     facts = OPTIMIZERS["muon"]
@@ -47,11 +51,15 @@ class Muon(Optimizer, torch.optim.Optimizer):
         places: StageMatrices,
     ) -> None:
         self._table = table
-        self._matrices = [parameter for _, parameter in matrices if parameter.requires_grad]
-        others = [(name, parameter) for name, parameter in others if parameter.requires_grad]
-        groups: list[dict[str, Any]] = []
-        if self._matrices:
-            groups.append({"params": self._matrices, "weight_decay": table.weight_decay})
+        matrices = [pair for pair in matrices if pair[1].requires_grad]
+        others = [pair for pair in others if pair[1].requires_grad]
+        self._matrices = [parameter for _, parameter in matrices]
+        groups = groups_by_rates(matrices, table)
+        if table.matrix_lr is not None:
+            for group in groups:
+                group["lr_factor"] *= table.matrix_lr / table.lr
+        # By matrix, as ``set_lr`` changes them in every step.
+        self._groups = {p: group for group in groups for p in group["params"]}
         self._others = AdamW.build(others, table) if others else None
         if self._others is not None:
             groups += self._others.param_groups
@@ -80,12 +88,6 @@ class Muon(Optimizer, torch.optim.Optimizer):
             matrices,
         )
 
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate of the next step. That of matrices keeps its ratio to it."""
-        super().set_lr(lr)
-        if self._matrices and self._table.matrix_lr is not None:
-            self.param_groups[0]["lr"] = lr * (self._table.matrix_lr / self._table.lr)
-
     @torch.no_grad()
     def apply_gradients(self, *, divisor: Tensor, is_good: Tensor) -> None:
         """Divide all gradients by ``divisor`` and update the weights; nothing if not ``is_good``.
@@ -98,8 +100,7 @@ class Muon(Optimizer, torch.optim.Optimizer):
             self._apply_to_matrices(divisor, is_good)
 
     def _apply_to_matrices(self, divisor: Tensor, is_good: Tensor) -> None:
-        table, (group, *_) = self._table, self.param_groups
-        lr, momentum = group["lr"], table.momentum
+        table, momentum = self._table, self._table.momentum
         weights = [local_shard(parameter) for parameter in self._matrices]
         gradients = [
             None if parameter.grad is None else local_shard(parameter.grad)
@@ -126,10 +127,12 @@ class Muon(Optimizer, torch.optim.Optimizer):
         def write(index: int, where: tuple[slice, ...], result: Tensor) -> None:
             if gradients[index] is None:
                 return
-            weight = weights[index][where]
-            rows, columns = self._matrices[index].shape[-2:]
+            weight, parameter = weights[index][where], self._matrices[index]
+            group = self._groups[parameter]
+            lr, weight_decay = group["lr"], group["weight_decay"]
+            rows, columns = parameter.shape[-2:]
             scale = update_scale(rows, columns, table.lr_scale)
-            updated = weight * (1 - lr * group["weight_decay"])
+            updated = weight * (1 - lr * weight_decay)
             updated.add_(result.to(weight.device), alpha=-lr * scale)
             weight.copy_(torch.where(is_good, updated, weight))
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from composer3d.parallel.init import local_part
 from composer3d.recipe.schema import OptimTable
 from composer3d.training.optimizers.adamw_proof import AdamWProof
-from composer3d.training.optimizers.proof import OptimizerProof, ReplayedStep
+from composer3d.training.optimizers.proof import OptimizerProof, ReplayedStep, rates_in_proof
 
 # As ``torch.optim.Muon`` has it: a matrix with a smaller norm is not enlarged to 1.
 _SMALLEST_NORM = 1e-7
@@ -97,21 +97,19 @@ class MuonProof(OptimizerProof):
                 wholes[name][box] = part
         self._updates = {name: self._advance(name, whole) for name, whole in wholes.items()}
 
-    def step(
-        self, name: str, gradient: Tensor, before: Tensor, *, lr: float, decayed: bool
-    ) -> ReplayedStep:
+    def step(self, name: str, gradient: Tensor, before: Tensor, *, lr: float) -> ReplayedStep:
         """Repeat one step of one parameter; that of a matrix is known from its whole gradient.
 
         Shapes as in ``OptimizerProof``.
         """
         if name not in self.matrices:
-            return self._others.step(name, gradient, before, lr=lr, decayed=decayed)
+            return self._others.step(name, gradient, before, lr=lr)
         table, update = self.optim, self._updates[name]
-        if table.matrix_lr is not None:
-            lr *= table.matrix_lr / table.lr
+        factor, weight_decay = _rates(name, before, table)
+        lr *= factor
         rate = lr * _scale(update.value.shape[-2:], table)
         box = self._boxes[name]
-        expected = before * (1 - lr * table.weight_decay) - rate * update.value[box]
+        expected = before * (1 - lr * weight_decay) - rate * update.value[box]
         # The rows of experts that this rank holds; one matrix has no such dim.
         norm_bound = rate * update.bound[box[:-2]]
         eps = torch.finfo(self.dtype).eps
@@ -170,6 +168,12 @@ def _orthogonalise(
     return x, error
 
 
+def _rates(name: str, parameter: Tensor, table: OptimTable) -> tuple[float, float]:
+    """Return the factor of a matrix's learning rate, and its weight decay."""
+    factor, decay = rates_in_proof(name, parameter, table)
+    return factor if table.matrix_lr is None else factor * table.matrix_lr / table.lr, decay
+
+
 def _scale(shape: Sequence[int], table: OptimTable) -> float:
     """Return the factor of the learning rate of a matrix of this shape."""
     rows, columns = shape
@@ -188,25 +192,25 @@ class _PlainMuon(torch.optim.Optimizer):
         matrices: frozenset[str],
     ) -> None:
         self._table = optim
-        self._matrices = [parameter for name, parameter in named if name in matrices]
         others = [(name, parameter) for name, parameter in named if name not in matrices]
         self._others = AdamWProof.plain(others, optim)
-        groups: list[dict[str, Any]] = [*self._others.param_groups]
-        if self._matrices:
-            groups.append({"params": self._matrices})
-        super().__init__(groups, {"lr": optim.lr})
+        self._of_matrices: list[dict[str, Any]] = []
+        for name, parameter in named:
+            if name in matrices:
+                factor, decay = _rates(name, parameter, optim)
+                group = {"params": [parameter], "lr_factor": factor, "weight_decay": decay}
+                self._of_matrices.append(group)
+        super().__init__([*self._others.param_groups, *self._of_matrices], {"lr": optim.lr})
+        self._others.param_groups = self.param_groups[: len(self._others.param_groups)]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient, with the learning rate of the first group."""
+        """Update all parameters that have a gradient."""
         assert closure is None
-        table, lr = self._table, self.param_groups[0]["lr"]
-        for group in self._others.param_groups:
-            group["lr"] = lr
+        table = self._table
         self._others.step()
-        if table.matrix_lr is not None:
-            lr *= table.matrix_lr / table.lr
-        for weight in self._matrices:
+        for group in self._of_matrices:
+            (weight,), lr = group["params"], group["lr"]
             if weight.grad is None:
                 continue
             state = self.state[weight]
@@ -218,5 +222,5 @@ class _PlainMuon(torch.optim.Optimizer):
             matrices = update.reshape(-1, *update.shape[-2:])
             moved = [_orthogonalise(m, m.abs(), table, m.dtype)[0] for m in matrices]
             rate = lr * _scale(weight.shape[-2:], table)
-            weight.mul_(1 - lr * table.weight_decay)
+            weight.mul_(1 - lr * group["weight_decay"])
             weight.sub_(rate * torch.stack(moved).view_as(weight))

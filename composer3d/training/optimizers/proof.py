@@ -5,6 +5,7 @@ optimizer may amplify the rounding of a gradient (``verify.rounding``), so its s
 float64 from the rank's own gradients, which have been judged already.
 """
 
+import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -63,21 +64,19 @@ class OptimizerProof(ABC):
     ) -> torch.optim.Optimizer:
         """Return the optimizer of the plain training, which has one process and float64.
 
-        It reads the learning rate of a step from ``param_groups``. Parameters without a gradient
-        must stay as they are.
+        It has the learning rate of a step, times "lr_factor", in each of its ``param_groups``.
+        Parameters without a gradient must stay as they are.
         """
 
     @abstractmethod
-    def step(
-        self, name: str, gradient: Tensor, before: Tensor, *, lr: float, decayed: bool
-    ) -> ReplayedStep:
+    def step(self, name: str, gradient: Tensor, before: Tensor, *, lr: float) -> ReplayedStep:
         """Repeat one step of one parameter, and advance the state that is kept of it.
 
         Args:
             name: the name of the parameter.
             gradient: the clipped gradient of this rank's shard, with its shape, in float64 on the
                 CPU.
-            before, lr, decayed: as in ``remove_rounding``.
+            before, lr: as in ``remove_rounding``.
         """
 
     def record_gradients(
@@ -101,7 +100,7 @@ class OptimizerProof(ABC):
         }
 
     def remove_rounding(
-        self, name: str, weight: Tensor, before: Tensor, *, lr: float, decayed: bool
+        self, name: str, weight: Tensor, before: Tensor, *, lr: float
     ) -> tuple[Tensor, Tensor]:
         """Replay the last recorded step of one parameter, and remove rounding from ``weight``.
 
@@ -111,8 +110,7 @@ class OptimizerProof(ABC):
             name: the name of the parameter.
             weight: this rank's shard after the job's step, in float64 on the CPU.
             before: the same shard before the step, in float64 on the CPU.
-            lr: the learning rate of the step.
-            decayed: whether the parameter has weight decay.
+            lr: the learning rate of the step, before ``optim.groups`` changes it.
 
         Returns:
             Two tensors of the shard's shape. The first is ``weight``, moved towards the replayed
@@ -122,13 +120,33 @@ class OptimizerProof(ABC):
         if gradient is None:
             # The optimizer skips a parameter that has no gradient.
             return weight, before
-        expected, bound, norm_bound = self.step(name, gradient, before, lr=lr, decayed=decayed)
+        expected, bound, norm_bound = self.step(name, gradient, before, lr=lr)
         diff = weight - expected
         diff = diff.sign() * (diff.abs() - bound).clamp(min=0)
         if norm_bound is not None:
             norm = diff.norm(dim=(-2, -1), keepdim=True)
             diff *= (1 - norm_bound / norm.clamp(min=1e-300)).clamp(min=0)
         return expected + diff, expected
+
+
+def rates_in_proof(name: str, parameter: Tensor, optim: OptimTable) -> tuple[float, float]:
+    """Return the factor of a parameter's learning rate, and its weight decay.
+
+    ``recipe.rates`` says the same, and is what the proof judges: so this is written a second time.
+
+    Args:
+        name: the global name of the parameter.
+        parameter: the parameter of any shape, or a shard of it with as many dims.
+        optim: the recipe's ``[optim]``.
+    """
+    factor, decay = 1.0, optim.weight_decay if parameter.dim() > 1 else 0.0
+    # The first table of the recipe counts, so it comes last here.
+    for group in reversed(optim.groups or ()):
+        if any(fnmatch.fnmatchcase(name, glob) for glob in group.train):
+            usual = optim.weight_decay if parameter.dim() > 1 else 0.0
+            factor = group.lr_factor
+            decay = usual if group.weight_decay is None else group.weight_decay
+    return factor, decay
 
 
 def _local_float64(tensor: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from composer3d.recipe.schema import OptimTable
 from composer3d.runtime.box import Box
 from composer3d.training import optimizers
 from composer3d.training.optimizers import muon
-from composer3d.training.optimizers.contract import Optimizer
 
 
 def orthogonalise_shards() -> None:
@@ -168,8 +167,8 @@ def decay_twice() -> None:
     """The weights of matrices decay twice in a step."""
 
     def change(self: muon.Muon) -> None:
-        group = self.param_groups[0]
         for parameter in self._matrices:
+            group = self._groups[parameter]
             local_shard(parameter).mul_(1 - group["lr"] * group["weight_decay"])
 
     _after_matrices(change)
@@ -187,7 +186,12 @@ def clip_no_matrix() -> None:
 
 def ignore_the_rate_of_matrices() -> None:
     """Matrices have the learning rate of all other parameters."""
-    muon.Muon.set_lr = Optimizer.set_lr  # type: ignore[method-assign]
+    right = muon.Muon.__init__
+
+    def wrong(self: muon.Muon, matrices: Any, others: Any, table: OptimTable, places: Any) -> None:
+        right(self, matrices, others, replace(table, matrix_lr=None), places)
+
+    muon.Muon.__init__ = wrong  # type: ignore[method-assign]
 
 
 def orthogonalise_the_head() -> None:

@@ -96,6 +96,11 @@ _FLOAT8: Final = "precision.compute=bfloat16 precision.matmul=float8"
 _NOTHING: Final = 'model.window=1 optim.train=["blocks.*.attn.wq.weight"]'
 # AdamW divides by the gradient itself.
 _NO_MEMORY: Final = "optim.betas=[0.9,0.0] optim.lr=1e-2 optim.eps=1e-30"
+# A parameter of blocks.0 that is a query's projection is in both.
+_TWO_GROUPS: Final = (
+    'optim.groups=[{train=["blocks.0.*"],lr_factor=0.5},'
+    '{train=["*norm.weight","blocks.*.wq.weight"],lr_factor=2.0,weight_decay=0.5}]'
+)
 
 FAULTS = [
     # tp
@@ -314,6 +319,15 @@ FAULTS = [
     Fault(values.clip_twice, "mesh.dp_shard=2", "^gradient norm after clipping"),
     Fault(values.do_not_clip, "mesh.dp_shard=2", "^gradient norm after clipping"),
     Fault(values.decay_norms, "mesh.dp_shard=2", "^weight of .*norm"),
+    *(
+        Fault(fault, f"mesh.tp=2 {_TWO_GROUPS}{optimizer}", "^weight")
+        for optimizer in ("", " optim.name=muon")
+        for fault in (
+            values.forget_the_factor_of_a_group,
+            values.take_the_last_group_that_matches,
+            values.forget_the_decay_of_a_group,
+        )
+    ),
     # The clipped norm comes first: the optimizer also clips.
     Fault(values.step_all_but_one_parameter, "mesh.tp=2", "^gradient norm after clipping"),
     Fault(

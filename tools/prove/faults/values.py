@@ -4,6 +4,8 @@ They are in the batch, loss, attention, checkpointing, gradient norm, clipping, 
 initial weights.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +17,12 @@ from composer3d.models.contract import IGNORE_INDEX, SequenceInfo
 from composer3d.models.layers import head as head_module
 from composer3d.parallel import checkpointing, executor, grad_norm, init, stages
 from composer3d.parallel.context import api
+from composer3d.recipe.rates import Rates
+from composer3d.recipe.schema import OptimTable
 from composer3d.training import batches, build, optimizers
 from composer3d.training import step as train_step
 from composer3d.training.optimizers import Optimizer
+from composer3d.training.optimizers import contract as optimizers_contract
 from tools.prove.faults.clipping import change_clipping, scale_gradients
 
 
@@ -315,6 +320,41 @@ def decay_norms() -> None:
     _change_optimizer(
         lambda optimizer: [group.update(weight_decay=0.1) for group in optimizer.param_groups]
     )
+
+
+def forget_the_factor_of_a_group() -> None:
+    """The learning rate of a group is that of all others."""
+    _change_rates(lambda rates, name, table: rates._replace(lr_factor=1.0))
+
+
+def take_the_last_group_that_matches() -> None:
+    """A parameter that two groups match is in the later one."""
+    right = optimizers_contract.rates_of
+
+    def wrong(name: str, n_dims: int, table: OptimTable) -> Rates:
+        return right(name, n_dims, replace(table, groups=tuple(reversed(table.groups or ()))))
+
+    optimizers_contract.rates_of = wrong
+
+
+def forget_the_decay_of_a_group() -> None:
+    """The weight decay of a group is the usual one."""
+    right = optimizers_contract.rates_of
+    _change_rates(
+        lambda rates, name, table: rates._replace(
+            weight_decay=right(name, 2 if rates.weight_decay else 1, replace(table, groups=None))[1]
+        )
+    )
+
+
+def _change_rates(change: Callable[[Rates, str, OptimTable], Rates]) -> None:
+    """Call ``change`` with the rates of each parameter, its name and ``[optim]``."""
+    right = optimizers_contract.rates_of
+
+    def wrong(name: str, n_dims: int, table: OptimTable) -> Rates:
+        return change(right(name, n_dims, table), name, table)
+
+    optimizers_contract.rates_of = wrong
 
 
 def step_all_but_one_parameter() -> None:

@@ -15,7 +15,6 @@ The source of batches is no column: every proof takes its first and third batch 
 through the loader of training, and its second from random numbers (``verify.worker``).
 """
 
-import json
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -29,7 +28,7 @@ from composer3d.facts.schedules import SCHEDULES, micro_batch_requirement
 from composer3d.planner import layouts
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
-from composer3d.recipe.values import FIELDS, variant
+from composer3d.recipe.values import FIELDS, as_toml, variant
 from tools.prove.paths import MATRIX, RECIPE
 
 LIMIT = 16  # processes
@@ -148,7 +147,21 @@ OF_EXPERTS = (
     *combinations(("pp", "data", "cp", "tp"), 2),
 )
 # What cuts a matrix, or decides where it is: Muon brings its parts together.
-_OF_MATRICES = ("zero", "pp", "data", "cp", "tp", "kv heads", "tied", "offload", "unit", "ep")
+_OF_MATRICES = (
+    "schedule",
+    "zero",
+    "pp",
+    "data",
+    "cp",
+    "tp",
+    "kv heads",
+    "vocabulary",
+    "tied",
+    "offload",
+    "unit",
+    "ep",
+    "groups",
+)
 WITH_PAIRS = (
     Pairs("schedule", COLUMNS["schedule"][1:], tuple(combinations(_OF_SCHEDULES, 2))),
     # Those of ep 8 need 8 or 16 processes: each value of every column is proven with it, as with
@@ -247,7 +260,7 @@ def _overrides_of_experts(row: Row) -> dict[str, Any]:
 def sets(row: Row) -> list[str]:
     """The overrides of a row as ``--set`` takes them."""
     return [
-        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        f"{key}={value if isinstance(value, str) else as_toml(value)}"
         for key, value in overrides(row).items()
     ]
 
