@@ -140,7 +140,7 @@ class _Operands(torch.autograd.Function):
         return input_gradient(grad_NM, weight_MK), grad_NM.T @ x_NK
 
 
-class _Product(torch.autograd.Function):
+class _Float8Product(torch.autograd.Function):
     """Compute the product in place of the zeros of ``_Operands``, and pass its gradient there."""
 
     @staticmethod
@@ -163,7 +163,8 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         x_NK, weight_MK = input.flatten(0, -2), self.weight
-        out_NM = _Product.apply(_Operands.apply(x_NK, weight_MK), x_NK.detach(), weight_MK.detach())
+        zeros_NM = _Operands.apply(x_NK, weight_MK)
+        out_NM = _Float8Product.apply(zeros_NM, x_NK.detach(), weight_MK.detach())
         out = out_NM.unflatten(0, input.shape[:-1])
         return out if self.bias is None else out + self.bias
 

@@ -20,7 +20,7 @@ from composer3d.runtime.torch_private import gathered_parameters, modules_of_uni
 _OF_STAGE = "first and last"
 
 
-class Unit(NamedTuple):
+class GradientUnit(NamedTuple):
     """A part of the model: ``first``, a block or several, or ``last``.
 
     Backward comes to the largest ``(stage, place)`` first.
@@ -38,10 +38,10 @@ class Unit(NamedTuple):
 
 # see(unit, number of the parameter in the unit, gradient). tp may have cut the gradient, and it may
 # be a part of a sum over tp.
-SeeGradient = Callable[[Unit, int, Tensor], None]
+SeeGradient = Callable[[GradientUnit, int, Tensor], None]
 
 
-def units_of(stage_number: int, stage: nn.Module) -> dict[Unit, list[nn.Parameter]]:
+def units_of(stage_number: int, stage: nn.Module) -> dict[GradientUnit, list[nn.Parameter]]:
     """Return the whole parameters of each unit of a stage, in the order of the model.
 
     A unit has no parameters before its first forward. If an embedding is also the head of its
@@ -54,7 +54,7 @@ def units_of(stage_number: int, stage: nn.Module) -> dict[Unit, list[nn.Paramete
         name = names[modules[0]] or _OF_STAGE
         if len(modules) > 1:
             name = f"{name} to {names[modules[-1]]}"
-        found[Unit(stage_number, place, name)] = gathered_parameters(unit)
+        found[GradientUnit(stage_number, place, name)] = gathered_parameters(unit)
     return found
 
 
@@ -78,7 +78,7 @@ def seen_by(see: SeeGradient, stages: Mapping[int, nn.Module]) -> Iterator[None]
         yield
 
 
-def _see_and_drop(see: SeeGradient, unit: Unit, index: int, parameter: Tensor) -> None:
+def _see_and_drop(see: SeeGradient, unit: GradientUnit, index: int, parameter: Tensor) -> None:
     # A layer that defers its weight gradient has none here at first.
     if parameter.grad is not None:
         see(unit, index, local_shard(parameter.grad))

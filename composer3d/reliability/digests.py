@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composer3d.parallel.local_gradients import Unit
+from composer3d.parallel.local_gradients import GradientUnit
 
 # Columns of the matrix in which the bits are summed up.
 _COLUMNS = 2048
@@ -76,10 +76,10 @@ class GradientDigests:
     """Digests the gradients of one backward as they come. The host waits once, in ``finish``."""
 
     def __init__(self) -> None:
-        self._sums: dict[Unit, Tensor] = {}
-        self._times: Counter[tuple[Unit, int]] = Counter()
+        self._sums: dict[GradientUnit, Tensor] = {}
+        self._times: Counter[tuple[GradientUnit, int]] = Counter()
 
-    def add(self, unit: Unit, index: int, gradient: Tensor) -> None:
+    def add(self, unit: GradientUnit, index: int, gradient: Tensor) -> None:
         """Add a gradient, of any shape, of the parameter ``index`` of ``unit``.
 
         No collective, and no wait.

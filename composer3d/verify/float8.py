@@ -75,7 +75,7 @@ def _exponent(x: Tensor) -> Tensor:
     return (torch.frexp(x).exponent - 1).to(torch.float64)
 
 
-class _Product(torch.autograd.Function):
+class _EmulatedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, rounding: Rounding) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -111,7 +111,7 @@ def use_float8(model: nn.Module, plan: ShardingPlan, tp: int) -> Rounding:
 
 
 def _columns(layer: nn.Linear, rounding: Rounding, tp: int, x: Tensor) -> Tensor:
-    parts = [_Product.apply(x, part, rounding) for part in layer.weight.chunk(tp)]
+    parts = [_EmulatedProduct.apply(x, part, rounding) for part in layer.weight.chunk(tp)]
     out = torch.cat(parts, -1)
     return out if layer.bias is None else out + layer.bias
 
@@ -128,13 +128,13 @@ def _kv_columns(layer: nn.Linear, rounding: Rounding, tp: int, x: Tensor, *, hea
     parts = []
     for rank in range(tp):
         head = rank * heads // tp
-        parts.append(_Product.apply(x, weights[head], rounding) + biases[head])
+        parts.append(_EmulatedProduct.apply(x, weights[head], rounding) + biases[head])
     return torch.cat(parts, -1)
 
 
 def _rows(layer: nn.Linear, rounding: Rounding, tp: int, x: Tensor) -> Tensor:
     parts = zip(x.chunk(tp, -1), layer.weight.chunk(tp, 1), strict=True)
     return sum(
-        (_Product.apply(x_part, weight_part, rounding) for x_part, weight_part in parts),
+        (_EmulatedProduct.apply(x_part, weight_part, rounding) for x_part, weight_part in parts),
         start=torch.zeros((), dtype=x.dtype),
     )

@@ -34,7 +34,7 @@ def round_to_float32(model: nn.Module) -> None:
             parameter.copy_(parameter.float())
 
 
-class Results(NamedTuple):
+class StepResults(NamedTuple):
     """What a model computes from a batch: its mean loss, and its gradients by name.
 
     The gradients have the shapes of the parameters.
@@ -84,7 +84,7 @@ def noisy_copies(model: Module, dtype: torch.dtype, trainable: Sequence[str]) ->
 
 
 def measure_noise(
-    copies: Sequence[Module], exact: Results, compute: Callable[[Module, int], Results]
+    copies: Sequence[Module], exact: StepResults, compute: Callable[[Module, int], StepResults]
 ) -> Noise:
     """Measure how far the results of ``copies`` are from the exact ones, on one process.
 

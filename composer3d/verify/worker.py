@@ -52,7 +52,7 @@ from composer3d.verify.float8 import use_float8
 from composer3d.verify.judge import RankErrors, ShardError, scalar_scale
 from composer3d.verify.rounding import (
     Noise,
-    Results,
+    StepResults,
     measure_noise,
     noisy_copies,
     round_to_float32,
@@ -337,7 +337,7 @@ def _validate_plainly(model: Decoder, recipe: Recipe, held_out: Corpus) -> float
     return loss / max(1, valid_tokens)
 
 
-def _plain_results(batch: Batch, model: Decoder, rows: int = 0) -> Results:
+def _plain_results(batch: Batch, model: Decoder, rows: int = 0) -> StepResults:
     """Compute the mean loss of a global batch and its gradients.
 
     ``rows`` samples are computed at a time; 0 means all at once.
@@ -357,7 +357,7 @@ def _plain_results(batch: Batch, model: Decoder, rows: int = 0) -> Results:
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
-    return Results(total_loss, gradients)
+    return StepResults(total_loss, gradients)
 
 
 def _count_valid(batch: Batch) -> int:

@@ -16,7 +16,7 @@ from composer3d.models.moe.shape import MoeShape
 from composer3d.parallel import StepShape, compose
 from composer3d.parallel.data import fsdp
 from composer3d.parallel.expert.balance import routers_of
-from composer3d.parallel.local_gradients import Unit
+from composer3d.parallel.local_gradients import GradientUnit
 from composer3d.recipe.schema import MemoryTable, MeshTable, ParallelTable, PrecisionTable
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
@@ -56,9 +56,9 @@ def compare_with_a_step(
         seen = step if mesh.sizes.pp > 1 else one
         routers = [router for module in stages.modules for router in routers_of(module).values()]
         units = [unit for module in stages.modules for unit in fsdp.units(module)]
-        taken: dict[Unit, dict[int, Tensor]] = defaultdict(dict)
+        taken: dict[GradientUnit, dict[int, Tensor]] = defaultdict(dict)
 
-        def see(unit: Unit, index: int, gradient: Tensor) -> None:
+        def see(unit: GradientUnit, index: int, gradient: Tensor) -> None:
             held = [p for u in units for p in gathered_parameters(u) if p.grad is not None]
             assert len(held) == 1  # no other gradient is in memory
             taken[unit][index] = taken[unit].get(index, 0) + gradient.double()

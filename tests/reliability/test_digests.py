@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from composer3d.parallel.local_gradients import Unit
+from composer3d.parallel.local_gradients import GradientUnit
 from composer3d.reliability.digests import (
     Digest,
     Disagreement,
@@ -82,7 +82,7 @@ def digest_of(gradients: dict[int, list[torch.Tensor]]) -> tuple[int, ...]:
     digests = GradientDigests()
     for index, parts in gradients.items():
         for part in parts:
-            digests.add(Unit(1, 2, "blocks.5"), index, part)
+            digests.add(GradientUnit(1, 2, "blocks.5"), index, part)
     (digest,) = digests.finish((("pp", 1),))
     assert digest[:2] == ("gradient of blocks.5", (("pp", 1), ("stage", 1), ("unit", 2)))
     return digest.value

@@ -14,7 +14,7 @@ from composer3d.parallel import init
 from composer3d.recipe.schema import OptimTable
 from composer3d.training.optimizers.adamw_proof import AdamWProof
 from composer3d.verify.rounding import (
-    Results,
+    StepResults,
     measure_noise,
     noisy_copies,
     round_to_float32,
@@ -182,7 +182,7 @@ def test_noise_is_that_of_the_dtype(dtype: torch.dtype) -> None:
     tokens = torch.randint(97, (6, 16), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(16).repeat(6, 1)
 
-    def compute(llama: Llama, rows: int) -> Results:
+    def compute(llama: Llama, rows: int) -> StepResults:
         llama.zero_grad()
         loss = 0.0
         for first in range(0, 6, rows or 6):
@@ -191,7 +191,7 @@ def test_noise_is_that_of_the_dtype(dtype: torch.dtype) -> None:
             of_part.backward()
             loss += of_part.item()
         named = llama.named_parameters()
-        return Results(loss, {name: p.grad.clone() for name, p in named if p.grad is not None})
+        return StepResults(loss, {name: p.grad.clone() for name, p in named if p.grad is not None})
 
     names = [name for name, _ in model.named_parameters()]
     exact = compute(model, 0)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from composer3d.parallel.context.kernels import wide
-from composer3d.parallel.context.packed import Call, Plan
+from composer3d.parallel.context.packed import CallPlan, KernelCall
 from composer3d.parallel.context.segment_kernel import (
     VariableLength,
     calls_causal,
@@ -135,7 +135,7 @@ def visible_scores(
     return mask
 
 
-def count_scores(plan: Plan, call: Call, rows: int, tokens: int, all_keys: int) -> Tensor:
+def count_scores(plan: CallPlan, call: KernelCall, rows: int, tokens: int, all_keys: int) -> Tensor:
     """How often a call computes each score: (rows, tokens, all_keys)."""
     counts = torch.zeros(rows, tokens, all_keys, dtype=torch.int64)
     segments = call.segments(plan.offsets_on(counts))

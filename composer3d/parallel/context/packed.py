@@ -27,19 +27,19 @@ from torch import Tensor
 from composer3d.parallel.context import segment_kernel
 from composer3d.parallel.context.ownership import OwnedRange, owned_ranges
 from composer3d.parallel.context.segment_kernel import Segments
-from composer3d.parallel.context.tiles import NOT_CAUSAL, Run, Starts, runs_of
+from composer3d.parallel.context.tiles import NOT_CAUSAL, Starts, TokenRun, runs_of
 from composer3d.runtime.torch_private import fake_mode_of
 
 _ALL_ROWS = slice(None)
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """One call of a variable-length kernel.
 
     Attributes:
         queries: places in this rank's shard, the same in all rows.
         keys: places in the shard of the keys, the same in all rows.
-        offsets: where ``Plan.offsets_on`` has the offsets of the queries, and those of the keys.
+        offsets: where ``CallPlan.offsets_on`` has the offsets of the queries, and of the keys.
         causal, left, longest_queries, longest_keys, all_see: as in ``Segments``.
     """
 
@@ -58,7 +58,7 @@ class Call(NamedTuple):
         return _ALL_ROWS
 
     def segments(self, offsets: Tensor) -> Segments:
-        """Return what the kernel needs; ``offsets``, 1-D, are those of ``Plan.offsets_on``."""
+        """Return what the kernel needs; ``offsets``, 1-D, are those of ``CallPlan.offsets_on``."""
         of_queries, of_keys = self.offsets
         return Segments(
             offsets[of_queries],
@@ -71,14 +71,14 @@ class Call(NamedTuple):
         )
 
 
-class Plan:
+class CallPlan:
     """The calls of all rounds of a micro-batch, for all layers with one window.
 
     Attributes:
         rounds: the calls with the keys of each rank, or of the only round if keys are gathered.
     """
 
-    def __init__(self, rounds: tuple[tuple[Call, ...], ...], numbers: list[int]) -> None:
+    def __init__(self, rounds: tuple[tuple[KernelCall, ...], ...], numbers: list[int]) -> None:
         self.rounds = rounds
         self._numbers = numbers
         self._offsets: Tensor | None = None
@@ -103,13 +103,13 @@ class Plan:
             self._offsets = offsets
         return offsets
 
-    def attend(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, call: KernelCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Compute ``(out, lse)`` of a call, (B, H, T, D) and (B, H, T)."""
         return segment_kernel.attend_segments(q, k, v, call.segments(self.offsets_on(q)))
 
     def differentiate(
         self,
-        call: Call,
+        call: KernelCall,
         grad: Tensor,
         q: Tensor,
         k: Tensor,
@@ -156,7 +156,7 @@ def plan_calls(
     window: int,
     method: str,
     balanced: bool,
-) -> Plan:
+) -> CallPlan:
     """Plan the calls of ``rank`` in all rounds.
 
     Args:
@@ -182,7 +182,7 @@ def plan_calls(
             cuts = () if starts is None else starts[row]
             segments += _segments(row, runs_of(queries, cuts), runs_of(keys, cuts), window)
         rounds.append(tuple(_call(group, rows, numbers) for group in _group(segments)))
-    return Plan(tuple(rounds), numbers)
+    return CallPlan(tuple(rounds), numbers)
 
 
 def _join_neighbours(ranges: Iterable[OwnedRange]) -> tuple[OwnedRange, ...]:
@@ -198,13 +198,13 @@ def _join_neighbours(ranges: Iterable[OwnedRange]) -> tuple[OwnedRange, ...]:
 
 
 def _segments(
-    row: int, query_runs: Iterable[Run], key_runs: Iterable[Run], window: int
+    row: int, query_runs: Iterable[TokenRun], key_runs: Iterable[TokenRun], window: int
 ) -> Iterator[_Segment]:
     """Yield the segments of a row, in the order of the queries."""
-    keys_of: defaultdict[int, list[Run]] = defaultdict(list)
+    keys_of: defaultdict[int, list[TokenRun]] = defaultdict(list)
     for run in key_runs:
         keys_of[run.document].append(run)
-    queries_of: defaultdict[int, list[Run]] = defaultdict(list)
+    queries_of: defaultdict[int, list[TokenRun]] = defaultdict(list)
     for run in query_runs:
         queries_of[run.document].append(run)
 
@@ -222,7 +222,7 @@ def _segments(
 
 
 def _segments_without_edge(
-    row: int, queries: Sequence[Run], keys: Sequence[Run], window: int, left: int
+    row: int, queries: Sequence[TokenRun], keys: Sequence[TokenRun], window: int, left: int
 ) -> Iterator[_Segment]:
     """Yield the segments of a document whose window, if there is one, cuts no key off."""
     for query in queries:
@@ -241,7 +241,7 @@ def _segments_without_edge(
 
 
 def _segments_with_edge(
-    row: int, queries: Sequence[Run], keys: Sequence[Run], window: int
+    row: int, queries: Sequence[TokenRun], keys: Sequence[TokenRun], window: int
 ) -> Iterator[_Segment]:
     """Yield the segments of a document in which the window ends: one for each pair of runs."""
     for query in queries:
@@ -302,7 +302,7 @@ def _group(segments: Iterable[_Segment]) -> list[list[_Segment]]:
     return groups
 
 
-def _call(segments: Sequence[_Segment], rows: int, numbers: list[int]) -> Call:
+def _call(segments: Sequence[_Segment], rows: int, numbers: list[int]) -> KernelCall:
     """Make a call of segments in order; append their offsets to ``numbers``.
 
     The kernel writes only within segments. Queries without keys, and keys without queries, are
@@ -338,7 +338,7 @@ def _call(segments: Sequence[_Segment], rows: int, numbers: list[int]) -> Call:
     of_queries = of_keys = _append(numbers, q_offsets)
     if k_offsets != q_offsets:
         of_keys = _append(numbers, k_offsets)
-    return Call(
+    return KernelCall(
         queries=slice(q0, q1),
         keys=slice(k0, k1),
         offsets=(of_queries, of_keys),

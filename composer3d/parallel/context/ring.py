@@ -24,14 +24,14 @@ from composer3d.parallel.context.ownership import (
     owned_ranges,
     parts_of_all_ranks,
 )
-from composer3d.parallel.context.packed import Call, Plan, plan_calls
+from composer3d.parallel.context.packed import CallPlan, KernelCall, plan_calls
 from composer3d.parallel.context.segment_kernel import VARIABLE_LENGTH
 from composer3d.parallel.context.tiles import Tile, starts_of, tiles
 from composer3d.runtime.torch_private import group_by_name
 
 
 class _ByTiles:
-    """Computes tiles, one kernel call each. ``packed.Plan`` has the same methods for its calls."""
+    """Computes tiles, one kernel call each. ``packed.CallPlan`` has the same methods for calls."""
 
     @staticmethod
     def attend(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ class _Round(NamedTuple):
 
     source: int | None
     kv: Tensor | tuple[Tensor, Tensor]
-    blocks: tuple[Tile, ...] | tuple[Call, ...]
+    blocks: tuple[Tile, ...] | tuple[KernelCall, ...]
     kernel: Any
 
     @property
@@ -66,20 +66,20 @@ class _Round(NamedTuple):
         """Whether one block has all queries of this rank, and all keys that they see."""
         return self.source is None and len(self.blocks) == 1
 
-    def attend(self, block: Tile | Call, q: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, block: Tile | KernelCall, q: Tensor) -> tuple[Tensor, Tensor]:
         """Compute ``(out, lse)`` of a block."""
         k, v = self._keys_and_values(block)
         return self.kernel.attend(block, q[block.rows, :, block.queries], k, v)
 
     def differentiate(
-        self, block: Tile | Call, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor
+        self, block: Tile | KernelCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the contributions of a block to dq, dk and dv."""
         grad, q, out, lse = (x[block.rows, :, block.queries] for x in (grad, q, out, lse))
         k, v = self._keys_and_values(block)
         return self.kernel.differentiate(block, grad, q, k, v, out, lse)
 
-    def _keys_and_values(self, block: Tile | Call) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(self, block: Tile | KernelCall) -> tuple[Tensor, Tensor]:
         """Cut out the keys and the values of a block."""
         return self.kv[0][block.rows, :, block.keys], self.kv[1][block.rows, :, block.keys]
 
@@ -221,7 +221,7 @@ def _kv_rounds(
     owned = owned_ranges(rank, size, tokens, balanced=balanced)
     starts = starts_of(documents)
     kernel = kernels.kernel_of(q)
-    plan: Plan | None = None
+    plan: CallPlan | None = None
     if kernel in VARIABLE_LENGTH and (starts is not None or window > 0):
         plan = plan_calls(rank, size, rows, tokens, starts, window, method, balanced)
     banded = kernel is kernels.Kernel.REFERENCE

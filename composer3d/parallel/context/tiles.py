@@ -59,7 +59,7 @@ class Tile(NamedTuple):
         return self.mask is None
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """Consecutive tokens of one document on one rank.
 
     Attributes:
@@ -130,7 +130,7 @@ def tiles(
 
     found: list[Tile] = []
     for rows, cuts in row_groups:
-        key_runs: dict[int, list[Run]] = {}
+        key_runs: dict[int, list[TokenRun]] = {}
         for key_run in reversed(list(runs_of(keys, cuts))):
             key_runs.setdefault(key_run.document, []).append(key_run)
         for query_run in runs_of(queries, cuts):
@@ -192,14 +192,14 @@ def _window_mask(
     return mask.triu(distance - window + 1)
 
 
-def runs_of(owned: tuple[OwnedRange, ...], cuts: tuple[int, ...]) -> Iterator[Run]:
+def runs_of(owned: tuple[OwnedRange, ...], cuts: tuple[int, ...]) -> Iterator[TokenRun]:
     """Cut a rank's tokens into runs, at the starts of documents."""
     for place, first, count in owned:
         end = first + count
         inner = cuts[bisect_right(cuts, first) : bisect_right(cuts, end - 1)]
         for run_begin, run_end in pairwise((first, *inner, end)):
             document = bisect_right(cuts, run_begin)
-            yield Run(shift=first - place, positions=(run_begin, run_end), document=document)
+            yield TokenRun(shift=first - place, positions=(run_begin, run_end), document=document)
 
 
 def _visible(q: Positions, k: Positions, window: int, banded: bool) -> Iterator[_Rectangle]:

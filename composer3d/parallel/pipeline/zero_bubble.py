@@ -38,7 +38,7 @@ class DeferredLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         call = _Call(self.weight, self.bias, self.deferred, is_float8=self.is_float8)
-        return _Product.apply(_KeptInput.apply(input, self.weight, call), self.weight, call)
+        return _DeferredProduct.apply(_KeptInput.apply(input, self.weight, call), self.weight, call)
 
 
 class _Call:
@@ -99,7 +99,7 @@ class _KeptInput(torch.autograd.Function):
         return grads[0], None, None
 
 
-class _Product(torch.autograd.Function):
+class _DeferredProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, call: _Call) -> Tensor:
         ctx.call = call

@@ -126,7 +126,7 @@ def check_values(heads: list[tuple[int, int]], methods: tuple[str, ...]) -> int:
         blocks: list[type] = []
         attend = ring._Round.attend
 
-        def watch(self: ring._Round, block: packed.Call, q: Tensor) -> tuple[Tensor, Tensor]:
+        def watch(self: ring._Round, block: packed.KernelCall, q: Tensor) -> tuple[Tensor, Tensor]:
             blocks.append(type(block))
             return attend(self, block, q)
 
@@ -142,7 +142,7 @@ def check_values(heads: list[tuple[int, int]], methods: tuple[str, ...]) -> int:
                 blocks.clear()
                 results = composed(*whole, mask, method=method, balanced=balanced)
                 uses_calls = mask.documents is not None or mask.window < tokens
-                expected_block = packed.Call if uses_calls else ring.Tile
+                expected_block = packed.KernelCall if uses_calls else ring.Tile
                 assert set(blocks) <= {expected_block}
                 assert blocks or not uses_calls
                 for actual, expected in zip(results, reference(*whole, mask), strict=True):
