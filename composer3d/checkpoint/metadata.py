@@ -38,10 +38,10 @@ from composer3d.checkpoint import pickles
 from composer3d.checkpoint.manifest import TensorSpec
 from composer3d.checkpoint.pickles import Name, PickleError, Record, reading
 from composer3d.checkpoint.torchfile import DTYPES, read_tensor, sizes_of
+from composer3d.facts.box import Box
 from composer3d.facts.errors import CheckpointError
 from composer3d.facts.files import open_plain
 from composer3d.runtime import collector
-from composer3d.runtime.box import Box
 from composer3d.runtime.torch_private import StorageInfo
 
 METADATA = ".metadata"

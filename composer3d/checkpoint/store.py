@@ -48,12 +48,12 @@ from composer3d.checkpoint.metadata import (
 )
 from composer3d.checkpoint.optimizer_state import SavedOptimizer, optimizer_state
 from composer3d.checkpoint.pickles import explain
+from composer3d.facts.box import Box
 from composer3d.facts.errors import CheckpointError, SaveError, TrainingError, UserError
 from composer3d.parallel import Stages
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.runtime import log
 from composer3d.runtime import process_group as distributed
-from composer3d.runtime.box import Box
 from composer3d.runtime.files import publish, sync
 from composer3d.runtime.progress import Progress
 from composer3d.runtime.torch_private import offset_of

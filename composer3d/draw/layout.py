@@ -26,6 +26,7 @@ AXIS_WORDS: dict[Axis, str] = {
     "replicas": "replicas",
     "expert_replicas": "replicas of experts",
     "pp": "pipeline",
+    "stage": "a pipeline stage",
     "world": "all ranks",
 }
 

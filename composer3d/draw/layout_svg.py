@@ -53,6 +53,7 @@ INKS: dict[Axis, str] = {
     "expert_replicas": "#005a94",
     "pp": "#b34a00",
     "sequence": QUIET_INK,
+    "stage": QUIET_INK,
     "world": QUIET_INK,
 }
 CELL_FILLS = ("#eaf4fc", "#fdf0e4", "#eaf6f0", "#f7edf4")

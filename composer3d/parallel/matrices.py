@@ -1,16 +1,10 @@
 """Brings each matrix that ranks hold in parts to one of them, whole, and takes results back.
 
-FSDP, tp and ep cut the matrices of a stage in any combination: each rank holds a box of a matrix,
-and replicas hold the same box. An optimizer that works on whole matrices (Muon) computes each of
-them once, on its owner. ``MatrixExchange`` says which rank that is, and moves the parts.
-
-A parameter of experts (E, F, C) is E matrices. Those that travel between the same ranks are
-computed together.
+An optimizer that works on whole matrices (Muon) computes each of them once, on its owner.
+``planner.matrices`` says which rank that is, and ``MatrixExchange`` moves the parts.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -19,45 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from composer3d.facts.box import Box
 from composer3d.parallel.init import local_part
-from composer3d.runtime.box import Box
+from composer3d.planner.matrices import CutParameter, MatrixUnit, rounds_of_units
 from composer3d.runtime.torch_private import box_on_rank
-
-# The most elements of matrices that a rank owns in one round, unless one matrix has more. An
-# exchange needs about four buffers of this length.
-_ELEMENTS_PER_ROUND = 1 << 26
 
 # What an exchange is run with; see ``MatrixExchange.run``.
 Read = Callable[[int, tuple[slice, ...]], Tensor]
 Write = Callable[[int, tuple[slice, ...], Tensor], None]
-
-
-@dataclass(frozen=True, eq=False)
-class MatrixUnit:
-    """A matrix, or the matrices of several experts, which one rank computes together.
-
-    Attributes:
-        parameter: the index of its parameter.
-        box: the whole matrix (F, C), or those of some experts (E, F, C), in its parameter.
-        owner: the rank that computes it, numbered within the group.
-        holders: all ranks that hold a part of it, and their parts.
-    """
-
-    parameter: int
-    box: Box
-    owner: int
-    holders: tuple[tuple[int, Box], ...]
-
-    def senders(self) -> Iterator[tuple[int, Box]]:
-        """Yield the ranks that send their parts to the owner, one for each part.
-
-        Of the replicas of a part it is the owner, if it has that part. If not, replicas take turns.
-        """
-        replicas: dict[Box, list[int]] = {}
-        for rank, box in self.holders:
-            replicas.setdefault(box, []).append(rank)
-        for box, ranks in replicas.items():
-            yield (self.owner if self.owner in ranks else ranks[self.owner % len(ranks)]), box
 
 
 class _Transfer(NamedTuple):
@@ -129,7 +92,7 @@ class MatrixExchange:
         ranks = ranks if group is None else dist.get_process_group_ranks(group)
         self._own_rank = 0 if group is None else dist.get_rank(group)
         self._origins = [local_part(parameter)[1] for parameter in parameters]
-        self.rounds = list(_rounds(_assign(parameters, ranks), len(ranks)))
+        self.rounds = rounds_of_units(_cut(parameters, ranks), len(ranks))
         # A large job has many transfers, and this rank has few of them: they are found once.
         self._own_rounds = [
             _OwnRound(
@@ -237,90 +200,18 @@ def _to_holders(units: Sequence[MatrixUnit]) -> list[_Transfer]:
     ]
 
 
-def newton_schulz_flops(shape: Sequence[int]) -> float:
-    """Return the floating-point operations of one step of Newton-Schulz on (F, C) or (E, F, C).
-
-    X (m, n) with m <= n: X X^T, the square of that, and its product with X.
-    """
-    *experts, rows, columns = shape
-    short, long = min(rows, columns), max(rows, columns)
-    return prod(experts) * 2.0 * short * short * (2 * long + short)
-
-
-class _Unowned(NamedTuple):
-    """A unit before it has an owner; the fields are those of ``MatrixUnit``."""
-
-    parameter: int
-    box: Box
-    holders: tuple[tuple[int, Box], ...]
-
-
-def _assign(parameters: Sequence[Tensor], ranks: Sequence[int]) -> list[MatrixUnit]:
-    """Give each unit to a rank, so that all have about as much to compute.
-
-    The largest are given first, each to the rank with the least so far. A unit that some ranks hold
-    whole goes to one of these: its parts need not travel there.
-    """
-    loads = [0.0] * len(ranks)
-    units = []
-    unowned = sorted(
-        _cut_into_units(parameters, ranks),
-        key=lambda unit: newton_schulz_flops(unit.box.shape),
-        reverse=True,
-    )
-    for parameter, box, holders in unowned:
-        whole = [rank for rank, part in holders if part == box]
-        owner = min(whole or [rank for rank, _ in holders], key=lambda rank: loads[rank])
-        loads[owner] += newton_schulz_flops(box.shape)
-        units.append(MatrixUnit(parameter, box, owner, holders))
-    return units
-
-
-def _cut_into_units(parameters: Sequence[Tensor], ranks: Sequence[int]) -> Iterator[_Unowned]:
+def _cut(parameters: Sequence[Tensor], ranks: Sequence[int]) -> list[CutParameter]:
+    """Return how the ranks of the group hold each parameter."""
     known: dict[Hashable, list[Box]] = {}  # of one kind, a model has one parameter in each block
-    for index, parameter in enumerate(parameters):
+    cut = []
+    for parameter in parameters:
         kind: Hashable = tuple(parameter.shape)
         if isinstance(parameter, DTensor):
             kind = (kind, parameter.device_mesh, parameter.placements)
         if kind not in known:
             known[kind] = _boxes(parameter, ranks)
-        whole = Box((0,) * parameter.dim(), tuple(parameter.shape))
-        if parameter.dim() == 2:
-            yield _Unowned(index, whole, _holders(known[kind]))
-        else:
-            for box, holders in _cut_experts(whole, known[kind]):
-                yield _Unowned(index, box, holders)
-
-
-def _cut_experts(
-    whole: Box, boxes: Sequence[Box]
-) -> Iterator[tuple[Box, tuple[tuple[int, Box], ...]]]:
-    """Cut a parameter of experts (E, F, C) into units; yield the box and the holders of each.
-
-    Args:
-        whole: the box of all experts.
-        boxes: the box of each rank.
-    """
-    edges = {0, whole.shape[0]}
-    for box in boxes:
-        if prod(box.shape):
-            edges |= {box.offset[0], box.offset[0] + box.shape[0]}
-    # The same ranks hold all experts between two neighbouring edges.
-    for first, end in pairwise(sorted(edges)):
-        count = end - first
-        holders = _holders([box.rows(first, count) for box in boxes])
-        # They share the work: no rank has more than one expert more than another.
-        shares = min(count, len(holders))
-        for share in range(shares):
-            begin = first + share * count // shares
-            size = first + (share + 1) * count // shares - begin
-            parts = tuple((rank, box.rows(begin, size)) for rank, box in holders)
-            yield whole.rows(begin, size), parts
-
-
-def _holders(boxes: Sequence[Box]) -> tuple[tuple[int, Box], ...]:
-    """Return the ranks whose boxes are not empty, and the boxes."""
-    return tuple((rank, box) for rank, box in enumerate(boxes) if prod(box.shape))
+        cut.append(CutParameter(tuple(parameter.shape), known[kind]))
+    return cut
 
 
 def _boxes(parameter: Tensor, ranks: Sequence[int]) -> list[Box]:
@@ -328,18 +219,3 @@ def _boxes(parameter: Tensor, ranks: Sequence[int]) -> list[Box]:
     if not isinstance(parameter, DTensor):
         return [Box((0,) * parameter.dim(), tuple(parameter.shape))] * len(ranks)
     return [box_on_rank(parameter, rank) for rank in ranks]
-
-
-def _rounds(units: Sequence[MatrixUnit], n_ranks: int) -> Iterator[tuple[MatrixUnit, ...]]:
-    """Cut the units into rounds in which no rank owns more than ``_ELEMENTS_PER_ROUND``."""
-    current: list[MatrixUnit] = []
-    owned = [0] * n_ranks
-    for unit in units:
-        size = prod(unit.box.shape)
-        if owned[unit.owner] and owned[unit.owner] + size > _ELEMENTS_PER_ROUND:
-            yield tuple(current)
-            current, owned = [], [0] * n_ranks
-        current.append(unit)
-        owned[unit.owner] += size
-    if current:
-        yield tuple(current)

@@ -195,6 +195,7 @@ class Layout:
             "tp": (self.tp, 1),
             "ep": (self.ep, expert_stride),
             "sequence": (self.cp * self.tp, 1),
+            "stage": (inner * self.dp_replicate, 1),
             "world": (self.world_size, 1),
         }[axis]
         return AxisRanks(size, stride)

@@ -10,23 +10,29 @@ the ranks that shard it, w bytes of a wide element (4, or 8 in float64).
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal, NamedTuple
 
+from composer3d.facts.box import Box
 from composer3d.facts.flags import N_FLAGS
 from composer3d.facts.schedules import Cell
 from composer3d.facts.units import units_of_blocks
+from composer3d.models.registry import architecture
 from composer3d.models.shape import DecoderShape
 from composer3d.models.table import Row
+from composer3d.planner.matrices import CutParameter, rounds_of_units
 from composer3d.planner.schedule import recipe_actions
 from composer3d.planner.stages import StageLayers, stage_layers, stages_by_rank
 from composer3d.planner.trained import is_trained
+from composer3d.recipe.matrices import matrices_of
 from composer3d.recipe.schema import Recipe
 
 # The groups of ranks that communicate. "fsdp" is dp_shard x cp; "efsdp" is what ep leaves of
 # dp_shard x cp x tp. Without sharding (zero = 0), gradients are summed over "replicas", those of
-# experts over "expert_replicas". "sequence" is cp x tp, and "world" is all ranks.
+# experts over "expert_replicas". "sequence" is cp x tp, "stage" all ranks but pp's, and "world" is
+# all ranks.
 Axis = Literal[
     "pp",
     "dp_replicate",
@@ -38,6 +44,7 @@ Axis = Literal[
     "tp",
     "ep",
     "sequence",
+    "stage",
     "world",
 ]
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
@@ -220,6 +227,7 @@ class _Rank:
             self._data(stage)
         self._partial_gradients()
         self._ties()
+        self._matrices()
         self._world()
         return self._flows
 
@@ -497,6 +505,73 @@ class _Rank:
         shard_bytes = elements // shards * self.p
         self._add(replica_axis, "all_reduce", "backward", words, 1, shard_bytes, replicas)
 
+    def _matrices(self) -> None:
+        """Two all-to-alls a round of ``parallel.matrices``, if the optimizer works on matrices.
+
+        They bring the momentum of each matrix to its owner, and the result to all that hold parts
+        of it. The payload is what the first rank of the stage sends.
+        """
+        names = matrices_of(architecture(self.shape.architecture), self.shape, self.recipe.optim)
+        if not names:
+            return
+        n_ranks = self.mesh.world_size // self.mesh.pp
+        parameters = [
+            CutParameter(parameter.row.shape, self._boxes(parameter, n_ranks))
+            for name, parameter in self._parameters()
+            if name in names and not parameter.is_frozen
+        ]
+        element_bytes = DTYPE_BYTES[self.recipe.optim.newton_schulz_dtype]
+        for units in rounds_of_units(parameters, n_ranks):
+            to_owner = sum(
+                prod(box.shape) for unit in units for rank, box in unit.senders() if rank == 0
+            )
+            to_holders = sum(
+                prod(box.shape) for unit in units if unit.owner == 0 for _, box in unit.holders
+            )
+            for purpose, elements in (
+                ("momentum of matrices", to_owner),
+                ("updates of matrices", to_holders),
+            ):
+                sent_bytes = elements * element_bytes
+                self._add("stage", "all_to_all", "step", purpose, 1, sent_bytes, n_ranks)
+
+    def _parameters(self) -> Iterator[tuple[str, _Parameter]]:
+        """Yield the parameters of this rank's stages by global name, in the model's own order."""
+        for stage in self.stages:
+            units = [(f"blocks.{layer}", self.table.blocks[layer]) for layer in stage.blocks]
+            if stage.has_first:
+                units.insert(0, ("first", self.table.first))
+            if stage.has_last:
+                units.append(("last", self.table.last))
+            for unit, rows in units:
+                for parameter in self._of_unit(unit, rows):
+                    if not parameter.row.tied_to:
+                        yield f"{unit}.{parameter.row.name}", parameter
+
+    def _boxes(self, parameter: _Parameter, n_ranks: int) -> list[Box]:
+        """Return the box of a parameter that each rank of a stage holds."""
+        mesh, shape = self.mesh, parameter.row.shape
+        shards, _ = self._shard_sizes(parameter)
+        boxes = []
+        for rank in range(n_ranks):
+            ranges = [(0, length) for length in shape]
+            if parameter.cut == "experts":
+                ranges[0] = _part_of(ranges[0], rank % mesh.ep, mesh.ep)
+                dim, shard = 1, rank // mesh.ep % mesh.efsdp
+            else:
+                dim, shard = 0, rank // mesh.tp % (mesh.dp_shard * mesh.cp)
+                if parameter.cut == "rows":
+                    # A vocabulary that tp cuts unevenly is sharded by columns.
+                    dim = 1 if shape[0] % mesh.tp and len(shape) > 1 else 0
+                    ranges[0] = _part_of(ranges[0], rank % mesh.tp, mesh.tp)
+                elif parameter.cut == "columns":
+                    ranges[1] = _part_of(ranges[1], rank % mesh.tp, mesh.tp)
+            if shards > 1:
+                ranges[dim] = _part_of(ranges[dim], shard, shards)
+            offset = tuple(begin for begin, _ in ranges)
+            boxes.append(Box(offset, tuple(end - begin for begin, end in ranges)))
+        return boxes
+
     def _has_fsdp(self) -> bool:
         """As ``fsdp.meshes_of`` decides."""
         mesh = self.mesh
@@ -607,6 +682,14 @@ class _Rank:
 
     def _has_experts(self, layer: int) -> bool:
         return any(row.style == "experts" for row in self.table.blocks[layer])
+
+
+def _part_of(whole: tuple[int, int], index: int, parts: int) -> tuple[int, int]:
+    """Return the begin and the end of one of equal parts, of which the last ones may be shorter."""
+    begin, end = whole
+    size = -(-(end - begin) // parts)
+    first = min(end, begin + index * size)
+    return first, min(end, first + size)
 
 
 def _gathers(rows: Sequence[Row]) -> int:

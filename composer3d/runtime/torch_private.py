@@ -48,7 +48,7 @@ from torch.distributed.tensor._utils import (
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import register_pytree_node
 
-from composer3d.runtime.box import Box
+from composer3d.facts.box import Box
 
 # Where a distributed checkpoint keeps the bytes of one part of a tensor: file, offset and length.
 StorageInfo = _StorageInfo

@@ -40,8 +40,8 @@ from composer3d.checkpoint.metadata import (
     tensor_specs,
     unpack_metadata,
 )
+from composer3d.facts.box import Box
 from composer3d.facts.errors import CheckpointError
-from composer3d.runtime.box import Box
 from composer3d.runtime.torch_private import StorageInfo
 from tests.checkpoint import assemble as asm
 from tests.checkpoint.assemble import (

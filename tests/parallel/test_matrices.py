@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composer3d.parallel import matrices
 from composer3d.parallel.init import local_part
-from composer3d.parallel.matrices import MatrixExchange, newton_schulz_flops
+from composer3d.parallel.matrices import MatrixExchange
+from composer3d.planner import matrices
+from composer3d.planner.matrices import newton_schulz_flops
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh

@@ -19,6 +19,7 @@ from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.training.batches import make_loader, open_data
 from composer3d.training.build import build_stages
+from composer3d.training.optimizers import build_stages_optimizer
 from composer3d.training.step import compute_gradients
 from tools.prove.paths import ROOT
 
@@ -95,13 +96,16 @@ class Done:
 
 
 def copy_input(group: Any, out: Any, x: Any, *_: Any) -> Any:
-    """Do what an all-to-all does if all ranks send the same numbers of rows."""
-    out.copy_(x)
+    """Do what an all-to-all does if all ranks send the same; else only fill the output."""
+    if out.shape == x.shape:
+        out.copy_(x)
+    else:
+        out.zero_()
     return Done()
 
 
 def record_a_step(recipe: str, sets: list[str], rank: int) -> dict[Key, Sum]:
-    """Compute the gradients of two steps as one rank of a fake world.
+    """Take two steps as one rank of a fake world.
 
     The model, FSDP and the schedule are the real ones; only the bytes of other ranks are missing.
 
@@ -118,10 +122,14 @@ def record_a_step(recipe: str, sets: list[str], rank: int) -> dict[Key, Sum]:
         corpus, _ = open_data(chosen)
         loader = make_loader(chosen, mesh, corpus, seed=0)
         stages = build_stages(chosen, mesh)
+        optimizer = build_stages_optimizer(stages, chosen)
+        scalars = {"divisor": torch.ones((), dtype=torch.float64), "is_good": torch.tensor(True)}
         compute_gradients(stages, next(loader))
+        optimizer.apply_gradients(**scalars)
         recorder = Recorder()
         recorder.patch(monkeypatch)
         compute_gradients(stages, next(loader))
+        optimizer.apply_gradients(**scalars)
     return recorder.sums()
 
 
@@ -153,6 +161,7 @@ SELECTIVE = "memory.activation_checkpoint=selective"
 EVERY_2 = "memory.activation_checkpoint=every 2 blocks"
 NARROW = "precision.reduce=bfloat16"
 BY_2 = "parallel.fsdp_blocks=2"
+MUON = "optim.name=muon"
 CASES = [
     Case(DENSE, f"mesh.pp=1 mesh.dp_shard=4 parallel.zero=2 {BF16} {NARROW}"),
     Case(DENSE, f"mesh.dp_replicate=2 mesh.tp=1 parallel.zero=3 {NARROW}"),
@@ -213,6 +222,16 @@ CASES = [
     Case(MOE, "mesh.pp=1 mesh.ep=1 mesh.tp=1 mesh.dp_shard=8 parallel.zero=3 data.micro_batch=4"),
     Case(MOE, "mesh.pp=1 mesh.ep=2 mesh.dp_replicate=4 mesh.dp_shard=1 parallel.zero=0"),
     Case(MOE, f"model.preset=debug-moe-shared mesh.ep=8 mesh.pp=1 mesh.cp=2 {FULL}"),
+    Case(DENSE, f"{MUON} parallel.zero=3"),
+    Case(DENSE, f"{MUON} mesh.pp=1 mesh.dp_replicate=2 parallel.zero=1 {BF16}"),
+    Case(DENSE, f"{MUON} mesh.pp=1 mesh.dp_shard=1 mesh.dp_replicate=4 parallel.zero=0"),
+    Case(DENSE, f"{MUON} mesh.tp=4 mesh.dp_shard=1 model.n_kv_heads=2"),
+    Case(DENSE, f"{MUON} mesh.tp=1 mesh.dp_shard=4 optim.newton_schulz_dtype=float32"),
+    Case(DENSE, f'{MUON} parallel.zero=3 model.vocab=257 optim.matrices=["*"]'),
+    Case(DENSE, f'{MUON} parallel.zero=3 optim.train=["first.*","last.*","*norm*","*.w[qo]*"]'),
+    Case(MOE, MUON),
+    Case(MOE, f"{MUON} mesh.pp=1 mesh.ep=2 mesh.dp_replicate=2 {BF16}"),
+    Case(MOE, f"{MUON} mesh.pp=1 mesh.ep=2 mesh.dp_replicate=4 mesh.dp_shard=1 parallel.zero=0"),
 ]
 
 

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from composer3d.facts.box import Box
 from composer3d.models.registry import Architecture
-from composer3d.parallel.matrices import MatrixExchange, MatrixUnit
+from composer3d.parallel.matrices import MatrixExchange
 from composer3d.parallel.pipeline.ties import local_shard
+from composer3d.planner.matrices import MatrixUnit
 from composer3d.recipe.schema import OptimTable
-from composer3d.runtime.box import Box
 from composer3d.training import optimizers
 from composer3d.training.optimizers import muon
 
