@@ -16,9 +16,13 @@ from typing import NamedTuple
 
 from composer3d.facts.box import Box
 
-# The most elements of matrices that a rank owns in one round, unless one matrix has more. An
-# exchange needs about four buffers of this length.
-_ELEMENTS_PER_ROUND = 1 << 26
+# The most elements of matrices that a rank owns in one round, unless one matrix has more.
+ELEMENTS_PER_ROUND = 1 << 26
+
+
+# Buffers of so many elements that a round needs: what is sent, what is received, the matrices, and
+# what Newton-Schulz makes of them.
+BUFFERS_PER_ROUND = 4
 
 
 class CutParameter(NamedTuple):
@@ -154,12 +158,12 @@ def _holders(boxes: Sequence[Box]) -> tuple[tuple[int, Box], ...]:
 
 
 def _cut_into_rounds(units: Sequence[MatrixUnit], n_ranks: int) -> Iterator[tuple[MatrixUnit, ...]]:
-    """Cut the units into rounds in which no rank owns more than ``_ELEMENTS_PER_ROUND``."""
+    """Cut the units into rounds in which no rank owns more than ``ELEMENTS_PER_ROUND``."""
     current: list[MatrixUnit] = []
     owned = [0] * n_ranks
     for unit in units:
         size = prod(unit.box.shape)
-        if owned[unit.owner] and owned[unit.owner] + size > _ELEMENTS_PER_ROUND:
+        if owned[unit.owner] and owned[unit.owner] + size > ELEMENTS_PER_ROUND:
             yield tuple(current)
             current, owned = [], [0] * n_ranks
         current.append(unit)

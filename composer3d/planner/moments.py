@@ -25,9 +25,10 @@ from composer3d.planner.activations import (
     stream_of,
     unit_of,
 )
-from composer3d.planner.setup import BlockKind, Setup
+from composer3d.planner.matrices import BUFFERS_PER_ROUND, ELEMENTS_PER_ROUND
+from composer3d.planner.setup import BlockKind, Matrices, Setup
 from composer3d.planner.states import Counts, State, states_of_ranks
-from composer3d.planner.time import rank_of
+from composer3d.planner.time import matrices_of_ranks, rank_of
 from composer3d.planner.trained import Share
 
 
@@ -119,6 +120,8 @@ def peak_moment(setup: Setup, rank: int) -> tuple[Always, Moment]:
     """
     held = _Rank(setup, rank)
     moments = _step_moments(held) if setup.layout.pp == 1 else _pipeline_moments(held, rank)
+    if setup.matrices is not None:
+        moments.append(_orthogonalising(held, rank, setup.matrices))
     return held.always(), max(moments, key=lambda moment: moment.total)
 
 
@@ -214,6 +217,22 @@ class _Rank:
     def sharded_gradients(self, elements: float) -> float:
         """Return the bytes of gradients of this rank's shards."""
         return 0.0 if self.setup.software.offloads else self.wide * elements
+
+
+def _orthogonalising(held: _Rank, rank: int, matrices: Matrices) -> Moment:
+    """Return the moment in which an optimizer of matrices runs one of its rounds."""
+    layout = held.setup.layout
+    stages = held.stages.values()
+    elements = sum(s.trained_shard if layout.zero >= 2 else s.trained for s in stages)
+    gathered = 0.0 if layout.zero == 3 else held.narrow * sum(stage.elements for stage in stages)
+    owned = matrices_of_ranks(held.setup)[rank].elements / layout.ranks_of("stage").size
+    of_round = max(min(owned, ELEMENTS_PER_ROUND), matrices.largest.elements)
+    return Moment(
+        gradients=held.sharded_gradients(elements),
+        gathered=gathered,
+        buffers=BUFFERS_PER_ROUND * matrices.element_bytes * of_round,
+        activations=0.0,
+    )
 
 
 # --- without a pipeline ---

@@ -4,17 +4,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import filterfalse
+from math import prod
 
 from composer3d.facts.errors import DeviceError
 from composer3d.facts.hardware import Hardware
 from composer3d.models.registry import architecture
 from composer3d.models.table import Row
 from composer3d.planner.constants import SHIPPED, Constants
+from composer3d.planner.matrices import newton_schulz_flops
 from composer3d.planner.memory import GIB, RankMemory, predict_memory
 from composer3d.planner.setup import (
     Batch,
+    BlockMatrices,
     Layout,
     Machine,
+    Matrices,
     Precision,
     Recompute,
     Setup,
@@ -23,9 +27,10 @@ from composer3d.planner.setup import (
 )
 from composer3d.planner.time import StepTime, predict_time
 from composer3d.planner.torch_facts import is_since_2_15
-from composer3d.planner.trained import trained_of
+from composer3d.planner.traffic import DTYPE_BYTES
+from composer3d.planner.trained import is_trained, trained_of
 from composer3d.recipe.matrices import matrices_of
-from composer3d.recipe.schema import Model, Recipe
+from composer3d.recipe.schema import Model, OptimTable, Recipe
 from composer3d.recipe.stages import stage_ranges
 
 # What a CUDA context and NCCL's buffers take at least, with few process groups.
@@ -186,6 +191,7 @@ def of_recipe(
         recompute=recompute[memory.checkpointing.mode],
         recompute_every=memory.checkpointing.every,
         loss_chunks=memory.loss_chunks,
+        matrices=_matrices(recipe.model, recipe.optim),
         trained=trained_of(recipe),
     )
 
@@ -253,7 +259,7 @@ def _precision(recipe: Recipe) -> Precision:
     """Return the widths of FSDP's mixed precision: shards and sums wide, gathers narrow."""
     wide = 8.0 if recipe.precision.params == "float64" else 4.0
     computes_in = recipe.precision.computes_in
-    narrow = {"bfloat16": 2.0, "float32": 4.0, "float64": 8.0}[computes_in]
+    narrow = float(DTYPE_BYTES[computes_in])
     matrix = "float32" if computes_in == "float64" else computes_in
     # In float64, float8 is emulated.
     is_float8 = recipe.precision.matmul == "float8" and computes_in == "bfloat16"
@@ -266,6 +272,36 @@ def _precision(recipe: Recipe) -> Precision:
         reduced=wide,
         exchanged=2.0 if recipe.precision.reduces_in == "bfloat16" else 0.0,
         gathered=narrow,
+    )
+
+
+@cache
+def _matrices(model: Model, optim: OptimTable) -> Matrices | None:
+    """Return what an optimizer of matrices computes in a step."""
+    chosen = architecture(model.architecture)
+    names = matrices_of(chosen, model, optim)
+    if not names:
+        return None
+    table = chosen.table_of(model)
+    places = {"first": 0, "last": model.n_layers - 1}
+    places |= {f"blocks.{layer}": layer for layer in range(model.n_layers)}
+    blocks = [BlockMatrices()] * model.n_layers
+    largest = BlockMatrices()
+    for unit, rows in table.units():
+        for row in rows:
+            name = f"{unit}.{row.name}"
+            if name in names and not row.tied_to and is_trained(optim, name):
+                flops = optim.newton_schulz_steps * newton_schulz_flops(row.shape)
+                before, place = blocks[places[unit]], places[unit]
+                blocks[place] = BlockMatrices(before.elements + row.elements, before.flops + flops)
+                of_one = prod(row.shape[:-2])
+                largest = max(largest, BlockMatrices(row.elements // of_one, flops / of_one))
+    dtype = optim.newton_schulz_dtype
+    return Matrices(
+        blocks=tuple(blocks),
+        largest=largest,
+        dtype=dtype,
+        element_bytes=DTYPE_BYTES[dtype],
     )
 
 

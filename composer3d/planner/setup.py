@@ -326,6 +326,36 @@ class BlockKind(NamedTuple):
     recompute: Recompute
 
 
+class BlockMatrices(NamedTuple):
+    """The matrices of a block that an optimizer works on as a whole.
+
+    Attributes:
+        elements: of all of them.
+        flops: to orthogonalise them once.
+    """
+
+    elements: int = 0
+    flops: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrices:
+    """The matrices that an optimizer orthogonalises in each step.
+
+    Attributes:
+        blocks: those of each block. What other parts of the model have counts for the block beside
+            them.
+        largest: the largest one. It is one rank's work.
+        dtype: in which they are computed, and travel.
+        element_bytes: of that dtype.
+    """
+
+    blocks: tuple[BlockMatrices, ...]
+    largest: BlockMatrices
+    dtype: str
+    element_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """Everything that a prediction reads.
@@ -337,6 +367,7 @@ class Setup:
         recompute_every: ``recompute`` holds for the first of every so many blocks of a stage. The
             other blocks repeat nothing.
         loss_chunks: the number of parts of a micro-batch whose logits exist at once.
+        matrices: those that the optimizer orthogonalises; None: none.
         trained: the parameters that train. Only ``moments`` reads it: the gradients and the state
             of the optimizer are theirs. Activations and time are those of training all.
 
@@ -354,6 +385,7 @@ class Setup:
     recompute: Recompute = "none"
     recompute_every: int = 1
     loss_chunks: int = 1
+    matrices: Matrices | None = None
     trained: Trained = EVERYTHING
 
     def __post_init__(self) -> None:

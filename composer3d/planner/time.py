@@ -7,6 +7,7 @@ happens once a step is added. No torch here.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from math import log2
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from composer3d.planner.collectives import Group, all_to_all_s, collective_s, se
 from composer3d.planner.compute import Work
 from composer3d.planner.constants import SHIPPED, Constants
 from composer3d.planner.pipeline import Compiled, length_s
-from composer3d.planner.setup import Setup
+from composer3d.planner.setup import BlockMatrices, Setup
 from composer3d.planner.simulate import StageTimes
 
 LengthOf = Callable[[Compiled, Sequence[StageTimes], Sequence[float]], float]
@@ -31,7 +32,7 @@ class StepTime:
         recompute_s: the part of it that repeats forward.
         bubble_s: waiting for other pipeline ranks, and for their messages.
         exposed_s: visible time of collectives, by axis: tp, cp, ep, dp (FSDP is dp).
-        optimizer_s: the optimizer's step.
+        optimizer_s: the optimizer's step, with what it sends.
         overhead_s: the host, and the slowest of many ranks.
     """
 
@@ -92,7 +93,7 @@ def predict_time(
 
     tail_s = _gradient_tail_s(setup, constants, stage_times)
     exposed["dp"] += tail_s
-    optimizer_s = _optimizer_s(setup, rate)
+    optimizer_s = _optimizer_s(setup, rate) + _matrices_s(setup, rate, constants)
     step_s = pipeline_s + tail_s + optimizer_s + constants.step_overhead_s
     doublings = log2(max(1.0, layout.world_size / 8))
     total_s = step_s * (1 + constants.straggler_share * doublings)
@@ -557,3 +558,44 @@ def _optimizer_s(setup: Setup, rate: compute.Rates) -> float:
         host_bytes_s = 0.33 * links.host_bytes_s if links else 20e9
         seconds += updated * 28.0 / host_bytes_s
     return seconds
+
+
+def _matrices_s(setup: Setup, rate: compute.Rates, constants: Constants) -> float:
+    """Return the seconds in which an optimizer orthogonalises matrices (``planner.matrices``).
+
+    The ranks of a stage share the work evenly, but one matrix is the work of one rank. Each part
+    travels to its owner once, and the result to all that hold it.
+    """
+    matrices, layout = setup.matrices, setup.layout
+    if matrices is None:
+        return 0.0
+    group = Group(*layout.ranks_of("stage"))
+    elements, flops = map(max, zip(*matrices_of_ranks(setup), strict=True))
+    computed_flops = max(flops / group.ranks, matrices.largest.flops)
+    if matrices.dtype == "bfloat16":
+        flops_s = rate.head
+    else:
+        flops_s = setup.machine.hardware.matrix_rate("float32")
+    replicas = layout.dp_replicate * (1 if layout.zero else layout.dp_shard * layout.cp)
+    part_bytes = matrices.element_bytes * elements / group.ranks
+    return (
+        computed_flops / flops_s
+        + all_to_all_s(group, part_bytes, setup.machine, constants)
+        + all_to_all_s(group, part_bytes * replicas, setup.machine, constants)
+    )
+
+
+def matrices_of_ranks(setup: Setup) -> list[BlockMatrices]:
+    """Return the matrices that the ranks of each pipeline rank hold together."""
+    layout, matrices = setup.layout, setup.matrices
+    if matrices is None:
+        return [BlockMatrices()] * layout.pp
+    held = [BlockMatrices()] * layout.pp
+    ends = accumulate(layout.stage_blocks, initial=0)
+    for stage, (begin, end) in enumerate(pairwise(ends)):
+        rank = rank_of(layout.pp, stage, layout.schedule)
+        blocks = [held[rank], *matrices.blocks[begin:end]]
+        held[rank] = BlockMatrices(
+            sum(block.elements for block in blocks), sum(block.flops for block in blocks)
+        )
+    return held

@@ -657,7 +657,7 @@ class _Rank:
             _Parameter(
                 row,
                 cut_of(row, self.shape, tp=tp, sequence_parallel=sequence_parallel),
-                is_frozen=not is_trained(self.recipe, f"{unit}.{row.name}"),
+                is_frozen=not is_trained(self.recipe.optim, f"{unit}.{row.name}"),
             )
             for row in rows
         ]

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from composer3d.models.table import Row
-from composer3d.recipe.schema import Recipe
+from composer3d.recipe.schema import OptimTable, Recipe
 
 
 class Share(NamedTuple):
@@ -38,20 +38,21 @@ class Trained:
 EVERYTHING = Trained()
 
 
-def is_trained(recipe: Recipe, name: str) -> bool:
-    """Return whether the recipe trains the parameter with this name in the whole model."""
-    globs = recipe.optim.train
+def is_trained(optim: OptimTable, name: str) -> bool:
+    """Return whether ``[optim]`` trains the parameter with this name in the whole model."""
+    globs = optim.train
     return globs is None or any(fnmatchcase(name, glob) for glob in globs)
 
 
 def trained_of(recipe: Recipe) -> Trained:
     """Return what a recipe trains."""
-    if recipe.optim.train is None:
+    optim = recipe.optim
+    if optim.train is None:
         return EVERYTHING
 
     def share(unit: str, rows: Iterable[Row]) -> float:
         matrices = [row for row in rows if row.is_matrix]
-        trained = sum(row.elements for row in matrices if is_trained(recipe, f"{unit}.{row.name}"))
+        trained = sum(row.elements for row in matrices if is_trained(optim, f"{unit}.{row.name}"))
         return trained / max(1, sum(row.elements for row in matrices))
 
     table = recipe.parameters

@@ -90,8 +90,8 @@ def groups_in_small(optim: OptimTable, full: Model, small: Model) -> tuple[Optim
         for index in range(small.n_layers)
     ]
     in_small: dict[str, tuple[int, ...]] = {}
-    for name in _trains(small, None):
-        if optim.train is None or _matches(name, optim.train):
+    for name, does_train in _trains(small, None).items():
+        if does_train and (optim.train is None or _matches(name, optim.train)):
             found = _BLOCK.fullmatch(name)
             in_small[name] = chosen[int(found[1])].get(found[2], ()) if found else matching[name]
 

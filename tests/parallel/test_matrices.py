@@ -119,7 +119,7 @@ def test_each_matrix_is_computed_once_and_arrives(pool: Pool, layout: str) -> No
 
 
 def test_rounds_bound_what_a_rank_owns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrices, "_ELEMENTS_PER_ROUND", 100)
+    monkeypatch.setattr(matrices, "ELEMENTS_PER_ROUND", 100)
     parameters = [torch.zeros(6, 8), torch.zeros(20, 10), torch.zeros(4, 5), torch.zeros(3, 2, 7)]
     rounds = MatrixExchange(parameters, None).rounds
     sizes = [[prod(unit.box.shape) for unit in units] for units in rounds]

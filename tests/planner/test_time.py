@@ -4,16 +4,20 @@ from dataclasses import replace
 
 import pytest
 
+from composer3d.facts import hardware
 from composer3d.facts.errors import PlanError
 from composer3d.models import counts
 from composer3d.models.llama.shape import PRESETS
 from composer3d.models.llama.table import table
 from composer3d.planner import compute
 from composer3d.planner.constants import FITTED, PRIORS, SHIPPED
+from composer3d.planner.predict import of_recipe
 from composer3d.planner.setup import Recompute, Setup, Software
 from composer3d.planner.time import predict_time
+from composer3d.recipe.resolve import load
 from tests.tools.test_planner_foreign import SIZES, setup_of
 from tools.planner.foreign import ForeignSoftware
+from tools.prove.paths import ROOT
 
 FREE = replace(
     PRIORS,
@@ -293,3 +297,27 @@ def test_the_last_unit_of_a_stage_may_be_smaller() -> None:
     assert layout.blocks_of_unit == 8 / 5
     assert replace(layout, fsdp_blocks=1).blocks_of_unit == 1
     assert replace(layout, fsdp_blocks=10).blocks_of_unit == 4
+
+
+def test_the_ranks_of_a_stage_share_the_products_of_muon() -> None:
+    row = hardware.by_name("H100")
+    assert row is not None
+
+    def added_s(*sets: str) -> float:
+        path = str(ROOT / "recipes" / "llama3-8b-8-fsdp.toml")
+        recipe = load(path, ["optim.name=muon", *sets], check_files=False).recipe
+        setup = of_recipe(recipe, row)
+        with_muon, without = (
+            predict_time(each, FREE) for each in (setup, replace(setup, matrices=None))
+        )
+        return with_muon.optimizer_s - without.optimizer_s
+
+    # X X^T, its square, and the product with X, in each of five steps; a multiply-add counts as 2.
+    sides = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(4096, 14336)] * 3
+    of_block = sum(5 * 2 * (2 * m * m * n + m**3) for m, n in sides)
+    rate = row.matrix_rate("bfloat16") * FREE.matrix_share_hopper
+    products_s = 32 * of_block / 8 / rate
+    assert products_s < added_s() < 1.2 * products_s
+    # In float32, products are slower and messages are longer.
+    assert added_s("optim.newton_schulz_dtype=float32") > 2 * products_s
+    assert added_s("optim.newton_schulz_steps=10") > 1.8 * products_s

@@ -9,7 +9,7 @@ from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import OptimGroup, OptimTable
 from composer3d.verify.frozen import groups_in_small, train_in_small
 from composer3d.verify.shrink import shrink
-from tools.prove.paths import RECIPE
+from tools.prove.paths import MOE_RECIPE, RECIPE
 
 FULL = load(str(RECIPE), ["model.n_layers=12"]).recipe.model
 SMALL = replace(FULL, n_layers=3)
@@ -89,3 +89,10 @@ def test_a_group_that_does_not_train_is_left_out() -> None:
     table = OptimTable(train=("first.embed.weight",), groups=groups)
     assert groups_in_small(table, FULL, SMALL) == (replace(groups[0], train=table.train),)
     assert groups_in_small(replace(table, groups=groups[1:]), FULL, SMALL) is None
+
+
+def test_the_bias_of_a_router_is_in_no_group() -> None:
+    sets = ["model.router_bias=true", 'optim.groups=[{train=["*"], lr_factor=0.5}]']
+    (small,) = shrink(load(str(MOE_RECIPE), sets).recipe)
+    assert small.optim.groups is not None
+    assert not [name for name in small.optim.groups[0].train if "bias" in name]
