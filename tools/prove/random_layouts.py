@@ -6,9 +6,11 @@ of one token. The layouts are drawn with a seed, small worlds more often. A layo
 accepts must not be refused later, when it is composed.
 
 With ``--faults``, each fault of ``tools/prove/faults`` that ``verify`` looks for is planted in its
-own layout with such random settings. Some settings leave a fault without effect: a wrong mask
-changes nothing in sequences of one token. So a fault that is not found is only wrong if it has an
-effect, measured by code that knows nothing of rounding (``largest_effect``).
+own layout with such random settings. A layout that is refused only with its fault is found, too.
+Some settings leave a fault without effect: a wrong mask changes nothing in sequences of one token.
+So a fault that is not found is only wrong if it has an effect, measured by code that knows nothing
+of rounding (``largest_effect``). An effect on a weight counts above the bound that ``verify``
+states: tiny learning rates and clipped norms make that of any fault as small as one likes.
 
 Exit status: 0 if all is right, 1 if not.
 """
@@ -203,7 +205,11 @@ def prove(
     effects: list[float] = []
 
     def record(verdict: Verdict, ranks: Any, small: Recipe, stats: ReferenceStats) -> Verdict:
-        effects.append(largest_effect(ranks, stats, EXACT[dtype]))
+        effects.append(
+            largest_effect(
+                ranks, stats, EXACT[dtype], in_weights=0.0 if fault is None else EXACT[dtype]
+            )
+        )
         return judge(verdict, ranks, small, stats)
 
     judge = proof.judge
@@ -214,13 +220,15 @@ def prove(
     return Outcome(verdict, max(effects, default=math.inf))
 
 
-def largest_effect(ranks: Sequence[RankErrors], stats: ReferenceStats, exact: float) -> float:
+def largest_effect(
+    ranks: Sequence[RankErrors], stats: ReferenceStats, exact: float, *, in_weights: float
+) -> float:
     """The largest error of all ranks, without regard to what rounding explains.
 
     Errors of gradients and of their norm are relative to the norm of the gradients of all
     parameters, those of losses and weights to themselves. A loss or a norm whose error is at most
-    ``exact``, the bound that ``verify`` states, is right. The result is infinite if something
-    cannot be compared, or breaks a rule.
+    ``exact``, the bound that ``verify`` states, is right; and so is a weight whose error is at most
+    ``in_weights``. The result is infinite if something cannot be compared, or breaks a rule.
     """
 
     def beyond_bound(error: float) -> float:
@@ -238,10 +246,15 @@ def largest_effect(ranks: Sequence[RankErrors], stats: ReferenceStats, exact: fl
             clipped = beyond_bound(rank.clipped[step])
             errors.append(clipped * (1.0 if stats.clips[step] else share))
         for shard in rank.shards:
-            scale = math.sqrt(shard.norm_sq)
+            if shard.problem:
+                return math.inf
             if shard.kind == "gradient":
-                scale = stats.norms_of_all[shard.step]
-            errors.append(math.inf if shard.problem else _ratio(math.sqrt(shard.diff_sq), scale))
+                error = _ratio(math.sqrt(shard.diff_sq), stats.norms_of_all[shard.step])
+            else:
+                norm = stats.norms["weight"][shard.step].get(shard.name, 0.0)
+                error = _ratio(math.sqrt(shard.diff_sq), norm)
+                error = 0.0 if error <= in_weights else error
+            errors.append(error)
         largest = max([largest, *(math.inf if math.isnan(error) else error for error in errors)])
     return largest
 
@@ -355,8 +368,8 @@ def prove_faults(pool: Pool, folder: Path, seed: int, dtype: str, part: slice) -
         if verdict.passed or verdict.refused:
             word = "SURVIVED "
             healthy, usual_effect = prove(pool, folder, sets, dtype, fault.recipe)
-            if verdict.refused and healthy.refused:
-                word = "LATE     "
+            if verdict.refused:
+                word = "LATE     " if healthy.refused else "caught   "
             elif healthy.passed and effect <= max(EFFECT, 10 * usual_effect):
                 word = "no effect"
         n_right += word in ("caught   ", "no effect")
