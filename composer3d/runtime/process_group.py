@@ -388,6 +388,33 @@ def form_group(
     return _form(form, lambda group: [group])
 
 
+def form_disjoint_groups(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """Form groups that share no rank, each as ``form_group``. Collective over all ranks.
+
+    NCCL splits one communicator for all of them; gloo forms one after the other.
+
+    Args:
+        groups: the ranks of each group, the same on all ranks.
+
+    Returns:
+        The group that has this rank; None if none has it.
+    """
+    rank, backend = dist.get_rank(), dist.get_backend()
+
+    def form() -> dist.ProcessGroup | None:
+        if backend == "nccl":
+            return dist.split_group(split_ranks=[list(ranks) for ranks in groups])
+        own = None
+        for ranks in groups:
+            # A group of a fake world that lacks this rank would be thrown away.
+            if rank in ranks or backend != "fake":
+                formed = dist.new_group(list(ranks))
+                own = formed if rank in ranks else own
+        return own
+
+    return _form(form, lambda group: [] if group is None else [group])
+
+
 def form_mesh(make: Callable[[], DeviceMesh]) -> DeviceMesh:
     """Return the mesh that ``make`` returns, of which it forms groups. Collective over all ranks.
 
