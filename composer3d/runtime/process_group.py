@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer3d.facts.errors import DeviceError, MachineError, MeshError, UserError, of_os_error
-from composer3d.runtime import devices, environment
+from composer3d.runtime import devices, environment, open_files
 from composer3d.runtime.environment import STORE_VARIABLE
 from composer3d.runtime.meeting import wait_for_host, wait_in_store
 from composer3d.runtime.shortage import lacks_memory, no_memory
@@ -121,9 +121,12 @@ def open_store(*, timeout_s: float = 600.0) -> dist.Store:
 
     Raises:
         MeshError: under torchrun, ranks or the store are missing after ``timeout_s``.
+        MachineError: this process may not open as many files as it needs connections.
     """
     rank, size = environment.rank(), environment.world_size()
     timeout = timedelta(seconds=timeout_s)
+    is_host = rank == 0 and not environment.uses_store_of_agent()
+    open_files.allow(rank, size, hosts_store=is_host)
 
     if environment.has_launcher():
         file_store = dist.FileStore(os.environ[STORE_VARIABLE], size)
@@ -137,7 +140,6 @@ def open_store(*, timeout_s: float = 600.0) -> dist.Store:
         return dist.HashStore()
 
     deadline_s = time.monotonic() + timeout_s
-    is_host = rank == 0 and not environment.uses_store_of_agent()
     shown = f"{address[0]}:{address[1]}"
     try:
         wait_for_host(*address, is_host=is_host, deadline_s=deadline_s)
