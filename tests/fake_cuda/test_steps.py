@@ -95,22 +95,16 @@ NOT_DETERMINISTIC = {
     *("aten::median", "aten::nll_loss2d_forward", "aten::put_", "aten::scatter_reduce"),
 }
 
-# With experts, a layer also copies numbers of rows to the host, for each forward and recomputation,
-# and the order of rows back.
+# With experts, a layer also copies numbers of rows to the host, for each forward and recomputation.
 EXPERTS = (
     *('model.architecture="moe"', 'model.preset="debug-moe"', "model.expert_ffn=96", BF16),
     *("model.n_layers=2", "data.seq_len=64", "data.global_batch=4"),
 )
 ROWS = Copy("aten::_to_copy", "cuda", "cpu", "dispatch.py:exchange")
-ORDER = Copy("aten::_to_copy", "cpu", "cuda", "dispatch.py:exchange")
-EXPERTS_LAUNCHED = {"one process": (285, 358), "ep": (143, 164)}
+EXPERTS_LAUNCHED = {"one process": (285, 358), "ep": (147, 164)}
 EXPERT_LAYOUTS: dict[str, tuple[tuple[str, ...], Counter[Copy], Counter[Copy]]] = {
     "one process": ((), Counter(), Counter()),
-    "ep": (
-        ("mesh.dp_shard=2", "mesh.ep=2"),
-        Counter({ROWS: 4, ORDER: 4}),
-        Counter({ROWS: 4, ORDER: 4}),
-    ),
+    "ep": (("mesh.dp_shard=2", "mesh.ep=2"), Counter({ROWS: 4}), Counter({ROWS: 4})),
 }
 
 
@@ -146,6 +140,7 @@ def test_a_step_copies_only_its_batch_and_sends_what_it_sends_on_a_cpu(
     seen, deeper = run_ranks(pool, library, *SIZES, *LAYOUTS[name])
     for on_gpu, on_cpu in zip(seen[::2], seen[1::2], strict=True):
         assert on_gpu.step.copies == Counter({TO_DEVICE: 3, TO_HOST: 1})
+        assert on_gpu.step.waits == 1
         assert on_gpu.evaluation.copies == Counter({TO_DEVICE: 3})
         assert on_gpu.step.collectives == on_cpu.step.collectives
         assert on_gpu.evaluation.collectives == on_cpu.evaluation.collectives
@@ -160,6 +155,7 @@ def test_experts_copy_numbers_of_rows_and_send_what_they_send_on_a_cpu(
     sets, of_step, of_evaluation = EXPERT_LAYOUTS[name]
     (on_gpu, on_cpu), deeper = run_ranks(pool, library, *EXPERTS, *sets)
     assert on_gpu.step.copies == of_step + Counter({TO_DEVICE: 3, TO_HOST: 1})
+    assert on_gpu.step.waits == of_step.total() + 1
     assert on_gpu.evaluation.copies == of_evaluation + Counter({TO_DEVICE: 3})
     assert on_gpu.step.collectives == on_cpu.step.collectives
     assert on_gpu.evaluation.collectives == on_cpu.evaluation.collectives

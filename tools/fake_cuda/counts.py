@@ -224,7 +224,7 @@ class Watcher(Recorder):
 
         sources = {tensor.device.type for tensor in tensors_in(list(arguments))}
         targets = {tensor.device.type for tensor in tensors_in(result)}
-        if "cuda" in sources and _reads(operator, name, arguments):
+        if "cuda" in sources and _reads(operator, name, arguments, keywords):
             copy = Copy(name, "cuda", "host", _place())
             self._counts.copies[copy] += 1
             self._counts.blocking[copy] += 1
@@ -235,7 +235,8 @@ class Watcher(Recorder):
             copy = Copy(name, source, target, _place())
             self._counts.copies[copy] += 1
             may_go_on = keywords.get("non_blocking") or True in arguments[2:3]
-            if source == "cuda" and not may_go_on:
+            if not may_go_on:
+                # torch waits for the stream after such a copy, in either direction.
                 self._counts.blocking[copy] += 1
 
     def _phase(self) -> Phase:
@@ -259,13 +260,18 @@ def _is_launched(operator: Any, name: str, arguments: tuple[Any, ...], result: A
     return any(tensor.untyped_storage()._cdata not in known for tensor in outputs)
 
 
-def _reads(operator: Any, name: str, arguments: tuple[Any, ...]) -> bool:
+def _reads(
+    operator: Any, name: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> bool:
     """Return whether the host waits for a value of a GPU before the operator is done."""
     if name in _WITH_INDICES:
         return any(tensor.dtype is torch.bool for tensor in tensors_in(list(arguments[1])))
     if name == "aten::_grouped_mm":
         # Without bfloat16, torch runs a product for each group, and copies their ends to the host.
         return arguments[0].dtype is not torch.bfloat16
+    if name == "aten::repeat_interleave":
+        # A caller who gives the length of the output spares the host the sum of the repeats.
+        return keywords.get("output_size") is None
     return not _READS.isdisjoint(operator.tags)
 
 

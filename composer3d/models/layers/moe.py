@@ -229,19 +229,24 @@ class Router(nn.Module):
         """
         key = (Router, "sequences")
         if key not in seq.shared:
-            row_B1 = torch.arange(rows)[:, None]
+            device = seq.positions_BT.device
+            # The host knows documents, and has them there already; all else is computed in place.
+            where = device if seq.documents_BT is None else torch.device("cpu")
+            row_B1 = torch.arange(rows, device=where)[:, None]
             if seq.documents_BT is None:
                 sequence_BT = row_B1.expand(rows, tokens // rows)
-                lengths_S = torch.full((rows,), tokens // rows * self.sequence_ranks)
+                length = tokens // rows * self.sequence_ranks
+                lengths_S = torch.full((rows,), length, device=where)
             else:
-                documents_BT = seq.documents_BT.cpu()  # composed stages have them there already
+                documents_BT = seq.documents_BT.to(where)
                 most = int(documents_BT.max()) + 1
                 sequence_BT = self.own_documents(documents_BT) + row_B1 * most
                 lengths_S = _count((documents_BT + row_B1 * most).flatten(), rows * most)
-            device = seq.positions_BT.device
             # A row with fewer documents than another has some without a token.
             lengths_S = lengths_S.clamp(min=1)
-            seq.shared[key] = sequence_BT.flatten().to(device), lengths_S.to(device)
+            seq.shared[key] = tuple(
+                each.to(device, non_blocking=True) for each in (sequence_BT.flatten(), lengths_S)
+            )
         return seq.shared[key]
 
 

@@ -22,7 +22,7 @@ from composer3d.runtime.torch_private import group_by_name
 def exchange_over(group: dist.ProcessGroup) -> Exchange:
     """Make the function for the seam ``exchange`` of experts on the ranks of ``group``.
 
-    Collectives of a call: an all-to-all of E numbers of rows; the host waits for it. Then an
+    Collectives of a call: an all-to-all of E numbers of rows; the host waits for it once. Then an
     all-to-all of rows, and one of outputs. Each sends C elements for every row of this rank that
     goes to an expert of another rank, and backward sends the same bytes in the other direction. The
     operators ``composer3d::exchange_*`` can be saved by selective activation checkpointing.
@@ -31,16 +31,16 @@ def exchange_over(group: dist.ProcessGroup) -> Exchange:
 
     def exchange(rows_MC: Tensor, tokens_E: Tensor) -> Exchanged:
         arriving_E = exchange_counts(tokens_E, name)
-        # By rank and by its experts. One copy to the host gives both.
-        sent, arriving = torch.stack((tokens_E, arriving_E)).cpu().unflatten(1, (size, -1))
-        sent_rows, arriving_rows = sent.sum(1).tolist(), arriving.sum(1).tolist()
+        # By rank and by its experts. The host needs the sizes of messages: it waits for this copy.
+        by_rank = torch.stack((tokens_E, arriving_E)).cpu().unflatten(1, (size, -1))
+        sent_rows, arriving_rows = by_rank.sum(2).tolist()
 
         rows_RC = exchange_rows(rows_MC, sent_rows, arriving_rows, name)
         # Rows arrive by source rank, and by expert within it; experts need the rows of all ranks.
-        expert_R = (
-            torch.arange(arriving.shape[1]).repeat(size).repeat_interleave(arriving.flatten())
-        )
-        order_R = expert_R.argsort(stable=True).to(rows_MC.device)
+        # The order is computed on the device: a copy of it would wait for all that runs there.
+        cell_R = torch.repeat_interleave(arriving_E, output_size=sum(arriving_rows))
+        own_experts = len(tokens_E) // size
+        order_R = (cell_R % own_experts).argsort(stable=True)
         place_R = inverse_of(order_R)
 
         def send_back(out_RC: Tensor) -> Tensor:
