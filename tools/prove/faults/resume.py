@@ -8,20 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tools.prove.faults.plant import instead_of
+
 
 def swap_two_moments() -> None:
     """Resume: the first moments of keys and values are swapped."""
     from composer3d.checkpoint import Store
 
-    def wrong(self: Any, path: Path, stages: Any, optimizer: Any) -> None:
+    @instead_of(Store, Store.load)
+    def wrong(right: Any, self: Any, path: Path, stages: Any, optimizer: Any) -> None:
         right(self, path, stages, optimizer)
         parameters = dict(stages.named_parameters())
         keys = optimizer.state[parameters["blocks.1.attn.wk.weight"]]
         values = optimizer.state[parameters["blocks.1.attn.wv.weight"]]
         keys["exp_avg"], values["exp_avg"] = values["exp_avg"], keys["exp_avg"]
-
-    right = Store.load
-    Store.load = wrong
 
 
 def forget_the_second_moments() -> None:
@@ -43,41 +43,35 @@ def _change_state(change: Callable[[Any], Any]) -> None:
     """Call ``change`` with AdamW's state of each parameter after it is loaded."""
     from composer3d.checkpoint import Store
 
-    def wrong(self: Any, path: Path, stages: Any, optimizer: Any) -> None:
+    @instead_of(Store, Store.load)
+    def wrong(right: Any, self: Any, path: Path, stages: Any, optimizer: Any) -> None:
         right(self, path, stages, optimizer)
         for state in optimizer.state.values():
             change(state)
-
-    right = Store.load
-    Store.load = wrong
 
 
 def keep_the_first_weights() -> None:
     """Resume: the optimizer is loaded, but the weights keep their initial values."""
     from composer3d.checkpoint import Store
 
-    def wrong(self: Any, path: Path, stages: Any, optimizer: Any) -> None:
+    @instead_of(Store, Store.load)
+    def wrong(right: Any, self: Any, path: Path, stages: Any, optimizer: Any) -> None:
         before = [parameter.detach().clone() for parameter in stages.parameters()]
         right(self, path, stages, optimizer)
         for parameter, first in zip(stages.parameters(), before, strict=True):
             parameter.detach().copy_(first)
-
-    right = Store.load
-    Store.load = wrong
 
 
 def round_what_is_loaded() -> None:
     """Resume: loaded weights are rounded to float32."""
     from composer3d.checkpoint import Store
 
-    def wrong(self: Any, path: Path, stages: Any, optimizer: Any) -> None:
+    @instead_of(Store, Store.load)
+    def wrong(right: Any, self: Any, path: Path, stages: Any, optimizer: Any) -> None:
         right(self, path, stages, optimizer)
         for parameter in stages.parameters():
             whole = parameter.detach()
             whole.copy_(whole.float())
-
-    right = Store.load
-    Store.load = wrong
 
 
 def go_on_a_step_later() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from composer3d.parallel.context import kernels, packed, ring, segment_kernel
 from tools.prove import varlen
+from tools.prove.faults.plant import instead_of
 
 
 def take_the_path_of_gpus() -> None:
@@ -18,12 +19,10 @@ def take_the_path_of_gpus() -> None:
 def _change_edges(change: Callable[[Any], Any]) -> None:
     """Change the segments of documents in which a window ends."""
     take_the_path_of_gpus()
-    right = packed._segments_with_edge
 
-    def wrong(*arguments: Any) -> Iterator[Any]:
+    @instead_of(packed, packed._segments_with_edge)
+    def wrong(right: Any, *arguments: Any) -> Iterator[Any]:
         return map(change, right(*arguments))
-
-    packed._segments_with_edge = wrong
 
 
 def see_one_key_too_many() -> None:
