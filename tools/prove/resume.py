@@ -9,7 +9,6 @@ exactly once.
 Exit status: 0 if all pairs are exact, 1 if one is not.
 """
 
-import argparse
 import math
 import random
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.runtime.launch import Pool, WorkerError
+from tools.prove.proof import make_parser
 
 # Steps before and after the checkpoint.
 STEPS_BEFORE, STEPS_AFTER = 3, 5
@@ -462,11 +462,8 @@ class Matrix:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        "tools/prove/run resume",
-        description=__doc__,
-        epilog="\n  ".join(["layouts:", *LAYOUTS, *LAYOUTS_WITH_EXPERTS]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = make_parser(
+        "resume", __doc__, "\n  ".join(["layouts:", *LAYOUTS, *LAYOUTS_WITH_EXPERTS])
     )
     parser.add_argument(
         "names", metavar="NAME", nargs="*", help="part of a layout's name; default: all layouts"

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.prove.kills import jobs
-from tools.prove.kills.jobs import Job, Killer, losses
+from tools.prove.kills.jobs import Job, Killer
 
 # How long a collective may wait in these jobs, and how much longer naming a rank may take.
 TIMEOUT_MINUTES = 0.15
@@ -90,7 +90,7 @@ class _Attempt:
         """Start the job again, and compare its losses with those of an undisturbed one."""
         self.start(*sets)
         self.expect(0)
-        self.compare(losses(self.folder))
+        self.compare(self.job.losses())
 
     def compare(self, found: dict[int, float]) -> None:
         expected = self.killer.uninterrupted_losses(self.trouble.world)
@@ -166,7 +166,7 @@ def _full_disk_for_a_moment(attempt: _Attempt) -> None:
             time.sleep(0.01)
         ballast.unlink()
         attempt.expect(0, "metrics.jsonl can be written again; lines lost before this: ")
-        found = losses(attempt.folder)
+        found = job.losses()
         if max(found) < jobs.STEPS or len(found) == jobs.STEPS:
             attempt.problems.append(f"the logged steps are {sorted(found)}")
         expected = attempt.killer.uninterrupted_losses(attempt.trouble.world)
@@ -256,7 +256,7 @@ def _closed_stderr(attempt: _Attempt) -> None:
     job.wait_for_step(attempt.trouble.step)
     job.kill("rank", attempt.trouble.rank)
     attempt.expect(0)
-    attempt.compare(losses(attempt.folder))
+    attempt.compare(job.losses())
 
 
 def _hang_up(attempt: _Attempt) -> None:
