@@ -22,8 +22,10 @@ import torch
 
 from tools.prove.fuzz.child import Case, WrongError, command
 from tools.prove.fuzz.mutate import ODD_VALUES, change_json, flip, odd_like, replace_file, written
+from tools.prove.hostile.base import RECIPE_WITHOUT_SIZES
 from tools.prove.hostile.case import SECRET
 from tools.prove.hostile.checkpoints import touch
+from tools.prove.proof import overrides
 
 _FOLDERS = ("hf", "hf", "hf-moe", "hf-parts", "hf-parts", "hf-bin")
 _BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "U8": 8, "BOOL": 8}
@@ -575,18 +577,9 @@ def _compare_configs(evil: Path, exported: Path) -> None:
 
 def _start(base: Path, name: str) -> int:
     """Train one step that starts from the folder. Return the exit status."""
-    recipe = (base / "recipe.toml").read_text()
-    kept = [
-        line
-        for line in recipe.splitlines()
-        if not line.startswith(("preset", "dim", "n_lay", "ffn"))
-    ]
-    Path("start.toml").write_text("\n".join(kept))
+    Path("start.toml").write_text(RECIPE_WITHOUT_SIZES)
     sets = ["model.hf=evil", f"data.path={base / 'tokens'}", "run.steps=1", 'run.name="start"']
     if name == "hf-moe":
         sets.append('model.architecture="moe"')
-    arguments = ["train", "start.toml"]
-    for each in sets:
-        arguments += ["--set", each]
     # Weights that are not finite end the training with status 1.
-    return command(*arguments, statuses=(0, 1, 2)).status
+    return command("train", "start.toml", *overrides(*sets), statuses=(0, 1, 2)).status

@@ -20,6 +20,7 @@ from composer3d.facts import token_manifest
 from composer3d.facts.errors import DataError
 from tools.prove.fuzz.child import Case, WrongError, command
 from tools.prove.fuzz.mutate import change_json, flip, odd_like, replace_file, written
+from tools.prove.proof import overrides
 
 
 class _Kind(NamedTuple):
@@ -271,7 +272,7 @@ def _act(evil: Path, sound: Path, *, is_forged: bool) -> str:
     check = command(
         "check",
         str(sound.parent / "recipe.toml"),
-        *("--set", "data.path=evil", "--set", "model.vocab=80000"),
+        *overrides("data.path=evil", "model.vocab=80000"),
     )
     try:
         corpus = token_files.open_tokens(evil, name="evil")

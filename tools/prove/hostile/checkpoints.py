@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from tools.prove.hostile.base import CHECKPOINT
 from tools.prove.hostile.case import Case, marker_of
+from tools.prove.proof import overrides
 
 Change = Callable[[Path], object]
 _EMBED = "model.first.embed.weight"
@@ -51,12 +52,8 @@ def touch(folder: Path) -> Call:
 def command(name: str, path: str) -> list[str]:
     """The command line of a user who opens the checkpoint or file ``path``."""
     if name == "resume":
-        sets = [f"checkpoint.resume={path}", "data.path=../base/tokens"]
-        return [
-            "train",
-            "../base/recipe.toml",
-            *(word for each in sets for word in ("--set", each)),
-        ]
+        sets = overrides(f"checkpoint.resume={path}", "data.path=../base/tokens")
+        return ["train", "../base/recipe.toml", *sets]
     return ["inspect", path] if name == "inspect" else ["convert", path, "out", "--to", "hf"]
 
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from tools.prove.hostile.base import RECIPE_WITHOUT_SIZES
 from tools.prove.hostile.case import Case
 from tools.prove.hostile.checkpoints import command, replace_by_link, replace_by_pipe, touch
+from tools.prove.proof import overrides
 
 Change = Callable[[Path], object]
 _SEED = 20261122
@@ -27,19 +29,9 @@ def _case(form: str, name: str, change: Change, message: str | None, *commands: 
             shutil.copytree(folder.parent / "base" / form, evil)
             change(evil)
             if met == "start":
-                sets = ["model.hf=evil", "data.path=../base/tokens"]
-                recipe = (folder.parent / "base/recipe.toml").read_text()
-                kept = [
-                    line
-                    for line in recipe.splitlines()
-                    if not line.startswith(("preset", "dim", "n_lay", "ffn"))
-                ]
-                (folder / "recipe.toml").write_text("\n".join(kept))
-                return [
-                    "train",
-                    "recipe.toml",
-                    *(word for each in sets for word in ("--set", each)),
-                ]
+                (folder / "recipe.toml").write_text(RECIPE_WITHOUT_SIZES)
+                sets = overrides("model.hf=evil", "data.path=../base/tokens")
+                return ["train", "recipe.toml", *sets]
             return command(met, "evil")
 
         return make
@@ -372,13 +364,12 @@ def _pickled(evil: Path) -> None:
 # A run's folder that somebody prepared
 
 
-def _run_case(name: str, change: Change, message: str | None, *sets: str) -> Case:
+def _run_case(name: str, change: Change, message: str | None) -> Case:
     def make(folder: Path) -> list[str]:
         run = folder / "runs/victim"
         run.mkdir(parents=True)
         change(run)
-        words = [word for each in ("data.path=../base/tokens", *sets) for word in ("--set", each)]
-        return ["train", "../base/recipe.toml", *words]
+        return ["train", "../base/recipe.toml", *overrides("data.path=../base/tokens")]
 
     return Case(f"run-{name}", make, message)
 
