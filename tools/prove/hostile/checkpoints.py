@@ -7,7 +7,6 @@ import io
 import json
 import os
 import pickle
-import random
 import shutil
 import struct
 import zipfile
@@ -27,9 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from tools.prove.hostile.base import CHECKPOINT
 from tools.prove.hostile.case import Case, marker_of
+from tools.prove.hostile.files import Change, flipped, pipe, replaced, secret, sparse
 from tools.prove.proof import overrides
 
-Change = Callable[[Path], object]
 _EMBED = "model.first.embed.weight"
 _SEED = 20261122
 
@@ -359,45 +358,10 @@ STRUCTURES: dict[str, Callable[[Metadata], object]] = {
 # What lies in the folder.
 
 
-def replace_by_link(name: str) -> Change:
-    """Put a link to a secret in place of a file."""
-
-    def change(evil: Path) -> None:
-        (evil / name).unlink(missing_ok=True)
-        (evil / name).symlink_to(evil.parent.parent / "outside" / "secret.txt")
-
-    return change
-
-
-def replace_by_pipe(name: str) -> Change:
-    """Put a named pipe in place of a file."""
-
-    def change(evil: Path) -> None:
-        (evil / name).unlink(missing_ok=True)
-        os.mkfifo(evil / name)
-
-    return change
-
-
-def _sparse(name: str, size: int) -> Change:
-    def change(evil: Path) -> None:
-        with open(evil / name, "wb") as file:
-            file.truncate(size)
-
-    return change
-
-
 FOLDERS: dict[str, Change] = {
-    **{
-        f"link-{name}": replace_by_link(name)
-        for name in (".metadata", "__0_0.distcp", "manifest.json")
-    },
-    **{
-        f"pipe-{name}": replace_by_pipe(name)
-        for name in (".metadata", "__0_0.distcp", "manifest.json")
-    },
-    "pipe-extra": replace_by_pipe("extra"),
-    "link-extra": replace_by_link("extra"),
+    f"{what}-{name}": replaced(name, kind)
+    for what, kind in (("link", secret), ("pipe", pipe))
+    for name in (".metadata", "__0_0.distcp", "manifest.json", "extra")
 }
 
 
@@ -460,7 +424,7 @@ MANIFESTS: dict[str, Change] = {
     "empty": _raw_manifest(b""),
     "constant": _raw_manifest(b"NaN"),
     "bytes": _raw_manifest(bytes(range(256)) * 10),
-    "sparse": _sparse("manifest.json", 1 << 36),
+    "sparse": lambda evil: sparse(evil / "manifest.json", 1 << 36),
 }
 
 
@@ -591,27 +555,6 @@ TORCH: dict[str, Callable[[Path], object]] = {
 }
 
 
-def _pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-# Random changes with a fixed seed: most damage the file, some are harmless, none may do harm.
-
-
-def _flipped(name: str, seed: int) -> Change:
-    def change(evil: Path) -> None:
-        generator = random.Random(seed)
-        content = bytearray((evil / name).read_bytes())
-        for _ in range(generator.choice((1, 2, 8))):
-            content[generator.randrange(len(content))] = generator.randrange(256)
-        if generator.random() < 0.2:
-            del content[generator.randrange(len(content)) :]
-        (evil / name).write_bytes(bytes(content))
-
-    return change
-
-
 def _cases() -> list[Case]:
     cases: list[Case] = []
     for name, (change, message) in PROGRAMS.items():
@@ -628,21 +571,21 @@ def _cases() -> list[Case]:
         cases += checkpoint_case(f"manifest-names-{name}", _another_folder(name), None)
     for name, change in TORCH.items():
         cases += torch_case(name, change, "evil.pt|out")
-    cases += torch_case("pipe", _pipe, "plain file")
+    cases += torch_case("pipe", lambda path: replaced(path.name, pipe)(path.parent), "plain file")
     for number in range(60):
-        change = _flipped(".metadata", _SEED + number)
+        change = flipped(".metadata", _SEED + number)
         cases += checkpoint_case(
             f"flip-{number:02d}", change, None, ("resume", "inspect", "convert")[number % 3]
         )
     for number in range(30):
-        change = _flipped("manifest.json", _SEED + number)
+        change = flipped("manifest.json", _SEED + number)
         cases += checkpoint_case(
             f"manifest-flip-{number:02d}", change, None, ("resume", "inspect")[number % 2]
         )
     for number in range(30):
 
         def flip(path: Path, seed: int = _SEED + number) -> None:
-            _flipped(path.name, seed)(path.parent)
+            flipped(path.name, seed)(path.parent)
 
         cases += torch_case(f"flip-{number:02d}", flip, None)[number % 2 : number % 2 + 1]
     return cases

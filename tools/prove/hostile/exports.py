@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 import struct
 from collections.abc import Callable
@@ -13,10 +12,10 @@ import torch
 
 from tools.prove.hostile.base import RECIPE_WITHOUT_SIZES
 from tools.prove.hostile.case import Case
-from tools.prove.hostile.checkpoints import command, replace_by_link, replace_by_pipe, touch
+from tools.prove.hostile.checkpoints import command, touch
+from tools.prove.hostile.files import Change, device, empty_folder, flipped, pipe, replaced, secret
 from tools.prove.proof import overrides
 
-Change = Callable[[Path], object]
 _SEED = 20261122
 
 
@@ -186,11 +185,6 @@ def _numbers(**offsets: tuple[int, int]) -> bytes:
     return f"{{{', '.join(entries)}}}".encode()
 
 
-def _folder_instead(evil: Path) -> None:
-    (evil / "model.safetensors").unlink()
-    (evil / "model.safetensors").mkdir()
-
-
 _NORM = "model.norm.weight"
 HEADERS: dict[str, Change] = {
     "overlap": _header(lambda h: h[_NORM].update(data_offsets=[0, 128])),
@@ -202,7 +196,7 @@ HEADERS: dict[str, Change] = {
     "no-json": _alone(b"\xff\xfe\0\0"),
     "shape-other": _header(lambda h: h[_NORM].update(shape=[31])),
     "shape-overflow": _header(lambda h: h[_NORM].update(shape=[1 << 40, 1 << 40])),
-    "folder": _folder_instead,
+    "folder": replaced("model.safetensors", empty_folder),
     "beyond": _header(lambda h: h[_NORM].update(data_offsets=[1 << 40, (1 << 40) + 128])),
     "negative": _header(lambda h: h[_NORM].update(data_offsets=[-128, 0])),
     "shape-huge": _header(lambda h: h[_NORM].update(shape=[1 << 62])),
@@ -329,14 +323,6 @@ INDEXES: dict[str, Any] = {
 # Links, pipes and devices
 
 
-def _device(name: str) -> Change:
-    def change(evil: Path) -> None:
-        (evil / name).unlink(missing_ok=True)
-        (evil / name).symlink_to("/dev/zero")
-
-    return change
-
-
 _CARRIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -345,13 +331,13 @@ _CARRIED = (
     "LICENSE",
 )
 LINKS = {
-    f"link-{name}": replace_by_link(name)
+    f"link-{name}": replaced(name, secret)
     for name in (*_CARRIED, "private.txt", "notes.md", "x.json")
 }
-PIPES = {f"pipe-{name}": replace_by_pipe(name) for name in (*_CARRIED, "x.json")}
+PIPES = {f"pipe-{name}": replaced(name, pipe) for name in (*_CARRIED, "x.json")}
 NEEDED = {
-    f"{kind}-{name}": make(name)
-    for kind, make in (("pipe", replace_by_pipe), ("device", _device))
+    f"{kind}-{name}": replaced(name, make)
+    for kind, make in (("pipe", pipe), ("device", device))
     for name in ("config.json", "model.safetensors")
 }
 
@@ -364,14 +350,14 @@ def _pickled(evil: Path) -> None:
 # A run's folder that somebody prepared
 
 
-def _run_case(name: str, change: Change, message: str | None) -> Case:
+def _run_case(name: str, change: Change) -> Case:
     def make(folder: Path) -> list[str]:
         run = folder / "runs/victim"
         run.mkdir(parents=True)
         change(run)
         return ["train", "../base/recipe.toml", *overrides("data.path=../base/tokens")]
 
-    return Case(f"run-{name}", make, message)
+    return Case(f"run-{name}", make, None)
 
 
 def _outside_link(name: str, target: str) -> Change:
@@ -391,10 +377,6 @@ def _continued(name: str, content: bytes) -> Change:
     return change
 
 
-def _fifo(run: Path, name: str) -> None:
-    os.mkfifo(run / name)
-
-
 METRICS = {
     "junk": bytes(range(256)) * 50,
     "lists": b"[1]\n5\nnull\n",
@@ -405,17 +387,6 @@ METRICS = {
     "digits": b'{"step": ' + b"9" * 10_000 + b"}\n",
     "torn": b'{"step": 1}\n{"ste',
 }
-
-
-def _flip(file: str, seed: int) -> Change:
-    def change(evil: Path) -> None:
-        generator = random.Random(seed)
-        content = bytearray((evil / file).read_bytes())
-        for _ in range(generator.choice((1, 3, 10))):
-            content[generator.randrange(min(len(content), 3000))] = generator.randrange(256)
-        (evil / file).write_bytes(bytes(content))
-
-    return change
 
 
 def _cases() -> list[Case]:
@@ -442,7 +413,7 @@ def _cases() -> list[Case]:
         cases += _case("hf-moe", f"experts-{name}", change, "evil", "convert", "start")
     for number in range(20):
         file = ("config.json", "model.safetensors")[number % 2]
-        flip = _flip(file, _SEED + 1000 + number)
+        flip = flipped(file, _SEED + 1000 + number, 3000)
         cases += _case("hf-moe", f"flip-{number:02d}", flip, None, "convert")
     for name, content in INDEXES.items():
         cases += _case("hf", f"index-{name}", index_file(content), "evil")
@@ -459,7 +430,9 @@ def _cases() -> list[Case]:
     )
     for number in range(30):
         file = ("config.json", "model.safetensors")[number % 2]
-        cases += _case("hf", f"flip-{number:02d}", _flip(file, _SEED + number), None, "inspect")
+        cases += _case(
+            "hf", f"flip-{number:02d}", flipped(file, _SEED + number, 3000), None, "inspect"
+        )
 
     for name, target in (
         ("lock", "secret.txt"),
@@ -468,10 +441,10 @@ def _cases() -> list[Case]:
         ("metrics.new", "secret.txt"),
         ("metrics.jsonl.new", "secret.txt"),
     ):
-        cases.append(_run_case(f"link-{name}", _outside_link(name, target), None))
-        cases.append(_run_case(f"pipe-{name}", lambda run, name=name: _fifo(run, name), None))
+        cases.append(_run_case(f"link-{name}", _outside_link(name, target)))
+        cases.append(_run_case(f"pipe-{name}", replaced(name, pipe)))
     for name, content in METRICS.items():
-        cases.append(_run_case(f"metrics-{name}", _continued("metrics.jsonl", content), None))
+        cases.append(_run_case(f"metrics-{name}", _continued("metrics.jsonl", content)))
     return cases
 
 

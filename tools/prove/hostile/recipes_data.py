@@ -7,7 +7,6 @@ import base64
 import json
 import os
 import re
-import socket
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from composer3d.facts.token_manifest import digest_of, digest_of_manifest
 from tools.prove.hostile import case
+from tools.prove.hostile.files import NO_PLAIN, pipe, replaced, sparse, write
 
 Make = Callable[[Path], list[str]]
 # By name: what writes the input and returns the arguments, and what the message must match.
@@ -38,49 +38,6 @@ AGAIN = "make the folder again with composer3d prepare$"
 # A byte that is not UTF-8, as Python shows it in an argument or in the name of a file.
 SURROGATE = "caf\udce9"
 NO_FILE = "is (a named pipe|a socket|a device|a folder|a named pipe or a socket), not a plain file"
-
-
-def write(path: Path, content: str | bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return path
-
-
-def sparse(path: Path, size: int) -> Path:
-    with open(path, "wb") as file:
-        file.truncate(size)
-    return path
-
-
-def pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def folder(path: Path) -> None:
-    path.mkdir()
-
-
-def listening(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as bound:
-        here = os.getcwd()
-        # The name of a socket has at most 107 bytes.
-        os.chdir(path.parent)
-        try:
-            bound.bind(path.name)
-        finally:
-            os.chdir(here)
-
-
-NO_PLAIN: dict[str, Callable[[Path], None]] = {
-    "pipe": pipe,
-    "device": device,
-    "folder": folder,
-    "socket": listening,
-}
 
 
 def recipe(text: str | bytes, *sets: str, command: tuple[str, ...] = ("check",)) -> Make:
@@ -712,21 +669,14 @@ def _tokens() -> Rows:
         for name, (text, reason) in texts.items()
     }
 
-    def replace(name: str, kind: Callable[[Path], None]) -> Callable[[Path], None]:
-        def after(where: Path) -> None:
-            (where / name).unlink()
-            kind(where / name)
-
-        return after
-
     for what, kind in NO_PLAIN.items():
         cases[f"tokens.json is a {what}"] = (
-            tokens(after=replace("tokens.json", kind)),
+            tokens(after=replaced("tokens.json", kind)),
             unusable + NO_FILE,
         )
         for name in ("tokens.bin", "documents.bin", "tokenizer.json"):
             reason = rf"x\.toml:5: data\.path = .* cannot be used: .*/t/{name} (is|cannot)"
-            cases[f"{name} is a {what}"] = (tokens(after=replace(name, kind)), reason)
+            cases[f"{name} is a {what}"] = (tokens(after=replaced(name, kind)), reason)
     for name in ("tokens.bin", "documents.bin", "tokenizer.json"):
         prefix = rf"x\.toml:5: data\.path = .* cannot be used: .*/t/{name} "
         cases |= {
@@ -743,7 +693,7 @@ def _tokens() -> Rows:
                 prefix + "has 0 bytes",
             ),
         }
-    link = replace("tokenizer.json", lambda path: path.symlink_to("/etc/hostname"))
+    link = replaced("tokenizer.json", lambda path: path.symlink_to("/etc/hostname"))
     cases["tokenizer.json is a link"] = (
         tokens(after=link),
         r"tokenizer\.json is a symbolic link, which is not",
