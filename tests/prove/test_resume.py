@@ -31,15 +31,17 @@ def matrix(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> resume_matri
 
 def test_the_layouts_are_many_and_legal(tmp_path: Path) -> None:
     assert len(resume_matrix.LAYOUTS) >= 12
-    assert {processes for processes, _ in resume_matrix.LAYOUTS.values()} == {1, 2, 3, 4, 6, 8}
+    assert {*map(resume_matrix.processes_of, resume_matrix.LAYOUTS.values())} == {1, 2, 3, 4, 6, 8}
     (tmp_path / "recipe.toml").write_text(resume_matrix.RECIPE.format(corpus="none"))
+    dense = [layout.split() for layout in resume_matrix.LAYOUTS.values()]
     with_experts = [
-        (processes, (*resume_matrix.EXPERTS, *sets))
-        for processes, sets in resume_matrix.LAYOUTS_WITH_EXPERTS.values()
+        [*resume_matrix.EXPERTS, *layout.split()]
+        for layout in resume_matrix.LAYOUTS_WITH_EXPERTS.values()
     ]
-    for processes, sets in (*resume_matrix.LAYOUTS.values(), *with_experts):
+    for sets in (*dense, *with_experts):
+        processes = resume_matrix.processes_of(" ".join(sets))
         recipe = load(
-            tmp_path / "recipe.toml", [*sets], world_size=processes, check_files=False
+            tmp_path / "recipe.toml", sets, world_size=processes, check_files=False
         ).recipe
         assert recipe.world_size == processes
 
