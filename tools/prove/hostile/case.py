@@ -120,8 +120,7 @@ def problems_of(case: Case, root: Path, pool: Pool) -> list[str]:
         problems.append(f"it raised:\n{outcome.traceback}")
     if "Traceback" in outcome.output or "panicked" in outcome.output:
         problems.append("it printed a traceback")
-    if SECRET in outcome.output or any(map(_holds_secret, folder.rglob("*"))):
-        problems.append("it copied a secret from outside")
+    problems += secrets_in(outcome.output, folder)
     statuses = case.statuses if case.message is not None else (*case.statuses, 0)
     if outcome.status not in statuses:
         problems.append(f"it exited with {outcome.status}, not with {case.statuses}")
@@ -147,19 +146,18 @@ def run(arguments: list[str], folder: Path, pool: Pool) -> Outcome:
         return Outcome(traceback=str(error))
 
 
-def serve(arguments: list[str], folder: str) -> Outcome:
-    """Run ``composer3d`` in this process, which ends afterwards, and report what it did."""
+def enter(folder: str | Path) -> None:
+    """Make this process, which is a rank of the pool, one that a user starts in ``folder``."""
     os.chdir(folder)
     sys.argv = ["composer3d"]
-    for name in (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        STORE_VARIABLE,
-    ):
+    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    for name in (*ranks, STORE_VARIABLE):
         os.environ.pop(name, None)
+
+
+def serve(arguments: list[str], folder: str) -> Outcome:
+    """Run ``composer3d`` in this process, which ends afterwards, and report what it did."""
+    enter(folder)
     outcome = Outcome()
     output = io.StringIO()
     watch(Path(folder), outcome.touched)
@@ -246,6 +244,12 @@ def _state_of(outside: Path) -> list[tuple[str, int, int, bool]]:
         state.append((path.name, status.st_size, status.st_mtime_ns, was_read))
         os.utime(path, ns=(_NEVER_READ_NS, status.st_mtime_ns))
     return state
+
+
+def secrets_in(output: str, folder: Path) -> list[str]:
+    """The problem that an output or a file of a folder holds a secret from outside, or none."""
+    is_copied = SECRET in output or any(map(_holds_secret, folder.rglob("*")))
+    return ["it copied a secret from outside"] if is_copied else []
 
 
 def _holds_secret(path: Path) -> bool:
