@@ -383,16 +383,16 @@ def forget_to_divide_shares() -> None:
 
 def choose_by_another_rank() -> None:
     """Rows go to the next rank of ep, whose experts are others."""
-    right = dispatch.exchange_counts
-    right_rows = dispatch.exchange_rows
 
-    def counts(tokens_E: Tensor, name: str) -> Tensor:
+    @instead_of(dispatch, dispatch.exchange_counts)
+    def counts(right: Any, tokens_E: Tensor, name: str) -> Tensor:
         return right(tokens_E.roll(len(tokens_E) // 2), name)
 
-    def rows(rows_MC: Tensor, sent: list[int], arriving: list[int], name: str) -> Tensor:
-        return right_rows(rows_MC, sent[::-1], arriving, name)
-
-    dispatch.exchange_counts, dispatch.exchange_rows = counts, rows
+    @instead_of(dispatch, dispatch.exchange_rows)
+    def rows(
+        right: Any, rows_MC: Tensor, sent: list[int], arriving: list[int], name: str
+    ) -> Tensor:
+        return right(rows_MC, sent[::-1], arriving, name)
 
 
 def leave_out_the_shared_expert() -> None:

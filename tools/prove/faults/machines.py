@@ -86,18 +86,15 @@ def take_half_as_long_again() -> None:
         return
     from composer3d.training.observers.stragglers import StragglerWatch
 
-    right = StragglerWatch.step
-
+    @instead_of(StragglerWatch, StragglerWatch.step)
     @contextmanager
-    def wrong(self: Any, number: int) -> Iterator[None]:
+    def wrong(right: Any, self: Any, number: int) -> Iterator[None]:
         with right(self, number):
             begun_s = time.perf_counter()
             yield
             if number > STEPS_BEFORE:
                 own_s = time.perf_counter() - begun_s - self._blocked_s
                 time.sleep(own_s / 2)
-
-    StragglerWatch.step = wrong
 
 
 def _after_some_steps(wrong: Callable[[Any, Any], None]) -> None:

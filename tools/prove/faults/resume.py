@@ -101,21 +101,20 @@ def begin_the_learning_rate_anew() -> None:
     """Resume: the schedule of the learning rate starts with its first step."""
     from composer3d.training import loop
 
-    right_learning_rate, right_update = loop.learning_rate, loop.update
     # The two runs of the check have different numbers of steps; each counts its own from 0.
     steps_of_run: dict[int, int] = {}
 
-    def wrong_learning_rate(step: int, table: Any, total_steps: int) -> float:
+    @instead_of(loop, loop.learning_rate)
+    def wrong(right: Any, step: int, table: Any, total_steps: int) -> float:
         counted = steps_of_run.setdefault(total_steps, 0)
-        return right_learning_rate(counted, table, total_steps)
+        return right(counted, table, total_steps)
 
-    def count_step(*arguments: Any, **options: Any) -> Any:
-        values = right_update(*arguments, **options)
+    @instead_of(loop, loop.update)
+    def count_step(right: Any, *arguments: Any, **options: Any) -> Any:
+        values = right(*arguments, **options)
         for total_steps in steps_of_run:
             steps_of_run[total_steps] += 1
         return values
-
-    loop.learning_rate, loop.update = wrong_learning_rate, count_step
 
 
 def keep_what_was_rolled_back() -> None:
@@ -129,20 +128,17 @@ def count_the_bad_step_after_a_rollback() -> None:
     """Rollback: the good steps after it are counted as bad ones in a row."""
     from composer3d.reliability.bad_steps import StepHistory
 
-    right = StepHistory.add_good
-
-    def wrong(self: Any, loss: float, norm: float) -> None:
+    @instead_of(StepHistory, StepHistory.add_good)
+    def add_good(right: Any, self: Any, loss: float, norm: float) -> None:
         in_a_row = self.bad_in_a_row
         right(self, loss, norm)
         self.bad_in_a_row = in_a_row
 
-    def load(self: Any, state: dict[str, Any]) -> None:
+    @instead_of(StepHistory, StepHistory.load_state_dict)
+    def load_state_dict(right: Any, self: Any, state: dict[str, Any]) -> None:
         in_a_row = self.bad_in_a_row
-        right_load(self, state)
+        right(self, state)
         self.bad_in_a_row = in_a_row
-
-    right_load = StepHistory.load_state_dict
-    StepHistory.add_good, StepHistory.load_state_dict = wrong, load
 
 
 def draw_the_same_numbers_in_every_step() -> None:

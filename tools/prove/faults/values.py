@@ -157,9 +157,10 @@ def train_on_the_same_rows() -> None:
 
 def forget_a_micro_batch() -> None:
     """The second micro-batch clears the gradients of the first."""
-    right, cut = executor.OneStage.forward_backward, executor.cut_into_micro_batches
+    cut = executor.cut_into_micro_batches
 
-    def wrong(self: executor.OneStage, *arguments: Any) -> Tensor:
+    @instead_of(executor.OneStage, executor.OneStage.forward_backward)
+    def wrong(right: Any, self: executor.OneStage, *arguments: Any) -> Tensor:
         def clear_after_the_first(*inputs: Any) -> Any:
             for index, micro_batch in enumerate(cut(*inputs)):
                 if index == 1:
@@ -169,8 +170,6 @@ def forget_a_micro_batch() -> None:
 
         executor.cut_into_micro_batches = clear_after_the_first
         return right(self, *arguments)
-
-    executor.OneStage.forward_backward = wrong  # type: ignore[method-assign]
 
 
 def keep_the_gradients_of_the_last_step() -> None:
@@ -314,12 +313,10 @@ def forget_the_factor_of_a_group() -> None:
 
 def take_the_last_group_that_matches() -> None:
     """A parameter that two groups match is in the later one."""
-    right = optimizers_contract.rates_of
 
-    def wrong(name: str, n_dims: int, table: OptimTable) -> Rates:
+    @instead_of(optimizers_contract, optimizers_contract.rates_of)
+    def wrong(right: Any, name: str, n_dims: int, table: OptimTable) -> Rates:
         return right(name, n_dims, replace(table, groups=tuple(reversed(table.groups or ()))))
-
-    optimizers_contract.rates_of = wrong
 
 
 def forget_the_decay_of_a_group() -> None:
@@ -334,12 +331,10 @@ def forget_the_decay_of_a_group() -> None:
 
 def _change_rates(change: Callable[[Rates, str, OptimTable], Rates]) -> None:
     """Call ``change`` with the rates of each parameter, its name and ``[optim]``."""
-    right = optimizers_contract.rates_of
 
-    def wrong(name: str, n_dims: int, table: OptimTable) -> Rates:
+    @instead_of(optimizers_contract, optimizers_contract.rates_of)
+    def wrong(right: Any, name: str, n_dims: int, table: OptimTable) -> Rates:
         return change(right(name, n_dims, table), name, table)
-
-    optimizers_contract.rates_of = wrong
 
 
 def step_all_but_one_parameter() -> None:

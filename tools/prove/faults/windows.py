@@ -54,12 +54,12 @@ def let_windows_end_with_the_last_edge() -> None:
 def let_documents_begin_one_late() -> None:
     """Documents of a GPU: each one but the first begins a token late."""
     take_the_path_of_gpus()
-    right = packed.plan_calls
 
-    def wrong(rank: int, size: int, rows: int, tokens: int, starts: Any, *others: Any) -> Any:
+    @instead_of(ring, ring.plan_calls)
+    def wrong(
+        right: Any, rank: int, size: int, rows: int, tokens: int, starts: Any, *others: Any
+    ) -> Any:
         late = starts and tuple(
             tuple(start + (0 < start < tokens * size - 1) for start in row) for row in starts
         )
         return right(rank, size, rows, tokens, late, *others)
-
-    ring.plan_calls = wrong
