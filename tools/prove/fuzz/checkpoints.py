@@ -28,7 +28,7 @@ from tools.prove.fuzz.child import Case, Ran, WrongError, command
 from tools.prove.fuzz.mutate import change_json, flip, replace_file, written
 from tools.prove.hostile.base import EXPERTS, STEPS
 from tools.prove.hostile.case import run
-from tools.prove.hostile.checkpoints import seal, touch, write_manifest
+from tools.prove.hostile.checkpoints import seal, touch, touching, write_manifest
 from tools.prove.proof import logged_rows, overrides
 
 _STEP = f"step-{STEPS:08d}"
@@ -121,9 +121,8 @@ def _metadata_program(evil: Path, base: Path, draw: random.Random) -> str:
     parts = [
         content[begin:end] for begin, end in zip(starts, [*starts[1:], len(content)], strict=True)
     ]
-    marker = str(touch(evil.resolve().parent).call[1][0])
     calls = [
-        b"cos\nsystem\nX" + len(marker).to_bytes(4, "little") + marker.encode() + b"\x85R",
+        touching(evil.resolve().parent),
         b"cposix\nsystem\n",
         b"cbuiltins\neval\n",
         b"\x8c\x02os\x8c\x06system\x93",

@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from composer3d.cli import main
-from tools.prove.hostile.case import enter, marker_of, secrets_in, watch
+from tools.prove.hostile.case import enter, marker_of, run_main, secrets_in, watch
 
 WALL_S = 60.0  # many times the CPU time, for a busy machine
 MOST_MIB = 500.0
@@ -101,10 +100,7 @@ def command(*arguments: str, statuses: tuple[int, ...] = (0, 2)) -> Ran:
     """
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-        try:
-            status = main(list(arguments))
-        except SystemExit as stop:
-            status = stop.code if isinstance(stop.code, int) else 1
+        status = run_main(list(arguments))
     lines = errors.getvalue().splitlines()
     shown = output.getvalue()[-1500:] + errors.getvalue()[-1500:]
     _printed.append(f"$ composer3d {' '.join(map(repr, arguments))}   [{status}]\n{shown}")

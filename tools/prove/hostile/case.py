@@ -20,8 +20,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,16 @@ class Outcome:
     peak_mib: float = 0.0
     traceback: str = ""
     touched: list[str] = field(default_factory=list)
+
+
+def cases_of(
+    name: str,
+    make: Callable[[str, Path], list[str]],
+    message: str | None,
+    commands: Sequence[str],
+) -> list[Case]:
+    """An input as a case of each of several commands, whose name ``make`` gets first."""
+    return [Case(f"{name}-{met}", partial(make, met), message) for met in commands]
 
 
 def proof_folder() -> tempfile.TemporaryDirectory[str]:
@@ -155,6 +166,14 @@ def enter(folder: str | Path) -> None:
         os.environ.pop(name, None)
 
 
+def run_main(arguments: list[str]) -> int:
+    """Run ``composer3d`` in this process, and return its exit status."""
+    try:
+        return main(arguments)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
+
+
 def serve(arguments: list[str], folder: str) -> Outcome:
     """Run ``composer3d`` in this process, which ends afterwards, and report what it did."""
     enter(folder)
@@ -164,9 +183,7 @@ def serve(arguments: list[str], folder: str) -> Outcome:
     begin = time.process_time()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
-            outcome.status = main(arguments)
-        except SystemExit as stop:
-            outcome.status = stop.code if isinstance(stop.code, int) else 1
+            outcome.status = run_main(arguments)
         except BaseException:
             outcome.traceback = traceback.format_exc()
     outcome.cpu_s = time.process_time() - begin

@@ -25,8 +25,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tools.prove.hostile.base import CHECKPOINT
-from tools.prove.hostile.case import Case, marker_of
-from tools.prove.hostile.files import Change, flipped, pipe, replaced, secret, sparse
+from tools.prove.hostile.case import Case, cases_of, marker_of
+from tools.prove.hostile.files import (
+    Change,
+    flipped,
+    pipe,
+    place_of,
+    replaced,
+    secret,
+    sparse,
+    write,
+)
 from tools.prove.proof import overrides
 
 _EMBED = "model.first.embed.weight"
@@ -81,22 +90,16 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 def checkpoint_case(name: str, change: Change, message: str | None, *commands: str) -> list[Case]:
     """The changed checkpoint as a case of each of ``commands``, by default of all three."""
 
-    def maker(met: str) -> Callable[[Path], list[str]]:
-        def make(folder: Path) -> list[str]:
-            evil = folder / "evil"
-            shutil.copytree(folder.parent / "base" / CHECKPOINT, evil)
-            change(evil)
-            manifest = evil / "manifest.json"
-            if manifest.is_file() and not manifest.is_symlink() and not name.startswith("manifest"):
-                seal(evil)
-            return command(met, "evil")
+    def make(met: str, folder: Path) -> list[str]:
+        evil = folder / "evil"
+        shutil.copytree(folder.parent / "base" / CHECKPOINT, evil)
+        change(evil)
+        manifest = evil / "manifest.json"
+        if manifest.is_file() and not manifest.is_symlink() and not name.startswith("manifest"):
+            seal(evil)
+        return command(met, "evil")
 
-        return make
-
-    return [
-        Case(f"{name}-{met}", maker(met), message)
-        for met in commands or ("resume", "inspect", "convert")
-    ]
+    return cases_of(name, make, message, commands or ("resume", "inspect", "convert"))
 
 
 # Pickles that are programs.
@@ -116,6 +119,12 @@ _TENSOR, _BYTES, _FORMAT = (
 def _text(text: str) -> bytes:
     data = text.encode()
     return b"X" + struct.pack("<I", len(data)) + data
+
+
+def touching(folder: Path) -> bytes:
+    """Opcodes that create the marker of the case in ``folder``, and push what the call returns."""
+    (command_line,) = touch(folder).call[1]
+    return _global("os", "system") + _text(command_line) + b"\x85R"
 
 
 def _set_attribute(owner: bytes, name: str, value: bytes) -> bytes:
@@ -140,13 +149,12 @@ def _class_as_tensor(evil: Path) -> None:
     begin = data.stat().st_size
     buffer = io.BytesIO()
     torch.save({"a": 1}, buffer)
-    with zipfile.ZipFile(buffer) as sound, zipfile.ZipFile(data.with_suffix(".zip"), "w") as zipped:
-        for item in sound.namelist():
-            zipped.writestr(item, payload if item.endswith("data.pkl") else sound.read(item))
+    archive = write(data.with_suffix(".zip"), buffer.getvalue())
+    _pickled(lambda folder: payload)(archive)
     with open(data, "ab") as file:
-        file.write(data.with_suffix(".zip").read_bytes())
+        file.write(archive.read_bytes())
     length = data.stat().st_size - begin
-    data.with_suffix(".zip").unlink()
+    archive.unlink()
     metadata.storage_data[MetadataIndex(name)] = _StorageInfo(data.name, begin, length)
     del metadata.state_dict_metadata[name]
     fields = {"properties": entry.properties, "size": entry.size, "chunks": entry.chunks}
@@ -230,7 +238,7 @@ def _with(field: str) -> Change:
     return change
 
 
-def _nested(depth: int) -> bytes:
+def nested(depth: int) -> bytes:
     return b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b"."
 
 
@@ -255,7 +263,7 @@ PROGRAMS: dict[str, tuple[Change, str]] = {
         "evil",
     ),
     "torch-load": (_program(lambda evil: Call(torch.load, str(evil / "x"))), "evil"),
-    "deep": (_program(lambda evil: _nested(200_000)), "evil"),
+    "deep": (_program(lambda evil: nested(200_000)), "evil"),
     "memo-bomb": (_program(_memo_bomb), "evil"),
     "long": (_program(lambda evil: b"\x80\x02\x8b" + struct.pack("<i", 2**31 - 1) + b"."), "evil"),
     "text": (_program(lambda evil: b"\x80\x04\x8d" + struct.pack("<Q", 2**62) + b"."), "evil"),
@@ -366,15 +374,12 @@ FOLDERS: dict[str, Change] = {
 
 
 def _manifest(field: str, value: Any) -> Change:
-    """Change a field of the manifest; ``a/b`` is field b of the object in field a."""
+    """Change a field of the manifest, which ``place_of`` finds."""
 
     def change(evil: Path) -> None:
         manifest = json.loads((evil / "manifest.json").read_text())
-        owner, *path = manifest, *field.split("/")
-        *above, last = path
-        for name in above:
-            owner = owner[name]
-        owner[last] = value
+        owner, name = place_of(manifest, field)
+        owner[name] = value
         write_manifest(evil, manifest)
 
     return change
@@ -448,15 +453,12 @@ def _another_folder(name: str) -> Change:
 def torch_case(name: str, change: Callable[[Path], object], message: str | None) -> list[Case]:
     """The changed one-file export, as cases of ``inspect`` and ``convert``."""
 
-    def maker(met: str) -> Callable[[Path], list[str]]:
-        def make(folder: Path) -> list[str]:
-            shutil.copy(folder.parent / "base/one.pt", folder / "evil.pt")
-            change(folder / "evil.pt")
-            return command(met, "evil.pt")
+    def make(met: str, folder: Path) -> list[str]:
+        shutil.copy(folder.parent / "base/one.pt", folder / "evil.pt")
+        change(folder / "evil.pt")
+        return command(met, "evil.pt")
 
-        return make
-
-    return [Case(f"torch-{name}-{met}", maker(met), message) for met in ("inspect", "convert")]
+    return cases_of(f"torch-{name}", make, message, ("inspect", "convert"))
 
 
 def _saved(edit: Callable[[Any, Path], Any]) -> Callable[[Path], object]:
@@ -472,24 +474,34 @@ def _pickled(body: Callable[[Path], bytes], *, compress: bool = False) -> Callab
     """Replace ``data.pkl`` in the file by ``body(folder)``."""
 
     def change(path: Path) -> None:
-        method = zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED
-        with zipfile.ZipFile(path) as sound:
-            items = {item: _raw_item(sound, item) for item in sound.namelist()}
-        with zipfile.ZipFile(path, "w", method) as zipped:
-            for item, content in items.items():
-                zipped.writestr(item, body(path.parent) if item.endswith("data.pkl") else content)
+        items, pickled = read_archive(path)
+        items[pickled] = body(path.parent)
+        write_archive(path, items, zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED)
 
     return change
 
 
-def _raw_item(archive: zipfile.ZipFile, item: str) -> bytes:
-    """The bytes of an item, read without its checksum.
+def read_archive(path: Path) -> tuple[dict[str, bytes], str]:
+    """The items of a file of torch.save, and which of them is the pickle.
 
-    Our export leaves the checksums of tensors empty, and torch does not check them.
+    They are read without their checksums. Our export leaves those of tensors empty, and torch does
+    not check them.
     """
-    with archive.open(item) as file:
-        file._expected_crc = None  # type: ignore[attr-defined]
-        return file.read()
+    items = {}
+    with zipfile.ZipFile(path) as archive:
+        for item in archive.namelist():
+            with archive.open(item) as file:
+                file._expected_crc = None  # type: ignore[attr-defined]
+                items[item] = file.read()
+    (pickled,) = [item for item in items if item.endswith("data.pkl")]
+    return items, pickled
+
+
+def write_archive(path: Path, items: dict[str, bytes], method: int) -> None:
+    """Write items as ``read_archive`` returns them; ``method`` is how they are compressed."""
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for item, content in items.items():
+            archive.writestr(item, content)
 
 
 def _fact(field: str, value: Any) -> Callable[[Path], object]:
@@ -507,7 +519,7 @@ TORCH: dict[str, Callable[[Path], object]] = {
     "call": _saved(lambda content, folder: {**content, "x": touch(folder)}),
     "call-as-key": _saved(lambda content, folder: {touch(folder): 1}),
     "program": _pickled(lambda folder: pickle.dumps(touch(folder))),
-    "deep": _pickled(lambda folder: _nested(200_000)),
+    "deep": _pickled(lambda folder: nested(200_000)),
     "memo-bomb": _pickled(_memo_bomb),
     "long": _pickled(lambda folder: b"\x80\x02\x8b" + struct.pack("<i", 2**31 - 1) + b"."),
     "compressed": _pickled(_bomb, compress=True),

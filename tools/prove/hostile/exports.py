@@ -11,9 +11,18 @@ from typing import Any
 import torch
 
 from tools.prove.hostile.base import RECIPE_WITHOUT_SIZES
-from tools.prove.hostile.case import Case
+from tools.prove.hostile.case import Case, cases_of
 from tools.prove.hostile.checkpoints import command, touch
-from tools.prove.hostile.files import Change, device, empty_folder, flipped, pipe, replaced, secret
+from tools.prove.hostile.files import (
+    Change,
+    device,
+    empty_folder,
+    flipped,
+    pipe,
+    replaced,
+    safetensors,
+    secret,
+)
 from tools.prove.proof import overrides
 
 _SEED = 20261122
@@ -22,23 +31,17 @@ _SEED = 20261122
 def _case(form: str, name: str, change: Change, message: str | None, *commands: str) -> list[Case]:
     """A valid folder of ``form`` after ``change``, as a case of each of ``commands``."""
 
-    def maker(met: str) -> Callable[[Path], list[str]]:
-        def make(folder: Path) -> list[str]:
-            evil = folder / "evil"
-            shutil.copytree(folder.parent / "base" / form, evil)
-            change(evil)
-            if met == "start":
-                (folder / "recipe.toml").write_text(RECIPE_WITHOUT_SIZES)
-                sets = overrides("model.hf=evil", "data.path=../base/tokens")
-                return ["train", "recipe.toml", *sets]
-            return command(met, "evil")
+    def make(met: str, folder: Path) -> list[str]:
+        evil = folder / "evil"
+        shutil.copytree(folder.parent / "base" / form, evil)
+        change(evil)
+        if met == "start":
+            (folder / "recipe.toml").write_text(RECIPE_WITHOUT_SIZES)
+            sets = overrides("model.hf=evil", "data.path=../base/tokens")
+            return ["train", "recipe.toml", *sets]
+        return command(met, "evil")
 
-        return make
-
-    return [
-        Case(f"{form}-{name}-{met}", maker(met), message)
-        for met in commands or ("inspect", "convert")
-    ]
+    return cases_of(f"{form}-{name}", make, message, commands or ("inspect", "convert"))
 
 
 # config.json and params.json
@@ -157,8 +160,7 @@ def _header(edit: Callable[[dict[str, Any]], object]) -> Change:
         (length,) = struct.unpack("<Q", content[:8])
         header = json.loads(content[8 : 8 + length])
         edit(header)
-        written = json.dumps(header).encode()
-        path.write_bytes(struct.pack("<Q", len(written)) + written + content[8 + length :])
+        path.write_bytes(safetensors(header, content[8 + length :]))
 
     return change
 
@@ -173,7 +175,7 @@ def _raw(content: Callable[[bytes], bytes]) -> Change:
 
 def _alone(header: bytes, data: int = 0) -> Change:
     """Another file: ``header`` and ``data`` bytes of zeros."""
-    return _raw(lambda content: struct.pack("<Q", len(header)) + header + bytes(data))
+    return _raw(lambda content: safetensors(header, bytes(data)))
 
 
 def _numbers(**offsets: tuple[int, int]) -> bytes:

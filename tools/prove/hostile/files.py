@@ -1,10 +1,13 @@
 """What a stranger may put in the place of a file, and files that are changed at random."""
 
+import json
 import os
 import random
 import socket
+import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tools.prove.fuzz.mutate import flip
 
@@ -68,6 +71,20 @@ def replaced(name: str, kind: Callable[[Path], object]) -> Change:
         kind(folder / name)
 
     return change
+
+
+def place_of(document: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """The object that has a key of a JSON object, and its name there: ``a/b`` is b in a."""
+    *outer, name = key.split("/")
+    for each in outer:
+        document = document[each]
+    return document, name
+
+
+def safetensors(header: object, data: bytes) -> bytes:
+    """A file of ``data`` with a header, as bytes or JSON, that may say anything."""
+    content = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(content)) + content + data
 
 
 def flipped(name: str, seed: int, most: int = 1 << 30) -> Change:

@@ -14,7 +14,7 @@ from typing import Any
 
 from composer3d.facts.token_manifest import digest_of, digest_of_manifest
 from tools.prove.hostile import case
-from tools.prove.hostile.files import NO_PLAIN, pipe, replaced, sparse, write
+from tools.prove.hostile.files import NO_PLAIN, Change, pipe, place_of, replaced, sparse, write
 
 Make = Callable[[Path], list[str]]
 # By name: what writes the input and returns the arguments, and what the message must match.
@@ -345,63 +345,61 @@ def _texts() -> Rows:
 def _files() -> Rows:
     cases: Rows = {}
 
-    def put(name: str, kind: Callable[[Path], None], text: str) -> Make:
-        """Set a key of a manifest; ``/`` separates the parts of the key."""
+    def of(name: str) -> Make:
+        return lambda where: ["check", str(where / name)]
 
-        def make(where: Path) -> list[str]:
-            kind(where / name)
-            return ["check", str(write(where / "x.toml", text.replace("HERE", str(where))))]
+    def named_by(text: str) -> Make:
+        """A recipe that names the file y, which is beside it."""
+        return lambda where: [
+            "check",
+            str(write(where / "x.toml", text.replace("HERE", str(where)))),
+        ]
 
-        return make
+    def layouts(where: Path) -> list[str]:
+        return ["verify", str(write(where / "x.toml", TINY)), "--layouts", str(where / "l.txt")]
 
+    def tokenizer(where: Path) -> list[str]:
+        return prepare(where, write(where / "a.txt", "a"), tokenizer=where / "t.json")
+
+    csv = '[mesh]\npp = 2\n[parallel]\nschedule = "csv"\nschedule_csv = "HERE/y"\n'
+    data = TINY + '[data]\nsource = "{}"\npath = "HERE/y"\n'
+    no_data = r'x\.toml:5: data\.path = ".*/y" is neither a file nor a folder; give'
+    # The file that is no plain file, what reads it, and the message.
+    readers: dict[str, tuple[str, Make, str]] = {
+        "recipe is": ("x.toml", of("x.toml"), rf"x\.toml: {NO_FILE}$"),
+        "base is": (
+            "y",
+            named_by('base = "y"\n'),
+            rf"x\.toml:1: base cannot be read: .*/y: {NO_FILE}$",
+        ),
+        "schedule is": (
+            "y",
+            named_by(TINY + csv),
+            rf"the schedule .*/y cannot be read \({NO_FILE}\)$",
+        ),
+        "layouts is": ("l.txt", layouts, rf"^--layouts .*/l\.txt: cannot be read \({NO_FILE}\)$"),
+        "tokenizer is": ("t.json", tokenizer, rf"^--tokenizer .*/t\.json: {NO_FILE}; give bytes"),
+        "text is": ("y", named_by(data.format("text")), no_data),
+        "jsonl is": ("y", named_by(data.format("jsonl")), no_data),
+        "prepare of": (
+            "y",
+            lambda where: prepare(where, where / "y"),
+            rf"/y: cannot be read: {NO_FILE}; make it",
+        ),
+    }
     for what, kind in NO_PLAIN.items():
+        for reader, (name, make, message) in readers.items():
+            # These read folders.
+            if what == "folder" and reader in ("text is", "jsonl is", "prepare of"):
+                continue
 
-        def alone(where: Path, kind: Callable[[Path], None] = kind) -> list[str]:
-            kind(where / "x.toml")
-            return ["check", str(where / "x.toml")]
+            def placed(
+                where: Path, name: str = name, kind: Change = kind, make: Make = make
+            ) -> list[str]:
+                kind(where / name)
+                return make(where)
 
-        def layouts(where: Path, kind: Callable[[Path], None] = kind) -> list[str]:
-            kind(where / "l.txt")
-            return ["verify", str(write(where / "x.toml", TINY)), "--layouts", str(where / "l.txt")]
-
-        def tokenizer(where: Path, kind: Callable[[Path], None] = kind) -> list[str]:
-            kind(where / "t.json")
-            return prepare(where, write(where / "a.txt", "a"), tokenizer=where / "t.json")
-
-        csv = '[mesh]\npp = 2\n[parallel]\nschedule = "csv"\nschedule_csv = "HERE/y"\n'
-        cases |= {
-            f"recipe is a {what}": (alone, rf"x\.toml: {NO_FILE}$"),
-            f"base is a {what}": (
-                put("y", kind, 'base = "y"\n'),
-                rf"x\.toml:1: base cannot be read: .*/y: {NO_FILE}$",
-            ),
-            f"schedule is a {what}": (
-                put("y", kind, TINY + csv),
-                rf"the schedule .*/y cannot be read \({NO_FILE}\)$",
-            ),
-            f"layouts is a {what}": (
-                layouts,
-                rf"^--layouts .*/l\.txt: cannot be read \({NO_FILE}\)$",
-            ),
-            f"tokenizer is a {what}": (
-                tokenizer,
-                rf"^--tokenizer .*/t\.json: {NO_FILE}; give bytes",
-            ),
-        }
-        if what != "folder":
-            for source in ("text", "jsonl"):
-                text = f'{TINY}[data]\nsource = "{source}"\npath = "HERE/y"\n'
-                message = r'x\.toml:5: data\.path = ".*/y" is neither a file nor a folder; give'
-                cases[f"{source} is a {what}"] = (put("y", kind, text), message)
-
-            def source_of_prepare(where: Path, kind: Callable[[Path], None] = kind) -> list[str]:
-                kind(where / "y")
-                return prepare(where, where / "y")
-
-            cases[f"prepare of a {what}"] = (
-                source_of_prepare,
-                rf"/y: cannot be read: {NO_FILE}; make it",
-            )
+            cases[f"{reader} a {what}"] = (placed, message)
 
     def chain(where: Path) -> list[str]:
         for number in range(40):
@@ -423,7 +421,7 @@ def _files() -> Rows:
 
     def layouts_too_large(where: Path) -> list[str]:
         sparse(where / "l.txt", 1 << 40)
-        return ["verify", str(write(where / "x.toml", TINY)), "--layouts", str(where / "l.txt")]
+        return layouts(where)
 
     def schedule(content: bytes) -> Make:
         def make(where: Path) -> list[str]:
@@ -432,9 +430,6 @@ def _files() -> Rows:
             return ["check", str(write(where / "x.toml", text))]
 
         return make
-
-    def of(name: str) -> Make:
-        return lambda where: ["check", str(where / name)]
 
     cases |= {
         "a chain of 40 bases": (
@@ -543,23 +538,19 @@ def tokens(
 
 
 def put(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Set a key of a manifest; ``/`` separates the parts of the key."""
+    """Set a key of a manifest, which ``place_of`` finds."""
 
     def change(manifest: dict[str, Any]) -> None:
-        *outer, name = key.split("/")
-        for each in outer:
-            manifest = manifest[each]
-        manifest[name] = value
+        owner, name = place_of(manifest, key)
+        owner[name] = value
 
     return change
 
 
 def drop(key: str) -> Callable[[dict[str, Any]], None]:
     def change(manifest: dict[str, Any]) -> None:
-        *outer, name = key.split("/")
-        for each in outer:
-            manifest = manifest[each]
-        del manifest[name]
+        owner, name = place_of(manifest, key)
+        del owner[name]
 
     return change
 
