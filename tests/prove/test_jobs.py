@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from tools.prove.kills.storm import Storm, check, kills
 from tools.prove.kills.storm import prove as prove_storm
 from tools.prove.kills.trouble import KINDS, SkippedError, Trouble, throw, troubles
 from tools.prove.paths import ROOT
-from tools.two_hosts import Host, NoHostsError, two_hosts
+from tools.two_hosts import Host
 
 
 @pytest.fixture(scope="module")
@@ -131,17 +131,6 @@ def test_a_rank_that_hangs_is_named(killer: Killer) -> None:
         assert job.left_over() == []
     finally:
         job.end()
-
-
-@pytest.fixture
-def hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts. Skips if they cannot be made."""
-    with ExitStack() as stack:
-        try:
-            made = stack.enter_context(two_hosts())
-        except NoHostsError as error:
-            pytest.skip(str(error))
-        yield made
 
 
 class Node(Job):

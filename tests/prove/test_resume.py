@@ -10,6 +10,7 @@ import pytest
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from tools.prove import resume as resume_matrix
+from tools.prove.faults.data import take_the_sample_after
 from tools.prove.faults.resume import (
     forget_the_second_moments,
     go_on_a_step_earlier,
@@ -66,15 +67,6 @@ def test_experts_resume_on_other_layouts(
     assert len(cells) == len(PART_WITH_EXPERTS) ** 2
 
 
-def skip_a_sample() -> None:
-    from composer3d.data import loader
-
-    loader.sample_order, right = (
-        lambda n, seed, first, *others: right(n, seed, first + 1, *others),
-        loader.sample_order,
-    )
-
-
 def train_ranks_on_each_others_samples() -> None:
     """The samples of a step are right, but ranks have swapped theirs."""
     from composer3d.data import loader
@@ -94,7 +86,7 @@ def train_ranks_on_each_others_samples() -> None:
         (forget_the_second_moments, r".* exp_avg_sq", True, False),
         (go_on_a_step_later, None, True, True),
         (go_on_a_step_earlier, None, True, True),
-        (skip_a_sample, None, True, True),
+        (take_the_sample_after, None, True, True),
         (train_ranks_on_each_others_samples, None, False, True),
     ],
 )

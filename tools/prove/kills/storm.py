@@ -22,12 +22,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from tools.prove.kills.jobs import Job, Launcher, write_inputs
+from tools.prove.kills.jobs import Job, Launcher, differences, write_inputs
 from tools.prove.proof import logged_losses, logged_rows, make_parser
 
 WORLD = 2
 EVERY = 20  # steps between checkpoints
 _RESTARTS = 1_000_000
+# Steps of more layers and micro-batches than in the jobs: the training must outlast all kills.
+_LONG_STEPS = ("model.n_layers=2", "data.micro_batch=1")
 _LONGEST_LIFE_S = 8.0  # from a kill to the next one; a start takes about half of it
 _END_S = 1800.0  # how long the training may take after the last kill
 _RESUMED = re.compile(r"(\d+) of \d+ steps are done|starting from the beginning")
@@ -170,9 +172,7 @@ def check(storm: Storm, expected: dict[int, float]) -> list[str]:
     problems = list(storm.problems)
     rows = [row for row in logged_rows(storm.folder / "run") if "loss" in row]
     found = {row["step"]: row["loss"] for row in rows}
-    if found != expected:
-        wrong = [step for step in expected if found.get(step) != expected[step]]
-        problems.append(f"{len(wrong)} of {len(expected)} losses differ, from step {min(wrong)} on")
+    problems += differences(found, expected)
     steps = [row["step"] for row in rows]
     if steps != sorted(set(steps)):
         problems.append("a step is logged twice, or steps are out of order")
@@ -190,7 +190,8 @@ def prove(folder: Path, count: int, steps: int) -> tuple[Storm, list[str]]:
         RuntimeError: the training without kills has failed.
     """
     write_inputs(folder)
-    sets = (f"run.steps={steps}", f"checkpoint.every={EVERY}", "checkpoint.every_minutes=0")
+    schedule = (f"run.steps={steps}", f"checkpoint.every={EVERY}", "checkpoint.every_minutes=0")
+    sets = (*_LONG_STEPS, *schedule)
     calm = Job(folder / "calm", WORLD, "train", *sets)
     if calm.wait(_END_S) != 0:
         raise RuntimeError(f"the training without kills failed: {calm.output()}")

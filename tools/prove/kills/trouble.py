@@ -94,9 +94,7 @@ class _Attempt:
 
     def compare(self, found: dict[int, float]) -> None:
         expected = self.killer.uninterrupted_losses(self.trouble.world)
-        if found != expected:
-            wrong = [step for step in expected if found.get(step) != expected[step]]
-            self.problems.append(f"{len(wrong)} losses differ, from step {min(wrong)} on")
+        self.problems += jobs.differences(found, expected)
 
     @property
     def named(self) -> str:
@@ -237,7 +235,7 @@ def _odd_environment(attempt: _Attempt) -> None:
 
 
 def _renamed_folder(attempt: _Attempt) -> None:
-    job = attempt.start("reliability.restarts=2", "run.steps=100000", "optim.decay=40")
+    job = attempt.start("reliability.restarts=2", "run.steps=100000", f"optim.decay={jobs.STEPS}")
     job.wait_for_step(attempt.trouble.step)
     moved = attempt.folder / "moved"
     attempt.run.rename(moved)
