@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.prove.fuzz.mutate import flip
-
 # Changes the folder of a case.
 Change = Callable[[Path], object]
 
@@ -87,15 +85,32 @@ def safetensors(header: object, data: bytes) -> bytes:
     return struct.pack("<Q", len(content)) + content + data
 
 
-def flipped(name: str, seed: int, most: int = 1 << 30) -> Change:
-    """Change a file at random, within its first ``most`` bytes.
+def flipped(
+    name: str,
+    seed: int,
+    *,
+    counts: tuple[int, ...] = (1, 2, 8),
+    most: int | None = None,
+    cuts: bool = True,
+) -> Change:
+    """Change some bytes of a file at random. Most changes damage it, some are harmless.
 
-    Most changes damage the file, some are harmless, none may do harm.
+    Args:
+        name: of the file.
+        seed: of the random numbers.
+        counts: how many bytes may be changed.
+        most: only so many bytes at the beginning are changed; None: all may be.
+        cuts: whether one file in five also loses its end.
     """
 
     def change(folder: Path) -> None:
-        content = (folder / name).read_bytes()
-        within = (0, min(len(content), most))
-        (folder / name).write_bytes(flip(content, random.Random(seed), within=within))
+        generator = random.Random(seed)
+        content = bytearray((folder / name).read_bytes())
+        end = len(content) if most is None else min(len(content), most)
+        for _ in range(generator.choice(counts)):
+            content[generator.randrange(end)] = generator.randrange(256)
+        if cuts and generator.random() < 0.2:
+            del content[generator.randrange(len(content)) :]
+        (folder / name).write_bytes(bytes(content))
 
     return change
