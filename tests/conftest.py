@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from composer3d.runtime.launch import Pool
 from tools.fake_cuda import device
+from tools.two_hosts import Host, NoHostsError, two_hosts
 
 # A busy machine is no failure. Tests have limits of their own.
 settings.register_profile("suite", deadline=None)
@@ -45,6 +47,17 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The GPU in name, compiled: 4 s of CPU time. Its tests are skipped without a compiler."""
     return device.build(tmp_path_factory.mktemp("fake_cuda"))
+
+
+@pytest.fixture
+def hosts(request: pytest.FixtureRequest) -> Iterator[tuple[Host, Host]]:
+    """Two hosts, with a link of ``request.param`` Mbit/s if given. Skips if they cannot be made."""
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(two_hosts(getattr(request, "param", None)))
+        except NoHostsError as error:
+            pytest.skip(str(error))
+        yield made
 
 
 @pytest.fixture

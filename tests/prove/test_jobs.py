@@ -11,18 +11,18 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tools.prove.kills import jobs as kill_jobs
-from tools.prove.kills.jobs import Case, Job, Killer, losses
+from tools.prove.kills.jobs import Case, Job, Killer
 from tools.prove.kills.storm import Storm, check, kills
 from tools.prove.kills.storm import prove as prove_storm
 from tools.prove.kills.trouble import KINDS, SkippedError, Trouble, throw, troubles
 from tools.prove.paths import ROOT
-from tools.two_hosts import Host, NoHostsError, two_hosts
+from tools.two_hosts import Host
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_a_job_that_loses_ranks_starts_them_again(killer: Killer) -> None:
         again = [line for line in output.splitlines() if line.startswith("starting all ranks")]
         assert again == [f"starting all ranks again, {n} of at most 2 times" for n in (1, 2)]
         assert "Traceback" not in output
-        assert losses(folder) == expected
+        assert job.losses() == expected
         reports = re.findall(r"; what each rank did is in (\S+/lost-ranks-\w+\.txt); ", output)
         for report, ended in zip(reports, ("rank 0 (pp0 dp0", "rank 1 (pp0 dp1"), strict=True):
             text = Path(report).read_text()
@@ -133,17 +133,6 @@ def test_a_rank_that_hangs_is_named(killer: Killer) -> None:
         job.end()
 
 
-@pytest.fixture
-def hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts. Skips if they cannot be made."""
-    with ExitStack() as stack:
-        try:
-            made = stack.enter_context(two_hosts())
-        except NoHostsError as error:
-            pytest.skip(str(error))
-        yield made
-
-
 class Node(Job):
     """One node's agent of a job under torchrun."""
 
@@ -174,7 +163,7 @@ def test_a_killed_rank_costs_one_restart_on_two_nodes(
         # At the end, the node with torchrun's store may leave before the other node has read that
         # both are done. The agent of the other node then logs the lost store with a traceback.
         assert output.count("Traceback") == output.count("Error waiting on exit barrier")
-        assert kill_jobs.losses(folder) == expected
+        assert jobs[0].losses() == expected
         assert [job.left_over() for job in jobs] == [[], []]
     finally:
         for job in jobs:
@@ -244,11 +233,11 @@ def test_a_job_goes_on_without_a_lost_node_and_with_it_when_it_is_back(
         back = ElasticNode(folder, recipe, hosts[0])
         jobs.append(back)
         back.wait_for("mesh.dp_shard: 1 -> 2")
-        back.wait_for_step(max(losses(folder)) + 4)
+        back.wait_for_step(max(back.losses()) + 4)
         for job in (left, back):
             job.process.send_signal(signal.SIGTERM)
         assert [job.wait() for job in (left, back)] == [1, 1]
-        found = losses(folder)
+        found = back.losses()
         assert f"stopped by signal 15 after step {len(found)};" in back.output()
         gone = "the job's store does not answer: rank 0 (pp0 dp0 cp0 tp0) has ended; the newest "
         assert left.output().count(gone) == 1, left.output()
@@ -262,7 +251,7 @@ def test_a_job_goes_on_without_a_lost_node_and_with_it_when_it_is_back(
         )
         jobs.append(whole)
         assert whole.wait() == 0, whole.output()
-        expected = losses(whole.folder)
+        expected = whole.losses()
         assert list(found) == list(expected)
         assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-12)
         assert [job.left_over() for job in jobs] == [[]] * 4
@@ -316,7 +305,7 @@ def test_a_second_job_is_refused_though_the_lock_is_removed(killer: Killer) -> N
         assert first.wait(30.0) == 1
         assert "was removed or replaced while this job ran" in first.output()
         assert time.monotonic() - begin < 60
-        assert max(kill_jobs.losses(folder)) == 20
+        assert max(third.losses()) == 20
     finally:
         first.end()
 
@@ -345,7 +334,7 @@ def test_a_job_whose_output_cannot_be_written_starts_its_ranks_again(
         job.wait_for_step(8)
         job.kill("rank", 1)
         assert job.wait() == 0
-        assert losses(job.folder) == expected
+        assert job.losses() == expected
         log = (job.folder / "run" / "log.txt").read_text()
         assert re.search(r" rank 1 \(pp0 dp1 cp0 tp0\) was ended by signal 9 ", log)
         assert " starting all ranks again, 1 of at most 1 times\n" in log
@@ -392,9 +381,9 @@ def test_a_closed_terminal_saves_and_ends_unless_it_is_ignored(
         status = job.wait()
         assert status == (0 if ignored else 128 + signal.SIGHUP), job.output()
         if ignored:
-            assert losses(job.folder) == killer.uninterrupted_losses(2)
+            assert job.losses() == killer.uninterrupted_losses(2)
         else:
-            newest = job.folder / f"run/checkpoints/step-{max(losses(job.folder)):08}"
+            newest = job.folder / f"run/checkpoints/step-{max(job.losses()):08}"
             assert newest.is_dir()
             assert f"stopped by signal {signal.SIGHUP:d} after step" in job.output()
     finally:

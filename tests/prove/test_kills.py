@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from composer3d.runtime.launch import Pool
+from tools.prove.faults.plant import instead_of
+from tools.prove.faults.resume import go_on_a_step_later
 from tools.prove.kills import run as kill
 from tools.prove.kills.trap import Event
 
@@ -90,23 +92,13 @@ def resume_from_the_oldest() -> None:
     Store._step_folders, right = lambda *of: right(*of)[:1], Store._step_folders
 
 
-def skip_a_step_of_data() -> None:
-    from composer3d.data import Loader
-
-    def wrong(self: Any, state: dict[str, Any]) -> None:
-        right(self, state | {"next_step": state["next_step"] + 1})
-
-    Loader.load_state_dict, right = wrong, Loader.load_state_dict
-
-
 def forget_a_moment() -> None:
     from composer3d.checkpoint import Store
 
-    def wrong(self: Any, path: Path, stages: Any, optimizer: Any) -> None:
+    @instead_of(Store, Store.load)
+    def wrong(right: Any, self: Any, path: Path, stages: Any, optimizer: Any) -> None:
         right(self, path, stages, optimizer)
         next(iter(optimizer.state.values()))["exp_avg"].zero_()
-
-    Store.load, right = wrong, Store.load
 
 
 def leave_the_old() -> None:
@@ -117,7 +109,7 @@ def leave_the_old() -> None:
     ("fault", "message"),
     [
         (resume_from_the_oldest, "it resumed from step"),
-        (skip_a_step_of_data, "its losses are"),
+        (go_on_a_step_later, "its losses are"),
         (forget_a_moment, "its losses are|its last state differs"),
         (leave_the_old, "it leaves|it does not start again"),
     ],

@@ -22,6 +22,7 @@ from composer3d.runtime.launch import Pool
 from tests.facts.test_hardware import GOOD_ROW
 from tests.facts.test_trace import write as write_trace
 from tools.prove.hostile.base import CHECKPOINT, make_base
+from tools.prove.hostile.case import enter
 from tools.prove.hostile.checkpoints import seal, write_manifest
 from tools.prove.paths import ROOT
 
@@ -225,12 +226,9 @@ def _named(value: Any) -> Any:
 
 def serve(folder: str, commands: list[list[str]]) -> list[Ran]:
     """Run commands in this process, as ``PYTHONPATH=. composer3d`` does."""
-    os.chdir(folder)
-    sys.argv = ["composer3d"]
+    enter(folder)
     sys.path.insert(0, folder)
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, str(ROOT)])
-    for name in [name for name in os.environ if name.endswith(("RANK", "WORLD_SIZE"))]:
-        del os.environ[name]
     found = []
     for arguments in commands:
         output = io.StringIO()

@@ -10,6 +10,7 @@ import pytest
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from tools.prove import resume as resume_matrix
+from tools.prove.faults.data import take_the_sample_after
 from tools.prove.faults.resume import (
     forget_the_second_moments,
     go_on_a_step_earlier,
@@ -31,15 +32,17 @@ def matrix(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> resume_matri
 
 def test_the_layouts_are_many_and_legal(tmp_path: Path) -> None:
     assert len(resume_matrix.LAYOUTS) >= 12
-    assert {processes for processes, _ in resume_matrix.LAYOUTS.values()} == {1, 2, 3, 4, 6, 8}
+    assert {*map(resume_matrix.processes_of, resume_matrix.LAYOUTS.values())} == {1, 2, 3, 4, 6, 8}
     (tmp_path / "recipe.toml").write_text(resume_matrix.RECIPE.format(corpus="none"))
+    dense = [layout.split() for layout in resume_matrix.LAYOUTS.values()]
     with_experts = [
-        (processes, (*resume_matrix.EXPERTS, *sets))
-        for processes, sets in resume_matrix.LAYOUTS_WITH_EXPERTS.values()
+        [*resume_matrix.EXPERTS, *layout.split()]
+        for layout in resume_matrix.LAYOUTS_WITH_EXPERTS.values()
     ]
-    for processes, sets in (*resume_matrix.LAYOUTS.values(), *with_experts):
+    for sets in (*dense, *with_experts):
+        processes = resume_matrix.processes_of(" ".join(sets))
         recipe = load(
-            tmp_path / "recipe.toml", [*sets], world_size=processes, check_files=False
+            tmp_path / "recipe.toml", sets, world_size=processes, check_files=False
         ).recipe
         assert recipe.world_size == processes
 
@@ -64,15 +67,6 @@ def test_experts_resume_on_other_layouts(
     assert len(cells) == len(PART_WITH_EXPERTS) ** 2
 
 
-def skip_a_sample() -> None:
-    from composer3d.data import loader
-
-    loader.sample_order, right = (
-        lambda n, seed, first, *others: right(n, seed, first + 1, *others),
-        loader.sample_order,
-    )
-
-
 def train_ranks_on_each_others_samples() -> None:
     """The samples of a step are right, but ranks have swapped theirs."""
     from composer3d.data import loader
@@ -92,7 +86,7 @@ def train_ranks_on_each_others_samples() -> None:
         (forget_the_second_moments, r".* exp_avg_sq", True, False),
         (go_on_a_step_later, None, True, True),
         (go_on_a_step_earlier, None, True, True),
-        (skip_a_sample, None, True, True),
+        (take_the_sample_after, None, True, True),
         (train_ranks_on_each_others_samples, None, False, True),
     ],
 )

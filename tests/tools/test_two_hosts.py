@@ -1,30 +1,17 @@
 """Two hosts: ``doctor`` and ``verify --here`` under torchrun, on a slow link and with a fault."""
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tools.prove.paths import ROOT
-from tools.two_hosts import Host, NoHostsError, run_job, two_hosts
+from tools.two_hosts import Host, run_job
 
 COMPOSER3D = ["-m", "composer3d"]
 SWAPPED = [str(Path(__file__).with_name("swap_groups.py"))]
 RECIPE = str(ROOT / "recipes" / "debug-4-dp-tp.toml")
-
-
-@pytest.fixture
-def hosts(request: pytest.FixtureRequest) -> Iterator[tuple[Host, Host]]:
-    """Two hosts, with a link of ``request.param`` Mbit/s. Skips if they cannot be made."""
-    with ExitStack() as stack:
-        try:
-            made = stack.enter_context(two_hosts(request.param))
-        except NoHostsError as error:
-            pytest.skip(str(error))
-        yield made
 
 
 def run(
@@ -40,7 +27,6 @@ def run(
     return [host.status for host in ended], answers[0], errors
 
 
-@pytest.mark.parametrize("hosts", [None], indirect=True)
 def test_a_mesh_is_proven_where_it_runs(hosts: tuple[Host, Host]) -> None:
     statuses, verdict, _ = run(hosts, COMPOSER3D, "verify", "--here")
     assert statuses == [0, 0]
@@ -50,7 +36,6 @@ def test_a_mesh_is_proven_where_it_runs(hosts: tuple[Host, Host]) -> None:
     assert verdict["max_grad_rel_err"] < 1e-9
 
 
-@pytest.mark.parametrize("hosts", [None], indirect=True)
 @pytest.mark.parametrize("command", ["verify", "doctor", "train"])
 def test_a_rank_with_wrong_groups_is_named(
     hosts: tuple[Host, Host], command: str, tmp_path: Path

@@ -18,7 +18,6 @@ It prints a line for each command, with its seconds.
 Exit status: 0 if all commands have the status 0 and the tokens are the same, 1 otherwise.
 """
 
-import argparse
 import json
 import os
 import re
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tools.prove.paths import ROOT
+from tools.prove.proof import make_parser
 
 PAGE = ROOT / "docs" / "first_model.md"
 README = ROOT / "README.md"
@@ -123,9 +123,7 @@ class Walk:
 
 def main(arguments: list[str]) -> int:
     """Walk through the page; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="tools/prove/run newcomer", description=__doc__.partition("\n")[0]
-    )
+    parser = make_parser("newcomer", __doc__.partition("\n")[0])
     parser.add_argument("--environment", type=Path, help="a virtual environment to use again")
     parser.add_argument("--keep", type=Path, help="a folder to make, in which the walk remains")
     parser.add_argument("--readme", action="store_true", help="the commands of README.md instead")

@@ -15,7 +15,6 @@ states: tiny learning rates and clipped norms make that of any fault as small as
 Exit status: 0 if all is right, 1 if not.
 """
 
-import argparse
 import math
 import random
 import tempfile
@@ -33,6 +32,7 @@ from composer3d.verify import proof
 from composer3d.verify.judge import EXACT, RankErrors, ReferenceStats, Verdict
 from tools.prove.matrix import cover as matrix
 from tools.prove.paths import RECIPE
+from tools.prove.proof import make_parser
 
 STEPS = 3
 # Further settings of a layout. Half of the layouts have the first value of a key; "" leaves it out.
@@ -266,11 +266,7 @@ def _ratio(error: float, scale: float) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="tools/prove/run random",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("random", __doc__)
     parser.add_argument(
         "--count",
         type=int,

@@ -9,9 +9,9 @@ exactly once.
 Exit status: 0 if all pairs are exact, 1 if one is not.
 """
 
-import argparse
 import math
 import random
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.runtime.launch import Pool, WorkerError
+from tools.prove.proof import make_parser
 
 # Steps before and after the checkpoint.
 STEPS_BEFORE, STEPS_AFTER = 3, 5
@@ -56,49 +57,27 @@ decay = 8
 tensorboard = false
 """
 ASYNC = "checkpoint.async_save=true"
-# The number of processes, and overrides. Micro-batches are as large as the schedule allows, for
-# speed.
-LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "one process": (1, ("data.micro_batch=3", ASYNC)),
-    "zero 3 x 2": (2, ("mesh.dp_shard=2", "data.micro_batch=3")),
-    "zero 2 x 3": (3, ("mesh.dp_shard=3", "parallel.zero=2", "data.micro_batch=2", ASYNC)),
-    "zero 0 x 2": (2, ("mesh.dp_replicate=2", "parallel.zero=0", "data.micro_batch=2")),
-    "tp 4": (4, ("mesh.tp=4", "data.micro_batch=4", ASYNC)),
-    "zero 1 x 2, tp 2": (
-        4,
-        ("mesh.dp_shard=2", "mesh.tp=2", "parallel.zero=1", "data.micro_batch=3"),
-    ),
-    "cp 3, tp 2": (6, ("mesh.cp=3", "mesh.tp=2", "data.micro_batch=4")),
-    "HSDP 2 x 2, tp 2": (
-        8,
-        ("mesh.dp_replicate=2", "mesh.dp_shard=2", "mesh.tp=2", "data.micro_batch=3", ASYNC),
-    ),
-    "pp 2 1F1B, tp 2": (4, ("mesh.pp=2", "mesh.tp=2", "data.micro_batch=3", ASYNC)),
+# Overrides. Micro-batches are as large as the schedule allows, for speed.
+LAYOUTS: dict[str, str] = {
+    "one process": f"data.micro_batch=3 {ASYNC}",
+    "zero 3 x 2": "mesh.dp_shard=2 data.micro_batch=3",
+    "zero 2 x 3": f"mesh.dp_shard=3 parallel.zero=2 data.micro_batch=2 {ASYNC}",
+    "zero 0 x 2": "mesh.dp_replicate=2 parallel.zero=0 data.micro_batch=2",
+    "tp 4": f"mesh.tp=4 data.micro_batch=4 {ASYNC}",
+    "zero 1 x 2, tp 2": "mesh.dp_shard=2 mesh.tp=2 parallel.zero=1 data.micro_batch=3",
+    "cp 3, tp 2": "mesh.cp=3 mesh.tp=2 data.micro_batch=4",
+    "HSDP 2 x 2, tp 2": f"mesh.dp_replicate=2 mesh.dp_shard=2 mesh.tp=2 data.micro_batch=3 {ASYNC}",
+    "pp 2 1F1B, tp 2": f"mesh.pp=2 mesh.tp=2 data.micro_batch=3 {ASYNC}",
     "pp 2 Interleaved, zero 3 x 2, cp 2": (
-        8,
-        (
-            "mesh.pp=2",
-            "parallel.schedule=Interleaved1F1B",
-            "mesh.dp_shard=2",
-            "mesh.cp=2",
-            "data.micro_batch=3",
-        ),
+        "mesh.pp=2 parallel.schedule=Interleaved1F1B mesh.dp_shard=2 mesh.cp=2 data.micro_batch=3"
     ),
     "pp 2 ZBV, zero 3 x 3": (
-        6,
-        ("mesh.pp=2", "parallel.schedule=ZBVZeroBubble", "mesh.dp_shard=3", "data.micro_batch=2"),
+        "mesh.pp=2 parallel.schedule=ZBVZeroBubble mesh.dp_shard=3 data.micro_batch=2"
     ),
-    "pp 4 1F1B, zero 0 x 2": (8, ("mesh.pp=4", "mesh.dp_replicate=2", "parallel.zero=0", ASYNC)),
+    "pp 4 1F1B, zero 0 x 2": f"mesh.pp=4 mesh.dp_replicate=2 parallel.zero=0 {ASYNC}",
     "pp 2 DualPipeV, zero 1, cp 2, tp 2": (
-        8,
-        (
-            "mesh.pp=2",
-            "parallel.schedule=DualPipeV",
-            "mesh.cp=2",
-            "mesh.tp=2",
-            "parallel.zero=1",
-            "data.micro_batch=3",
-        ),
+        "mesh.pp=2 parallel.schedule=DualPipeV mesh.cp=2 mesh.tp=2 parallel.zero=1 "
+        "data.micro_batch=3"
     ),
 }
 
@@ -114,47 +93,30 @@ EXPERTS = (
     "model.balance_loss=0.1",
     "model.z_loss=0.01",
 )
-LAYOUTS_WITH_EXPERTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "experts on one process": (1, ("data.micro_batch=3", ASYNC)),
-    "ep 1, zero 2 x 3": (3, ("mesh.dp_shard=3", "parallel.zero=2", "data.micro_batch=2")),
-    "ep 2 of zero 3 x 2": (2, ("mesh.ep=2", "mesh.dp_shard=2", "data.micro_batch=3", ASYNC)),
-    "ep 4 of tp 4": (4, ("mesh.ep=4", "mesh.tp=4", "data.micro_batch=4", ASYNC)),
+LAYOUTS_WITH_EXPERTS: dict[str, str] = {
+    "experts on one process": f"data.micro_batch=3 {ASYNC}",
+    "ep 1, zero 2 x 3": "mesh.dp_shard=3 parallel.zero=2 data.micro_batch=2",
+    "ep 2 of zero 3 x 2": f"mesh.ep=2 mesh.dp_shard=2 data.micro_batch=3 {ASYNC}",
+    "ep 4 of tp 4": f"mesh.ep=4 mesh.tp=4 data.micro_batch=4 {ASYNC}",
     "ep 2 of HSDP 2 x 2, tp 2": (
-        8,
-        (
-            "mesh.ep=2",
-            "mesh.dp_replicate=2",
-            "mesh.dp_shard=2",
-            "mesh.tp=2",
-            "data.micro_batch=3",
-        ),
+        "mesh.ep=2 mesh.dp_replicate=2 mesh.dp_shard=2 mesh.tp=2 data.micro_batch=3"
     ),
     "ep 4 of cp 2, tp 2, pp 2 1F1B": (
-        8,
-        ("mesh.ep=4", "mesh.pp=2", "mesh.cp=2", "mesh.tp=2", "data.micro_batch=3", ASYNC),
+        f"mesh.ep=4 mesh.pp=2 mesh.cp=2 mesh.tp=2 data.micro_batch=3 {ASYNC}"
     ),
     "ep 8 of zero 1 x 2, cp 2, tp 2": (
-        8,
-        (
-            "mesh.ep=8",
-            "mesh.dp_shard=2",
-            "mesh.cp=2",
-            "mesh.tp=2",
-            "parallel.zero=1",
-            "data.micro_batch=3",
-        ),
+        "mesh.ep=8 mesh.dp_shard=2 mesh.cp=2 mesh.tp=2 parallel.zero=1 data.micro_batch=3"
     ),
     "ep 2 of zero 3 x 2, pp 2 ZBV": (
-        4,
-        (
-            "mesh.ep=2",
-            "mesh.pp=2",
-            "parallel.schedule=ZBVZeroBubble",
-            "mesh.dp_shard=2",
-            "data.micro_batch=3",
-        ),
+        "mesh.ep=2 mesh.pp=2 parallel.schedule=ZBVZeroBubble mesh.dp_shard=2 data.micro_batch=3"
     ),
 }
+
+
+def processes_of(layout: str) -> int:
+    """The number of processes of a layout: the product of its axes; ep cuts none of its own."""
+    sizes = re.findall(r"mesh\.(?!ep=)\w+=(\d+)", layout)
+    return math.prod(map(int, sizes))
 
 
 @dataclass(frozen=True)
@@ -396,7 +358,7 @@ class Matrix:
         self,
         pool: Pool,
         folder: Path,
-        layouts: Mapping[str, tuple[int, tuple[str, ...]]] = LAYOUTS,
+        layouts: Mapping[str, str] = LAYOUTS,
         model: tuple[str, ...] = (),
     ) -> None:
         self._pool, self._folder = pool, folder
@@ -408,9 +370,10 @@ class Matrix:
         self._sources: dict[str, Steps] = {}
 
     def _run(self, task: Callable[..., Any], name: str, **arguments: Any) -> list[Any]:
-        processes, sets = self._layouts[name]
-        arguments |= {"recipe": str(self._recipe), "sets": [*self._model, *sets]}
-        return self._pool.run(task, arguments, world_size=processes, limit_s=LIMIT_S)
+        layout = self._layouts[name]
+        arguments |= {"recipe": str(self._recipe), "sets": [*self._model, *layout.split()]}
+        world_size = processes_of(layout)
+        return self._pool.run(task, arguments, world_size=world_size, limit_s=LIMIT_S)
 
     def _folder_of(self, name: str) -> Path:
         return self._folder / f"source-{list(self._layouts).index(name)}"
@@ -462,11 +425,8 @@ class Matrix:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        "tools/prove/run resume",
-        description=__doc__,
-        epilog="\n  ".join(["layouts:", *LAYOUTS, *LAYOUTS_WITH_EXPERTS]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = make_parser(
+        "resume", __doc__, "\n  ".join(["layouts:", *LAYOUTS, *LAYOUTS_WITH_EXPERTS])
     )
     parser.add_argument(
         "names", metavar="NAME", nargs="*", help="part of a layout's name; default: all layouts"

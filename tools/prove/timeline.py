@@ -16,7 +16,6 @@ the run's own mean times, without messages and without what makes actions uneven
 Exit status: 0 if each measured share is within 5 points of the simulated one, 1 if one is not.
 """
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -40,6 +39,7 @@ from composer3d.training.observers.timeline import make_timeline
 from composer3d.training.step import compute_gradients
 from composer3d.verify.data import random_batch
 from composer3d.verify.worker import local_batch
+from tools.prove.proof import make_parser
 
 RANKS, LAYERS, MICRO_BATCHES = 4, 8, 8
 SLEEP_S = 0.2  # of one layer and micro-batch, for each of the three parts
@@ -92,11 +92,7 @@ class Shares(NamedTuple):
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="tools/prove/run timeline",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("timeline", __doc__)
     parser.add_argument("schedules", nargs="*", metavar="SCHEDULE", default=BUILT_IN)
     names = parser.parse_args(arguments).schedules
     unknown = set(names) - set(BUILT_IN)

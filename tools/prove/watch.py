@@ -15,26 +15,14 @@ For each layout it also prints the mean time of a step, and that of a comparison
 Exit status: 0 if no rank was named, 1 if one was.
 """
 
-import argparse
-import os
-import shutil
 import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-from composer3d.recipe.resolve import load
-from composer3d.reliability.report import Report
-from composer3d.runtime import process_group
 from composer3d.runtime.launch import Pool
-from composer3d.runtime.process_group import pool_world
-from composer3d.training.build import build
 from composer3d.training.loop import train
-from composer3d.training.observers.observer import Observer
 from composer3d.training.observers.replicas import ReplicaCheck
+from tools.prove.proof import make_parser, watched_run
 
 EVERY = 10
 LIMIT_S = 1800.0
@@ -82,11 +70,7 @@ class Watched(NamedTuple):
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="tools/prove/run watch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("watch", __doc__)
     parser.add_argument(
         "--steps", type=int, default=200, metavar="N", help="steps of each layout (200)"
     )
@@ -113,26 +97,8 @@ def main(arguments: list[str]) -> int:
 
 def watch(layout: str, steps: int) -> Watched:
     """A task: train, and return what rank 0 reports about ranks."""
-    torch.set_num_threads(1)
-    lines: list[str] = []
     comparisons: list[float] = []
-    with pool_world() as device:
-        is_main = int(os.environ["RANK"]) == 0
-        name = process_group.broadcast_object(
-            tempfile.mkdtemp(prefix="composer3d-watch-") if is_main else None
-        )
-        folder = Path(str(name))
-        recipe = folder / f"recipe-{os.environ['RANK']}.toml"
-        recipe.write_text(RECIPE)
-        sets = [f"run.out_dir={folder}", f"run.steps={steps}", *layout.split()]
-        resolved = load(recipe, sets, world_size=int(os.environ["WORLD_SIZE"]))
-        run = build(resolved.recipe, device, resolved.to_toml())
-
-        class Listener(Observer):
-            def report(self, step: int, report: Report) -> None:
-                lines.extend(f"step {step}: {line}" for line in report.lines)
-
-        run.observers.add(Listener())
+    with watched_run(RECIPE, [f"run.steps={steps}", *layout.split()]) as (run, lines):
         replicas = run.observers.find(ReplicaCheck)
         assert replicas is not None
         check = replicas.check
@@ -147,6 +113,4 @@ def watch(layout: str, steps: int) -> Watched:
         begin_s = time.perf_counter()
         train(run)
         training_s = time.perf_counter() - begin_s - sum(comparisons)
-        if is_main:
-            shutil.rmtree(folder)
     return Watched(lines, training_s / steps, statistics.mean(comparisons))

@@ -11,9 +11,7 @@ machine, and their findings are what the training itself reports.
 
 import json
 import math
-import os
 import random
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,16 +34,14 @@ from composer3d.models.llama.shape import ModelShape
 from composer3d.parallel import init
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
-from composer3d.reliability.report import Report
-from composer3d.runtime import process_group
 from composer3d.runtime.process_group import pool_world
 from composer3d.training.build import Run, build
 from composer3d.training.loop import train
-from composer3d.training.observers.observer import Observer
 from composer3d.verify import data as verify_data
 from composer3d.verify.data import corpus_batch, reference_learning_rate
 from tests.reference.initial import initial_weight
 from tests.reference.llama import BOUND, SHAPES, compare, random_model
+from tools.prove.proof import logged_rows, watched_run
 
 Plant = Callable[[], None] | None
 
@@ -143,8 +139,7 @@ def train_and_compare(device: torch.device, order: str) -> list[str]:
             if steps == SAVED:
                 run.loader.loader.order = cast(Order, order)
             train(run)
-        lines = (folder / "check" / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
+        rows = logged_rows(folder / "check")
         weights = {name: p.detach().clone() for name, p in run.stages.named_parameters()}
 
     with plain_order(order):
@@ -233,8 +228,7 @@ def rollback(plant: Plant) -> list[str]:
 
         run.stages.finish_gradients = finish_badly  # type: ignore[method-assign]
         train(run)
-        lines = (folder / "check" / "metrics.jsonl").read_text().splitlines()
-        rows = {row["step"]: row for row in map(json.loads, lines) if "loss" in row}
+        rows = {row["step"]: row for row in logged_rows(folder / "check") if "loss" in row}
         remembered = run.recovery.history.state_dict()
     kept = [step for step in rows if not BAD_STEP - 2 < step <= BAD_STEP]
     expected = {
@@ -350,33 +344,11 @@ def stragglers(plant: Plant) -> list[str]:
 
 def reports_of(plant: Plant, sets: list[str]) -> list[str]:
     """Train as one of several ranks; return what rank 0 reports about ranks, line by line."""
-    torch.set_num_threads(1)
     if plant is not None:
         plant()
-    findings: list[str] = []
-    with pool_world() as device:
-        is_main = int(os.environ["RANK"]) == 0
-        name = process_group.broadcast_object(
-            tempfile.mkdtemp(prefix="composer3d-check-") if is_main else None
-        )
-        folder = Path(str(name))
-        (folder / f"recipe-{os.environ['RANK']}.toml").write_text(REPLICAS)
-        resolved = load(
-            folder / f"recipe-{os.environ['RANK']}.toml",
-            [f"run.out_dir={folder}", *sets],
-            world_size=int(os.environ["WORLD_SIZE"]),
-        )
-        run = build(resolved.recipe, device, resolved.to_toml())
-
-        class Listener(Observer):
-            def report(self, step: int, report: Report) -> None:
-                findings.extend(f"step {step}: {line}" for line in report.lines)
-
-        run.observers.add(Listener())
+    with watched_run(REPLICAS, sets) as (run, lines):
         train(run)
-        if is_main:
-            shutil.rmtree(folder)
-    return findings
+    return lines
 
 
 # Names of a model of two blocks, as Hugging Face and as Meta publish it.

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from composer3d.training import step as train_step
+from tools.prove.faults.plant import instead_of
 
 
 class Clip(Protocol):
@@ -18,13 +19,13 @@ class Clip(Protocol):
 
 def change_clipping(clip: Clip) -> None:
     """Let ``clip`` scale the gradients of each step, and not the optimizer."""
-    right = train_step.update
 
-    def wrong(own: Any, optimizer: Any, sums: Any, *, max_norm: float, lr: float) -> Any:
+    @instead_of(train_step, train_step.update)
+    def wrong(
+        right: Any, own: Any, optimizer: Any, sums: Any, *, max_norm: float, lr: float
+    ) -> Any:
         clip(list(own.parameters()), norm=sums.norm.item(), max_norm=max_norm)
         return right(own, optimizer, sums, max_norm=0.0, lr=lr)
-
-    train_step.update = wrong
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], /, *, norm: float, max_norm: float) -> None:

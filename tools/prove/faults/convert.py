@@ -5,6 +5,7 @@ A copy and its source would agree, so ``checks.conversion`` compares files with 
 
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -12,21 +13,20 @@ from composer3d.convert import formats
 from composer3d.models import locations
 from composer3d.models.llama import huggingface, names
 from composer3d.models.table import ParameterTable, Row
+from tools.prove.faults.plant import instead_of
 
 
 def _swap(*modules: str) -> None:
     """Swap the names of two of our modules, in Hugging Face's files and in Meta's."""
-    right = ParameterTable.parameters
     other = dict(zip(modules, reversed(modules), strict=True))
 
-    def wrong(self: ParameterTable) -> Iterator[tuple[str, Row]]:
+    @instead_of(ParameterTable, ParameterTable.parameters)
+    def wrong(right: Any, self: ParameterTable) -> Iterator[tuple[str, Row]]:
         rows = {re.sub(r"^blocks\.\d+", "blocks.#", name): row for name, row in right(self)}
         for name, row in right(self):
             module, _, last = re.sub(r"^blocks\.\d+", "blocks.#", name).rpartition(".")
             named = rows[f"{other.get(module, module)}.{last}"]
             yield name, row._replace(hf=named.hf, meta=named.meta)
-
-    ParameterTable.parameters = wrong  # type: ignore[method-assign]
 
 
 def swap_keys_and_values() -> None:
@@ -101,10 +101,8 @@ def _change_config(change: Callable[[dict], dict]) -> None:
 
 def round_to_half() -> None:
     """Conversion: tensors are rounded to float16 when they are read."""
-    right = formats.Source.read
 
-    def wrong(self: formats.Source, ours: str) -> Tensor:
+    @instead_of(formats.Source, formats.Source.read)
+    def wrong(right: Any, self: formats.Source, ours: str) -> Tensor:
         tensor = right(self, ours)
         return tensor.half().to(tensor.dtype)
-
-    formats.Source.read = wrong

@@ -16,10 +16,12 @@ from composer3d.data import Batch, Loader, loader, order
 from composer3d.data.rows import EvenRows
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.recipe.schema import OptimTable
-from composer3d.training import batches, loop, optim, optimizers
+from composer3d.training import batches, loop, optim
 from composer3d.training import validation as train_validation
 from composer3d.verify import worker as verify_worker
 from tools.prove.faults.clipping import change_clipping
+from tools.prove.faults.plant import instead_of
+from tools.prove.faults.values import change_optimizer
 
 _RIGHT_LEARNING_RATE = optim.learning_rate
 _RIGHT_ORDER = loader.sample_order
@@ -33,13 +35,11 @@ def _change_batches(change: Callable[[Loader, Batch], Batch]) -> None:
 
 def _change_loaders(change: Callable[[Loader], None]) -> None:
     """Call ``change`` with every loader after it is built."""
-    right = Loader.__post_init__
 
-    def wrong(self: Loader) -> None:
+    @instead_of(Loader, Loader.__post_init__)
+    def wrong(right: Any, self: Loader) -> None:
         right(self)
         change(self)
-
-    Loader.__post_init__ = wrong
 
 
 def give_positions_from_the_start_of_the_part() -> None:
@@ -238,13 +238,11 @@ def validate_on_a_batch_more() -> None:
 
 def _change_number_of_batches(change: Callable[[int], int]) -> None:
     """Change the number of batches of a validation."""
-    right = train_validation.validate
 
-    def wrong(recipe: Any, *arguments: Any) -> float:
+    @instead_of(train_validation, train_validation.validate)
+    def wrong(right: Any, recipe: Any, *arguments: Any) -> float:
         table = replace(recipe.validation, steps=change(recipe.validation.steps))
         return right(replace(recipe, validation=table), *arguments)
-
-    train_validation.validate = wrong
 
 
 def validate_on_the_training_batch() -> None:
@@ -376,15 +374,12 @@ def _norm_sq(gradient: Tensor) -> Tensor:
 
 def _change_groups(**options: Any) -> None:
     """Change options of all of AdamW's parameter groups; each is a function of the right value."""
-    right = optimizers.build_optimizer
 
-    def wrong(*arguments: Any) -> torch.optim.Optimizer:
-        optimizer = right(*arguments)
+    def change(optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
             group.update({key: option(group[key]) for key, option in options.items()})
-        return optimizer
 
-    optimizers.build_optimizer = wrong
+    change_optimizer(change)
 
 
 def swap_the_betas() -> None:

@@ -19,6 +19,7 @@ from composer3d.parallel.context import api, kernels, ring
 from composer3d.parallel.data import fsdp, reduce_scatter
 from composer3d.parallel.tensor import collectives, forwards, styles, vocab
 from composer3d.runtime.mesh import Mesh
+from tools.prove.faults.plant import instead_of
 
 
 def repeat_own_shard_of_the_sequence() -> None:
@@ -112,9 +113,9 @@ def sum_a_norm_twice() -> None:
 
 def _change_finish(rounds: Callable[[list[str]], list[list[str]]]) -> None:
     """Sum the partial gradients of other parameters, once or several times."""
-    right = stages.Stages.finish_gradients
 
-    def wrong(self: stages.Stages) -> None:
+    @instead_of(stages.Stages, stages.Stages.finish_gradients)
+    def wrong(right: Any, self: stages.Stages) -> None:
         whole = [module.partial_gradients for module in self.modules]
         for picked in zip(*(rounds(sorted(names)) for names in whole), strict=True):
             for module, names in zip(self.modules, picked, strict=True):
@@ -122,8 +123,6 @@ def _change_finish(rounds: Callable[[list[str]], list[list[str]]]) -> None:
             right(self)
         for module, names in zip(self.modules, whole, strict=True):
             module.partial_gradients = names
-
-    stages.Stages.finish_gradients = wrong
 
 
 def read_the_wrong_kv_head() -> None:
@@ -142,27 +141,23 @@ def read_the_wrong_kv_head() -> None:
 
 def keep_own_share_of_kv_gradients() -> None:
     """tp above the number of key-value heads: a shared head gets one rank's gradient alone."""
-    right = styles._kv_column
 
-    def wrong(kv_heads: int, mesh: Any) -> styles.Local:
+    @instead_of(styles, styles._kv_column)
+    def wrong(right: Any, kv_heads: int, mesh: Any) -> styles.Local:
         style = right(kv_heads, mesh)
         style.sums_gradients = False
         return style
 
-    styles._kv_column = wrong
-
 
 def count_kv_gradients_on_every_rank() -> None:
     """tp above the number of key-value heads: the gradient of a shared head is summed twice."""
-    right = stages.Stages.finish_gradients
 
-    def wrong(self: stages.Stages) -> None:
+    @instead_of(stages.Stages, stages.Stages.finish_gradients)
+    def wrong(right: Any, self: stages.Stages) -> None:
         right(self)
         for name, parameter in self.named_parameters():
             if ".wk." in name or ".wv." in name:
                 parameter.grad = parameter.grad * self.mesh.sizes.tp
-
-    stages.Stages.finish_gradients = wrong
 
 
 def mask_the_vocabulary_one_off() -> None:
@@ -174,13 +169,11 @@ def mask_the_vocabulary_one_off() -> None:
 
 def begin_rows_one_late() -> None:
     """Vocabulary: every rank but the first starts its rows one row too late."""
-    right = vocab.own_rows
 
-    def wrong(size: int, group: dist.ProcessGroup) -> tuple[int, int]:
+    @instead_of(vocab, vocab.own_rows)
+    def wrong(right: Any, size: int, group: dist.ProcessGroup) -> tuple[int, int]:
         first, count = right(size, group)
         return first + (group.rank() > 0), count
-
-    vocab.own_rows = wrong
 
 
 def keep_own_maximum_of_logits() -> None:
@@ -222,36 +215,30 @@ def reduce_shards_twice() -> None:
 
 def send_gradients_in_bfloat16() -> None:
     """FSDP: gradients travel in bfloat16 although the recipe asks for float32."""
-    right = fsdp.apply
 
+    @instead_of(fsdp, fsdp.apply)
     def wrong(
-        stage: Any, plan: Any, meshes: Any, parallel: Any, precision: Any, memory: Any
+        right: Any, stage: Any, plan: Any, meshes: Any, parallel: Any, precision: Any, memory: Any
     ) -> None:
         narrow = replace(precision, reduce="bfloat16")
         right(stage, plan, meshes, parallel, narrow, memory)
 
-    fsdp.apply = wrong
-
 
 def send_gradients_wide() -> None:
     """FSDP: gradients travel in float32 although the recipe asks for bfloat16."""
-    right = reduce_scatter.SendNarrow.__init__
 
-    def wrong(self: Any, dtype: torch.dtype) -> None:
+    @instead_of(reduce_scatter.SendNarrow, reduce_scatter.SendNarrow.__init__)
+    def wrong(right: Any, self: Any, dtype: torch.dtype) -> None:
         right(self, torch.float32 if dtype == torch.bfloat16 else dtype)
-
-    reduce_scatter.SendNarrow.__init__ = wrong
 
 
 def sum_micro_batches_in_bfloat16() -> None:
     """FSDP: gradients that are sent in bfloat16 are also summed over micro-batches in it."""
-    right = fsdp.fully_shard
 
-    def wrong(module: Any, **options: Any) -> None:
+    @instead_of(fsdp, fsdp.fully_shard)
+    def wrong(right: Any, module: Any, **options: Any) -> None:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
         right(module, **options | {"mp_policy": policy})
-
-    fsdp.fully_shard = wrong
 
 
 def sum_shards_in_bfloat16() -> None:
@@ -284,54 +271,46 @@ def cut_rows_twice() -> None:
 
 def drop_all_reduce_of_replicas() -> None:
     """Gradients are not summed over dp_replicate."""
-    right = dist.all_reduce
 
+    @instead_of(dist, dist.all_reduce)
     def wrong(
-        tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any
+        right: Any, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any
     ) -> object:
         return right(tensor, op, group, **options) if group is None else None
-
-    dist.all_reduce = wrong
 
 
 def all_reduce_replicas_twice() -> None:
     """Gradients are summed over dp_replicate twice."""
-    right = dist.all_reduce
 
+    @instead_of(dist, dist.all_reduce)
     def wrong(
-        tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any
+        right: Any, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any
     ) -> object:
         if group is not None:
             right(tensor, op, group)
         return right(tensor, op, group, **options)
 
-    dist.all_reduce = wrong
-
 
 def reduce_only_the_last_micro_batch() -> None:
     """zero 2: the reduced gradients of all micro-batches but the last are lost."""
-    right = fsdp.begin_micro_batch
 
-    def wrong(units: Sequence[Any], parallel: Any, *, last: bool) -> None:
+    @instead_of(fsdp, fsdp.begin_micro_batch)
+    def wrong(right: Any, units: Sequence[Any], parallel: Any, *, last: bool) -> None:
         right(units, parallel, last=last)
         for parameter in _fsdp_parameters(units):
             # The parameters are gathered now, and the shards hold the reduced gradients.
             parameter.sharded_param.grad = None
 
-    fsdp.begin_micro_batch = wrong
-
 
 def reduce_what_was_reduced() -> None:
     """zero 1: the last micro-batch reduces the gradients of earlier ones a second time."""
-    right = fsdp.begin_micro_batch
 
-    def wrong(units: Sequence[Any], parallel: Any, *, last: bool) -> None:
+    @instead_of(fsdp, fsdp.begin_micro_batch)
+    def wrong(right: Any, units: Sequence[Any], parallel: Any, *, last: bool) -> None:
         right(units, parallel, last=last)
         if last:
             for parameter in _fsdp_parameters(units):
                 parameter._unsharded_param.grad *= 2
-
-    fsdp.begin_micro_batch = wrong
 
 
 def lose_units_of_several_blocks() -> None:
@@ -344,16 +323,14 @@ def lose_units_of_several_blocks() -> None:
 
 def reduce_only_the_first_block_of_a_unit() -> None:
     """FSDP: the gradients of the other blocks of a unit are left out of its sum."""
-    right = FSDPParamGroup.post_backward
 
-    def wrong(self: FSDPParamGroup, *arguments: Any) -> None:
+    @instead_of(FSDPParamGroup, FSDPParamGroup.post_backward)
+    def wrong(right: Any, self: FSDPParamGroup, *arguments: Any) -> None:
         of_first = set(self.modules[0].modules())
         for parameter in self.fsdp_params:
             if parameter._module_info.module not in of_first:
                 parameter._unsharded_param.grad = None
         right(self, *arguments)
-
-    FSDPParamGroup.post_backward = wrong
 
 
 def _fsdp_parameters(units: Sequence[Any]) -> list[FSDPParam]:
@@ -385,13 +362,11 @@ def cut_the_sequence_contiguously() -> None:
 
 def lose_what_other_ranks_owe_the_keys() -> None:
     """cp: keys and values get no gradient from the queries of other ranks."""
-    right = kernels.attend_block_backward
 
-    def wrong(*tensors: Tensor, causal: bool, **options: Any) -> tuple[Tensor, ...]:
+    @instead_of(kernels, kernels.attend_block_backward)
+    def wrong(right: Any, *tensors: Tensor, causal: bool, **options: Any) -> tuple[Tensor, ...]:
         dq, dk, dv = right(*tensors, causal=causal, **options)
         return (dq, dk, dv) if causal else (dq, dk * 0, dv * 0)
-
-    kernels.attend_block_backward = wrong
 
 
 def _spoil_hops(*callers: str) -> None:
@@ -447,17 +422,15 @@ def use_one_buffer_for_the_ring() -> None:
 
 def hide_half_of_the_later_keys() -> None:
     """Ring: queries of the second chunk do not see the second chunk of a later rank's keys."""
-    right = ring.tiles
 
-    def wrong(*arguments: Any) -> tuple[Any, ...]:
+    @instead_of(ring, ring.tiles)
+    def wrong(right: Any, *arguments: Any) -> tuple[Any, ...]:
         return tuple(
             tile._replace(keys=slice(tile.keys.stop // 2))
             if tile.queries.start and not tile.causal
             else tile
             for tile in right(*arguments)
         )
-
-    ring.tiles = wrong  # type: ignore[assignment]
 
 
 def forget_documents_in_the_ring() -> None:

@@ -22,6 +22,7 @@ from composer3d.parallel.tensor import styles
 from composer3d.runtime.mesh import Mesh
 from composer3d.training import step as train_step
 from tools.prove.faults.clipping import change_clipping, scale_gradients
+from tools.prove.faults.plant import instead_of
 
 
 def _scale_gradient(x: Tensor, factor: float) -> Tensor:
@@ -31,72 +32,60 @@ def _scale_gradient(x: Tensor, factor: float) -> Tensor:
 
 def multiply_expert_gradients_by_ep() -> None:
     """Gradients of experts are multiplied by ep (PyTorch issue 160285)."""
-    right = api.part_of_this_rank
 
-    def wrong(parameter: Tensor) -> Tensor:
+    @instead_of(api, api.part_of_this_rank)
+    def wrong(right: Any, parameter: Tensor) -> Tensor:
         part = right(parameter)
         return _scale_gradient(part, parameter.shape[0] / part.shape[0])
-
-    api.part_of_this_rank = wrong
 
 
 def divide_expert_gradients_by_efsdp() -> None:
     """FSDP averages the gradients of experts over the ranks that shard them."""
-    right = fsdp.apply
 
-    def wrong(stage: nn.Module, plan: Any, meshes: Any, *arguments: Any) -> None:
+    @instead_of(fsdp, fsdp.apply)
+    def wrong(right: Any, stage: nn.Module, plan: Any, meshes: Any, *arguments: Any) -> None:
         right(stage, plan, meshes, *arguments)
         for unit in fsdp.units(stage):
             for group in unit._get_fsdp_state()._fsdp_param_groups:
                 if any(parameter.sharded_param.ndim == 3 for parameter in group.fsdp_params):
                     group.gradient_divide_factor = float(meshes.experts.size())
 
-    fsdp.apply = wrong
-
 
 def reduce_experts_over_the_shards_only() -> None:
     """Gradients of experts are not summed over the replicas (dp_replicate)."""
-    right = fsdp.meshes_of
 
-    def wrong(mesh: Mesh, *arguments: Any) -> Any:
+    @instead_of(fsdp, fsdp.meshes_of)
+    def wrong(right: Any, mesh: Mesh, *arguments: Any) -> Any:
         return right(mesh, *arguments)._replace(experts=mesh.sparse["efsdp"])
-
-    fsdp.meshes_of = wrong
 
 
 def drop_reduction_of_routers() -> None:
     """The gradients of routers are not summed over tp (torchtitan issue 4054)."""
-    right = styles._style
 
-    def wrong(style: Any, *arguments: Any) -> Any:
+    @instead_of(styles, styles._style)
+    def wrong(right: Any, style: Any, *arguments: Any) -> Any:
         local = right(style, *arguments)
         if style == "router":
             local.sums_gradients = False
         return local
 
-    styles._style = wrong
-
 
 def norm_leaves_out_experts() -> None:
     """The gradient norm leaves out experts with ep and tp (Megatron-LM issue 5916)."""
-    right = grad_norm.local_grad_norm_sq
 
-    def wrong(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
+    @instead_of(grad_norm, grad_norm.local_grad_norm_sq)
+    def wrong(right: Any, parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
         return right([p for p in parameters if p.ndim < 3], mesh)
-
-    grad_norm.local_grad_norm_sq = wrong
 
 
 def norm_counts_experts_on_every_rank() -> None:
     """The gradient norm counts experts as if every rank held all of them."""
-    right = grad_norm.local_grad_norm_sq
 
-    def wrong(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
+    @instead_of(grad_norm, grad_norm.local_grad_norm_sq)
+    def wrong(right: Any, parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
         parameters = list(parameters)
         experts = [p for p in parameters if p.ndim == 3]
         return right(parameters, mesh) + right(experts, mesh) * (mesh.sizes.ep - 1)
-
-    grad_norm.local_grad_norm_sq = wrong
 
 
 def clip_by_the_norm_of_own_ep_group() -> None:
@@ -112,13 +101,10 @@ def clip_by_the_norm_of_own_ep_group() -> None:
 
 
 def _change_exchange(change: Callable[[moe.Exchanged], moe.Exchanged]) -> None:
-    right = api.exchange_over
-
-    def wrong(group: dist.ProcessGroup) -> moe.Exchange:
+    @instead_of(api, api.exchange_over)
+    def wrong(right: Any, group: dist.ProcessGroup) -> moe.Exchange:
         exchange = right(group)
         return lambda rows_MC, tokens_E: change(exchange(rows_MC, tokens_E))
-
-    api.exchange_over = wrong
 
 
 def read_ranks_as_experts() -> None:
@@ -140,31 +126,27 @@ def return_tokens_in_another_order() -> None:
 
 def keep_gradients_of_sent_tokens() -> None:
     """Backward does not send the gradients of rows to the ranks that they came from."""
-    right = dispatch.exchange_rows
 
-    def wrong(rows: Tensor, sent: list[int], arriving: list[int], name: str) -> Tensor:
+    @instead_of(dispatch, dispatch.exchange_rows)
+    def wrong(right: Any, rows: Tensor, sent: list[int], arriving: list[int], name: str) -> Tensor:
         return right(rows.detach().requires_grad_(), sent, arriving, name)
-
-    dispatch.exchange_rows = wrong
 
 
 def read_rows_that_nobody_wrote() -> None:
     """The memory of received rows is longer than what arrives, and its tail is not written."""
-    right = moe.expert_ffn
 
-    def wrong(rows_MC: Tensor, tokens_E: Tensor, *weights: Tensor) -> Tensor:
+    @instead_of(moe, moe.expert_ffn)
+    def wrong(right: Any, rows_MC: Tensor, tokens_E: Tensor, *weights: Tensor) -> Tensor:
         out = right(rows_MC, tokens_E, *weights)
         out[-1:] = torch.nan
         return out
 
-    moe.expert_ffn = wrong
-
 
 def skip_experts_without_tokens() -> None:
     """The optimizer does not decay an expert that got no token in the step."""
-    right = train_step.update
 
-    def wrong(stages: Any, *arguments: Any, **keywords: Any) -> Any:
+    @instead_of(train_step, train_step.update)
+    def wrong(right: Any, stages: Any, *arguments: Any, **keywords: Any) -> Any:
         before = {p: p.detach().clone() for p in stages.parameters() if p.ndim == 3}
         result = right(stages, *arguments, **keywords)
         for parameter, values in before.items():
@@ -178,30 +160,24 @@ def skip_experts_without_tokens() -> None:
             local[is_starved] = old[is_starved]
         return result
 
-    train_step.update = wrong
-
 
 def detach_the_weights_of_experts() -> None:
     """The weights of the combined outputs are detached, so routers learn from the losses alone."""
-    right = moe.Router.forward
 
-    def wrong(self: moe.Router, *arguments: Any) -> moe.Routing:
+    @instead_of(moe.Router, moe.Router.forward)
+    def wrong(right: Any, self: moe.Router, *arguments: Any) -> moe.Routing:
         routing = right(self, *arguments)
         return routing._replace(weights_NK=routing.weights_NK.detach() + 0 * routing.weights_NK)
-
-    moe.Router.forward = wrong
 
 
 def _change_router(**changes: Any) -> None:
     """Change attributes of every router that is built; each change is a function of the old one."""
-    right = moe.Router.__init__
 
-    def wrong(self: moe.Router, **arguments: Any) -> None:
+    @instead_of(moe.Router, moe.Router.__init__)
+    def wrong(right: Any, self: moe.Router, **arguments: Any) -> None:
         right(self, **arguments)
         for name, change in changes.items():
             setattr(self, name, change(getattr(self, name)))
-
-    moe.Router.__init__ = wrong
 
 
 def forget_to_renormalise() -> None:
@@ -221,15 +197,13 @@ def choose_other_groups() -> None:
 
 def let_the_bias_into_the_weights() -> None:
     """The router's bias changes the weights of experts, not only which are chosen."""
-    right = moe.Router.forward
 
-    def wrong(self: moe.Router, *arguments: Any) -> moe.Routing:
+    @instead_of(moe.Router, moe.Router.forward)
+    def wrong(right: Any, self: moe.Router, *arguments: Any) -> moe.Routing:
         routing = right(self, *arguments)
         if self.bias is None:
             return routing
         return routing._replace(weights_NK=routing.weights_NK + self.bias[routing.experts_NK])
-
-    moe.Router.forward = wrong
 
 
 def swap_gate_and_up() -> None:
@@ -266,14 +240,16 @@ def scale_the_losses_by_ranks() -> None:
 
 def divide_losses_by_own_tokens() -> None:
     """The losses of routers are means over a micro-batch, not over the tokens of the step."""
-    right = SequenceInfo.__init__
 
+    @instead_of(SequenceInfo, SequenceInfo.__init__)
     def wrong(
-        self: SequenceInfo, positions: Tensor, documents: Any = None, step_tokens: Any = None
+        right: Any,
+        self: SequenceInfo,
+        positions: Tensor,
+        documents: Any = None,
+        step_tokens: Any = None,
     ) -> None:
         right(self, positions, documents, positions.numel())
-
-    SequenceInfo.__init__ = wrong
 
 
 def lose_losses_of_early_stages() -> None:
@@ -296,24 +272,20 @@ def lose_losses_of_early_stages() -> None:
 
 def count_own_part_of_the_sequence() -> None:
     """The balance loss counts the experts of this rank's part of a sequence, not of the whole."""
-    right = api._show_whole_sequences
 
-    def wrong(router: moe.Router, *arguments: Any) -> None:
+    @instead_of(api, api._show_whole_sequences)
+    def wrong(right: Any, router: moe.Router, *arguments: Any) -> None:
         right(router, *arguments)
         router.sum_over_sequence = lambda counts: counts * router.sequence_ranks
-
-    api._show_whole_sequences = wrong
 
 
 def merge_documents_in_the_balance_loss() -> None:
     """Packed documents are one sequence for the balance loss."""
-    right = moe.Router._sequences
 
-    def wrong(self: moe.Router, tokens: int, rows: int, seq: SequenceInfo) -> Any:
+    @instead_of(moe.Router, moe.Router._sequences)
+    def wrong(right: Any, self: moe.Router, tokens: int, rows: int, seq: SequenceInfo) -> Any:
         merged = SequenceInfo(seq.positions_BT, None, seq.step_tokens)
         return right(self, tokens, rows, merged)
-
-    moe.Router._sequences = wrong
 
 
 def shift_documents_over_tp() -> None:
@@ -335,13 +307,11 @@ def move_biases_by_own_counts() -> None:
 
 def move_biases_twice() -> None:
     """Biases are moved in every micro-batch (torchtitan issue 1304)."""
-    right = balance.Balance.move_biases
 
-    def wrong(self: balance.Balance, is_good: Tensor) -> None:
+    @instead_of(balance.Balance, balance.Balance.move_biases)
+    def wrong(right: Any, self: balance.Balance, is_good: Tensor) -> None:
         right(self, is_good)
         right(self, is_good)
-
-    balance.Balance.move_biases = wrong
 
 
 def keep_biases_in_bfloat16() -> None:
@@ -358,25 +328,24 @@ def move_biases_the_other_way() -> None:
 
 def count_validation_in_the_balance() -> None:
     """Routers count the tokens of a validation, and a step begins with these counts."""
-    right = moe.Router.forward
 
-    def wrong(self: moe.Router, x_BTC: Tensor, seq: SequenceInfo) -> moe.Routing:
+    @instead_of(moe.Router, moe.Router.forward)
+    def wrong(right: Any, self: moe.Router, x_BTC: Tensor, seq: SequenceInfo) -> moe.Routing:
         routing = right(self, x_BTC, seq)
         if not self.training:
             skewed = F.pad(routing.tokens_E.double() * torch.arange(self.experts), (0, 3))
             self.statistics.add(skewed * 100)
         return routing
 
-    moe.Router.forward = wrong
     balance.Balance.reset = lambda self: None
 
 
 def count_recomputed_tokens() -> None:
     """Forward counts the tokens of experts, so a checkpointed block counts some of them twice."""
-    right = moe.Router.forward
     calls = [0]
 
-    def wrong(self: moe.Router, x_BTC: Tensor, seq: SequenceInfo) -> moe.Routing:
+    @instead_of(moe.Router, moe.Router.forward)
+    def wrong(right: Any, self: moe.Router, x_BTC: Tensor, seq: SequenceInfo) -> moe.Routing:
         routing = right(self, x_BTC, seq)
         calls[0] += 1
         if self.training and calls[0] % 3 == 0:
@@ -384,67 +353,62 @@ def count_recomputed_tokens() -> None:
             self.statistics.add(F.pad(routing.tokens_E * first * 10.0, (0, 3)).double())
         return routing
 
-    moe.Router.forward = wrong
-
 
 def route_again_in_recomputation() -> None:
     """A checkpointed block that runs again sends tokens to other experts (Automodel issue 2635)."""
-    right = moe.Router._choose
 
-    def wrong(self: moe.Router, scores_NE: Tensor) -> Tensor:
+    @instead_of(moe.Router, moe.Router._choose)
+    def wrong(right: Any, self: moe.Router, scores_NE: Tensor) -> Tensor:
         experts_NK = right(self, scores_NE)
         again = torch._C._current_graph_task_id() != -1
         return (experts_NK + 1) % self.experts if again else experts_NK
 
-    moe.Router._choose = wrong
-
 
 def forget_to_divide_shares() -> None:
     """The balance loss takes sigmoid scores as shares, without dividing them by their sum."""
-    right = moe.Router._account
 
+    @instead_of(moe.Router, moe.Router._account)
     def wrong(
-        self: moe.Router, weights_NK: Tensor, logits_NE: Tensor, shares_NE: Tensor, *others: Any
+        right: Any,
+        self: moe.Router,
+        weights_NK: Tensor,
+        logits_NE: Tensor,
+        shares_NE: Tensor,
+        *others: Any,
     ) -> Tensor:
         if self.scores == "sigmoid":
             shares_NE = logits_NE.sigmoid()
         return right(self, weights_NK, logits_NE, shares_NE, *others)
 
-    moe.Router._account = wrong
-
 
 def choose_by_another_rank() -> None:
     """Rows go to the next rank of ep, whose experts are others."""
-    right = dispatch.exchange_counts
-    right_rows = dispatch.exchange_rows
 
-    def counts(tokens_E: Tensor, name: str) -> Tensor:
+    @instead_of(dispatch, dispatch.exchange_counts)
+    def counts(right: Any, tokens_E: Tensor, name: str) -> Tensor:
         return right(tokens_E.roll(len(tokens_E) // 2), name)
 
-    def rows(rows_MC: Tensor, sent: list[int], arriving: list[int], name: str) -> Tensor:
-        return right_rows(rows_MC, sent[::-1], arriving, name)
-
-    dispatch.exchange_counts, dispatch.exchange_rows = counts, rows
+    @instead_of(dispatch, dispatch.exchange_rows)
+    def rows(
+        right: Any, rows_MC: Tensor, sent: list[int], arriving: list[int], name: str
+    ) -> Tensor:
+        return right(rows_MC, sent[::-1], arriving, name)
 
 
 def leave_out_the_shared_expert() -> None:
     """The output of the shared expert is not added."""
-    right = moe.MoE.forward
 
-    def wrong(self: moe.MoE, x_BTC: Tensor, seq: SequenceInfo) -> Tensor:
+    @instead_of(moe.MoE, moe.MoE.forward)
+    def wrong(right: Any, self: moe.MoE, x_BTC: Tensor, seq: SequenceInfo) -> Tensor:
         out = right(self, x_BTC, seq)
         return out if self.shared is None else out - self.shared(x_BTC).detach()
-
-    moe.MoE.forward = wrong
 
 
 def shard_experts_over_dense_ranks() -> None:
     """Experts are sharded and reduced over the ranks of dense parameters, not over efsdp."""
-    right = fsdp.meshes_of
 
-    def wrong(mesh: Mesh, *arguments: Any) -> Any:
+    @instead_of(fsdp, fsdp.meshes_of)
+    def wrong(right: Any, mesh: Mesh, *arguments: Any) -> Any:
         meshes = right(mesh, *arguments)
         dense: DeviceMesh = mesh.device_mesh["fsdp"]
         return meshes._replace(experts=dense)
-
-    fsdp.meshes_of = wrong

@@ -1,9 +1,12 @@
 """Faults in products in float8."""
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor
 
 from composer3d.parallel import float8
+from tools.prove.faults.plant import instead_of
 
 
 def scale_columns() -> None:
@@ -18,25 +21,21 @@ def scale_columns() -> None:
 
 def take_the_scales_of_the_first_rank() -> None:
     """Every rank scales its part of a matrix by the scales of rank 0's part."""
-    right = float8._scale_of
 
-    def wrong(amax: Tensor) -> Tensor:
+    @instead_of(float8, float8._scale_of)
+    def wrong(right: Any, amax: Tensor) -> Tensor:
         scale = right(amax)
         dist.broadcast(scale, 0)
         return scale
 
-    float8._scale_of = wrong
-
 
 def forget_a_scale() -> None:
     """The gradients of inputs keep the scale of the weight."""
-    right = float8.round_whole
 
-    def wrong(x_NK: Tensor) -> float8.Rounded:
+    @instead_of(float8, float8.round_whole)
+    def wrong(right: Any, x_NK: Tensor) -> float8.Rounded:
         values, scale = right(x_NK)
         return float8.Rounded(values, scale.new_ones(()))
-
-    float8.round_whole = wrong
 
 
 def round_nothing_in_backward() -> None:
@@ -58,12 +57,10 @@ def round_the_weight_gradient() -> None:
 
 def leave_a_layer_out() -> None:
     """The down projections of feed-forward layers multiply in the dtype of the operands."""
-    right = float8.apply
 
-    def wrong(blocks: object, plan: object, precision: object) -> None:
+    @instead_of(float8, float8.apply)
+    def wrong(right: Any, blocks: object, plan: object, precision: object) -> None:
         kept = {name: block.ffn.w2 for name, block in blocks.items()}  # type: ignore[attr-defined]
         right(blocks, plan, precision)  # type: ignore[arg-type]
         for name, layer in kept.items():
             blocks[name].ffn.w2 = layer  # type: ignore[index]
-
-    float8.apply = wrong

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tools.prove.faults.plant import instead_of
+
 WRONG_RANK = 1
 STEPS_BEFORE = 7
 
@@ -84,18 +86,15 @@ def take_half_as_long_again() -> None:
         return
     from composer3d.training.observers.stragglers import StragglerWatch
 
-    right = StragglerWatch.step
-
+    @instead_of(StragglerWatch, StragglerWatch.step)
     @contextmanager
-    def wrong(self: Any, number: int) -> Iterator[None]:
+    def wrong(right: Any, self: Any, number: int) -> Iterator[None]:
         with right(self, number):
             begun_s = time.perf_counter()
             yield
             if number > STEPS_BEFORE:
                 own_s = time.perf_counter() - begun_s - self._blocked_s
                 time.sleep(own_s / 2)
-
-    StragglerWatch.step = wrong
 
 
 def _after_some_steps(wrong: Callable[[Any, Any], None]) -> None:
@@ -104,18 +103,16 @@ def _after_some_steps(wrong: Callable[[Any, Any], None]) -> None:
         return
     from composer3d.training import loop
 
-    right = loop.update
     steps = 0
 
-    def update(stages: Any, optimizer: Any, *arguments: Any, **keywords: Any) -> Any:
+    @instead_of(loop, loop.update)
+    def update(right: Any, stages: Any, optimizer: Any, *arguments: Any, **keywords: Any) -> Any:
         nonlocal steps
         values = right(stages, optimizer, *arguments, **keywords)
         steps += 1
         if steps == STEPS_BEFORE:
             wrong(stages, optimizer)
         return values
-
-    loop.update = update
 
 
 def _flip(tensor: Any, *, bit: int = 0) -> None:

@@ -16,6 +16,7 @@ from composer3d.models.layers import attention
 from composer3d.models.layers import rope as rope_module
 from composer3d.models.layers.rope import Rope
 from composer3d.parallel import init
+from tools.prove.faults.plant import instead_of
 
 Table = tuple[Tensor, Tensor]
 
@@ -54,13 +55,11 @@ def stretch_by_the_context_of_another_model() -> None:
 
 def round_angles() -> None:
     """Rotary positions: angles are computed in bfloat16."""
-    right = rope_module.rope_table
 
-    def wrong(rope: Rope, positions: Tensor, dtype: torch.dtype) -> Table:
+    @instead_of(rope_module, rope_module.rope_table)
+    def wrong(right: Any, rope: Rope, positions: Tensor, dtype: torch.dtype) -> Table:
         cos, sin = right(rope, positions.to(torch.bfloat16), torch.bfloat16)
         return cos.to(dtype), sin.to(dtype)
-
-    rope_module.rope_table = wrong
 
 
 def turn_neighbours() -> None:
@@ -90,9 +89,9 @@ def turn_the_other_way() -> None:
 
 def norm_after_the_rotation() -> None:
     """The norms of queries and keys are applied after the rotation, to other elements of a head."""
-    right = attention.Attention.forward
 
-    def wrong(self: Any, x: Tensor, *, seq: Any) -> Tensor:
+    @instead_of(attention.Attention, attention.Attention.forward)
+    def wrong(right: Any, self: Any, x: Tensor, *, seq: Any) -> Tensor:
         q_norm, k_norm, rotate = self.q_norm, self.k_norm, attention.rotate
         # The query is rotated first, then the key.
         norms = iter((q_norm, k_norm))
@@ -102,8 +101,6 @@ def norm_after_the_rotation() -> None:
             return right(self, x, seq=seq)
         finally:
             self.q_norm, self.k_norm, attention.rotate = q_norm, k_norm, rotate
-
-    attention.Attention.forward = wrong
 
 
 def _change_key(change: Callable[[int, str], tuple[int, str]]) -> None:

@@ -16,6 +16,7 @@ from composer3d.planner.matrices import MatrixUnit
 from composer3d.recipe.schema import OptimTable
 from composer3d.training import optimizers
 from composer3d.training.optimizers import muon
+from tools.prove.faults.plant import instead_of
 
 
 def orthogonalise_shards() -> None:
@@ -31,25 +32,19 @@ def orthogonalise_shards() -> None:
 
 def place_parts_one_rank_further() -> None:
     """The owner puts the parts of a matrix together in another order."""
-    right = MatrixExchange._gather
 
-    def wrong(self: MatrixExchange, *arguments: Any) -> dict[MatrixUnit, Tensor]:
+    @instead_of(MatrixExchange, MatrixExchange._gather)
+    def wrong(right: Any, self: MatrixExchange, *arguments: Any) -> dict[MatrixUnit, Tensor]:
         wholes = right(self, *arguments)
         return {unit: whole.roll(whole.shape[-2] // 2, -2) for unit, whole in wholes.items()}
-
-    MatrixExchange._gather = wrong  # type: ignore[method-assign]
 
 
 def leave_out_a_replica() -> None:
     """Replicas of the second half of the ranks do not get the results."""
-    right = MatrixExchange._scatter
 
+    @instead_of(MatrixExchange, MatrixExchange._scatter)
     def wrong(
-        self: MatrixExchange,
-        own: Any,
-        results: Any,
-        write: Any,
-        like: Tensor,
+        right: Any, self: MatrixExchange, own: Any, results: Any, write: Any, like: Tensor
     ) -> None:
         is_left_out = dist.get_rank() >= dist.get_world_size() // 2
 
@@ -58,68 +53,51 @@ def leave_out_a_replica() -> None:
 
         right(self, own, results, write_if_first, like)
 
-    MatrixExchange._scatter = wrong  # type: ignore[method-assign]
-
 
 def send_the_part_of_the_owner() -> None:
     """The parts of replicas count twice: a matrix is made of the parts of one rank alone."""
-    right = Box.seen_from
 
-    def wrong(self: Box, origin: Any) -> tuple[slice, ...]:
+    @instead_of(Box, Box.seen_from)
+    def wrong(right: Any, self: Box, origin: Any) -> tuple[slice, ...]:
         place = right(self, origin)
         # A part begins where its rank's begins; in the whole matrix too, though it lies further on.
         size = place[-2].stop - place[-2].start
         return (*place[:-2], slice(0, size), place[-1])
 
-    Box.seen_from = wrong  # type: ignore[method-assign]
-
-
-def _change_newton_schulz(change: Callable[..., Tensor]) -> None:
-    right = muon.newton_schulz
-
-    def wrong(matrix: Tensor, coefficients: Any, steps: int) -> Tensor:
-        return change(right, matrix, coefficients, steps)
-
-    muon.newton_schulz = wrong
-
 
 def mix_the_experts() -> None:
     """The matrices of several experts are orthogonalised as one."""
 
-    def change(right: Any, matrix: Tensor, coefficients: Any, steps: int) -> Tensor:
+    @instead_of(muon, muon.newton_schulz)
+    def wrong(right: Any, matrix: Tensor, coefficients: Any, steps: int) -> Tensor:
         joined = matrix.reshape(-1, matrix.shape[-1])
         result: Tensor = right(joined, coefficients, steps).view_as(matrix)
         return result
-
-    _change_newton_schulz(change)
 
 
 def give_experts_the_results_of_others() -> None:
     """The results of several experts come back in another order."""
 
-    def change(right: Any, matrix: Tensor, coefficients: Any, steps: int) -> Tensor:
+    @instead_of(muon, muon.newton_schulz)
+    def wrong(right: Any, matrix: Tensor, coefficients: Any, steps: int) -> Tensor:
         result: Tensor = right(matrix, coefficients, steps)
         return result.flip(0) if result.dim() == 3 else result
-
-    _change_newton_schulz(change)
 
 
 def stop_one_step_early() -> None:
     """Newton-Schulz has one step too few."""
-    _change_newton_schulz(
-        lambda right, matrix, coefficients, steps: right(matrix, coefficients, steps - 1)
-    )
+    right = muon.newton_schulz
+    muon.newton_schulz = lambda matrix, coefficients, steps: right(matrix, coefficients, steps - 1)
 
 
 def swap_two_coefficients() -> None:
     """Newton-Schulz has its second and third coefficient the other way round."""
 
-    def change(right: Any, matrix: Tensor, coefficients: Any, steps: int) -> Tensor:
+    @instead_of(muon, muon.newton_schulz)
+    def wrong(right: Any, matrix: Tensor, coefficients: Any, steps: int) -> Tensor:
         a, b, c = coefficients
         result: Tensor = right(matrix, (a, c, b), steps)
         return result
-
-    _change_newton_schulz(change)
 
 
 def swap_rows_and_columns() -> None:
@@ -135,22 +113,19 @@ def leave_out_the_factor() -> None:
 
 def forget_the_momentum() -> None:
     """Each step begins with a momentum of zero."""
-    right = muon.Muon._moment
 
-    def wrong(self: muon.Muon, parameter: Any) -> Tensor:
+    @instead_of(muon.Muon, muon.Muon._moment)
+    def wrong(right: Any, self: muon.Muon, parameter: Any) -> Tensor:
         return torch.zeros_like(right(self, parameter))
-
-    muon.Muon._moment = wrong  # type: ignore[method-assign]
 
 
 def _after_matrices(change: Callable[[muon.Muon], None]) -> None:
-    right = muon.Muon._apply_to_matrices
+    """Call ``change`` with the optimizer after each step of its matrices."""
 
-    def wrong(self: muon.Muon, divisor: Tensor, is_good: Tensor) -> None:
+    @instead_of(muon.Muon, muon.Muon._apply_to_matrices)
+    def wrong(right: Any, self: muon.Muon, divisor: Tensor, is_good: Tensor) -> None:
         right(self, divisor, is_good)
         change(self)
-
-    muon.Muon._apply_to_matrices = wrong  # type: ignore[method-assign]
 
 
 def keep_the_momentum_of_another_shard() -> None:
@@ -177,42 +152,34 @@ def decay_twice() -> None:
 
 def clip_no_matrix() -> None:
     """Only the gradients of other parameters are clipped."""
-    right = muon.Muon._apply_to_matrices
 
-    def wrong(self: muon.Muon, divisor: Tensor, is_good: Tensor) -> None:
+    @instead_of(muon.Muon, muon.Muon._apply_to_matrices)
+    def wrong(right: Any, self: muon.Muon, divisor: Tensor, is_good: Tensor) -> None:
         right(self, torch.ones_like(divisor), is_good)
-
-    muon.Muon._apply_to_matrices = wrong  # type: ignore[method-assign]
 
 
 def ignore_the_rate_of_matrices() -> None:
     """Matrices have the learning rate of all other parameters."""
-    right = muon.Muon.__init__
-
-    def wrong(self: muon.Muon, matrices: Any, others: Any, table: OptimTable, places: Any) -> None:
-        right(self, matrices, others, replace(table, matrix_lr=None), places)
-
-    muon.Muon.__init__ = wrong  # type: ignore[method-assign]
+    _build_with(matrix_lr=None)
 
 
 def orthogonalise_the_head() -> None:
     """The head and the embedding are orthogonalised as hidden matrices are."""
-    right = optimizers.matrices_of
 
-    def wrong(chosen: Architecture, shape: Any, optim: OptimTable) -> frozenset[str]:
+    @instead_of(optimizers, optimizers.matrices_of)
+    def wrong(right: Any, chosen: Architecture, shape: Any, optim: OptimTable) -> frozenset[str]:
         every = {name for name, row in chosen.table_of(shape).parameters() if row.is_matrix}
         return right(chosen, shape, optim) | {name for name in every if "router" not in name}
 
-    optimizers.matrices_of = wrong
-
 
 def _build_with(**changes: Any) -> None:
-    right = muon.Muon.__init__
+    """Build Muon with other values of ``[optim]``."""
 
-    def wrong(self: muon.Muon, named: Any, others: Any, table: OptimTable, places: Any) -> None:
-        right(self, named, others, replace(table, **changes), places)
-
-    muon.Muon.__init__ = wrong  # type: ignore[method-assign]
+    @instead_of(muon.Muon, muon.Muon.__init__)
+    def wrong(
+        right: Any, self: muon.Muon, matrices: Any, others: Any, table: OptimTable, places: Any
+    ) -> None:
+        right(self, matrices, others, replace(table, **changes), places)
 
 
 def look_back() -> None:

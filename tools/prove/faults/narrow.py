@@ -20,6 +20,7 @@ from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.parallel.tensor import vocab
 from composer3d.runtime.mesh import Mesh
 from composer3d.training.optimizers.adamw import AdamW
+from tools.prove.faults.plant import instead_of
 
 
 class _Torch:
@@ -77,13 +78,11 @@ def sum_balance_losses_narrow() -> None:
 
 def add_experts_narrow() -> None:
     """The outputs of a token's experts are weighted and added up in bfloat16."""
-    right = moe.Router.forward
 
-    def wrong(self: moe.Router, x_BTC: Tensor, seq: Any) -> moe.Routing:
+    @instead_of(moe.Router, moe.Router.forward)
+    def wrong(right: Any, self: moe.Router, x_BTC: Tensor, seq: Any) -> moe.Routing:
         routing = right(self, x_BTC, seq)
         return routing._replace(weights_NK=routing.weights_NK.to(x_BTC.dtype))
-
-    moe.Router.forward = wrong
 
 
 def count_tokens_of_experts_narrow() -> None:

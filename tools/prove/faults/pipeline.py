@@ -10,17 +10,16 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from composer3d.parallel import stages
 from composer3d.parallel.pipeline import runtime, ties, zero_bubble
+from tools.prove.faults.plant import instead_of
 
 
 def lose_a_gradient_between_stages() -> None:
     """The gradient of one micro-batch does not reach the previous stage."""
-    receive = _PipelineStageBase._retrieve_recv_grads
 
-    def wrong(self: object, chunk: int) -> object:
+    @instead_of(_PipelineStageBase, _PipelineStageBase._retrieve_recv_grads)
+    def wrong(receive: Any, self: object, chunk: int) -> object:
         grads = receive(self, chunk)
         return tuple(grad * 0 for grad in grads) if chunk == 1 else grads
-
-    _PipelineStageBase._retrieve_recv_grads = wrong
 
 
 def double_the_gradients_between_stages() -> None:
@@ -33,10 +32,10 @@ def double_the_gradients_between_stages() -> None:
 
 def receive_the_activations_of_another_micro_batch() -> None:
     """A stage runs micro-batch 1 on the activations that it received for micro-batch 0."""
-    receive = _PipelineStageBase._retrieve_recv_activations
     first_activations: dict[int, list[Tensor]] = {}
 
-    def wrong(self: Any, chunk: int) -> tuple[Tensor, ...]:
+    @instead_of(_PipelineStageBase, _PipelineStageBase._retrieve_recv_activations)
+    def wrong(receive: Any, self: Any, chunk: int) -> tuple[Tensor, ...]:
         received = receive(self, chunk)
         if chunk == 0:
             first_activations[self.stage_index] = [
@@ -51,32 +50,32 @@ def receive_the_activations_of_another_micro_batch() -> None:
                     tensor.copy_(first)
         return received
 
-    _PipelineStageBase._retrieve_recv_activations = wrong
-
 
 def take_the_labels_of_the_next_micro_batch() -> None:
     """The last stage compares each micro-batch with the labels of the next one."""
-    right = runtime.Pipeline.forward_backward
 
+    @instead_of(runtime.Pipeline, runtime.Pipeline.forward_backward)
     def wrong(
-        self: runtime.Pipeline, tokens: Tensor, keywords: dict[str, Tensor], divisor: Tensor
+        right: Any,
+        self: runtime.Pipeline,
+        tokens: Tensor,
+        keywords: dict[str, Tensor],
+        divisor: Tensor,
     ) -> Tensor:
         if "labels_BT" in keywords:
             keywords["labels_BT"] = keywords["labels_BT"].roll(-self._stage_activation.shape[0], 0)
         return right(self, tokens, keywords, divisor)
 
-    runtime.Pipeline.forward_backward = wrong
-
 
 def swap_the_middle_stages() -> None:
     """Of four stages of one layer each, the second and the third are swapped."""
-    right = stages.Stage.__init__
 
-    def wrong(self: stages.Stage, model: object, blocks: range, **options: object) -> None:
+    @instead_of(stages.Stage, stages.Stage.__init__)
+    def wrong(
+        right: Any, self: stages.Stage, model: object, blocks: range, **options: object
+    ) -> None:
         start = {1: 2, 2: 1}.get(blocks.start, blocks.start)
         right(self, model, range(start, start + 1), **options)
-
-    stages.Stage.__init__ = wrong
 
 
 def evaluate_one_micro_batch_less() -> None:
@@ -87,17 +86,15 @@ def evaluate_one_micro_batch_less() -> None:
 
 def _change_deferred_work(change: Callable[[int, zero_bubble.Work], zero_bubble.Work]) -> None:
     """Replace the deferred work of each micro-batch of a stage by ``change(number, work)``."""
-    right = zero_bubble.defer_weight_grads
 
-    def wrong(*arguments: Any) -> Callable[[], zero_bubble.Work]:
+    @instead_of(zero_bubble, zero_bubble.defer_weight_grads)
+    def wrong(right: Any, *arguments: Any) -> Callable[[], zero_bubble.Work]:
         build_right, numbers = right(*arguments), itertools.count()
 
         def build() -> zero_bubble.Work:
             return change(next(numbers), build_right())
 
         return build
-
-    zero_bubble.defer_weight_grads = wrong
 
 
 def lose_a_deferred_gradient() -> None:
@@ -120,13 +117,11 @@ def run_a_deferred_gradient_twice() -> None:
 
 def defer_with_the_input_of_another_micro_batch() -> None:
     """Zero bubble: all weight gradients use the input of the first micro-batch."""
-    right = zero_bubble._Call.defer
     first_inputs: dict[int, Tensor] = {}
 
-    def wrong(self: zero_bubble._Call, x: Tensor) -> None:
+    @instead_of(zero_bubble._Call, zero_bubble._Call.defer)
+    def wrong(right: Any, self: zero_bubble._Call, x: Tensor) -> None:
         right(self, first_inputs.setdefault(id(self.weight), x.detach()))
-
-    zero_bubble._Call.defer = wrong
 
 
 def lose_the_gradient_of_the_tied_copy() -> None:
@@ -136,16 +131,14 @@ def lose_the_gradient_of_the_tied_copy() -> None:
 
 def leave_the_tied_copy_behind() -> None:
     """Tied over stages: the head keeps its initial weights."""
-    right = ties.Ties.refresh
     has_refreshed = False
 
-    def wrong(self: ties.Ties) -> None:
+    @instead_of(ties.Ties, ties.Ties.refresh)
+    def wrong(right: Any, self: ties.Ties) -> None:
         nonlocal has_refreshed
         if not has_refreshed:
             has_refreshed = True
             right(self)
-
-    ties.Ties.refresh = wrong
 
 
 def train_the_tied_copy() -> None:

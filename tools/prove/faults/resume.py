@@ -8,20 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tools.prove.faults.plant import instead_of
+
 
 def swap_two_moments() -> None:
     """Resume: the first moments of keys and values are swapped."""
     from composer3d.checkpoint import Store
 
-    def wrong(self: Any, path: Path, stages: Any, optimizer: Any) -> None:
+    @instead_of(Store, Store.load)
+    def wrong(right: Any, self: Any, path: Path, stages: Any, optimizer: Any) -> None:
         right(self, path, stages, optimizer)
         parameters = dict(stages.named_parameters())
         keys = optimizer.state[parameters["blocks.1.attn.wk.weight"]]
         values = optimizer.state[parameters["blocks.1.attn.wv.weight"]]
         keys["exp_avg"], values["exp_avg"] = values["exp_avg"], keys["exp_avg"]
-
-    right = Store.load
-    Store.load = wrong
 
 
 def forget_the_second_moments() -> None:
@@ -43,41 +43,35 @@ def _change_state(change: Callable[[Any], Any]) -> None:
     """Call ``change`` with AdamW's state of each parameter after it is loaded."""
     from composer3d.checkpoint import Store
 
-    def wrong(self: Any, path: Path, stages: Any, optimizer: Any) -> None:
+    @instead_of(Store, Store.load)
+    def wrong(right: Any, self: Any, path: Path, stages: Any, optimizer: Any) -> None:
         right(self, path, stages, optimizer)
         for state in optimizer.state.values():
             change(state)
-
-    right = Store.load
-    Store.load = wrong
 
 
 def keep_the_first_weights() -> None:
     """Resume: the optimizer is loaded, but the weights keep their initial values."""
     from composer3d.checkpoint import Store
 
-    def wrong(self: Any, path: Path, stages: Any, optimizer: Any) -> None:
+    @instead_of(Store, Store.load)
+    def wrong(right: Any, self: Any, path: Path, stages: Any, optimizer: Any) -> None:
         before = [parameter.detach().clone() for parameter in stages.parameters()]
         right(self, path, stages, optimizer)
         for parameter, first in zip(stages.parameters(), before, strict=True):
             parameter.detach().copy_(first)
-
-    right = Store.load
-    Store.load = wrong
 
 
 def round_what_is_loaded() -> None:
     """Resume: loaded weights are rounded to float32."""
     from composer3d.checkpoint import Store
 
-    def wrong(self: Any, path: Path, stages: Any, optimizer: Any) -> None:
+    @instead_of(Store, Store.load)
+    def wrong(right: Any, self: Any, path: Path, stages: Any, optimizer: Any) -> None:
         right(self, path, stages, optimizer)
         for parameter in stages.parameters():
             whole = parameter.detach()
             whole.copy_(whole.float())
-
-    right = Store.load
-    Store.load = wrong
 
 
 def go_on_a_step_later() -> None:
@@ -107,21 +101,20 @@ def begin_the_learning_rate_anew() -> None:
     """Resume: the schedule of the learning rate starts with its first step."""
     from composer3d.training import loop
 
-    right_learning_rate, right_update = loop.learning_rate, loop.update
     # The two runs of the check have different numbers of steps; each counts its own from 0.
     steps_of_run: dict[int, int] = {}
 
-    def wrong_learning_rate(step: int, table: Any, total_steps: int) -> float:
+    @instead_of(loop, loop.learning_rate)
+    def wrong(right: Any, step: int, table: Any, total_steps: int) -> float:
         counted = steps_of_run.setdefault(total_steps, 0)
-        return right_learning_rate(counted, table, total_steps)
+        return right(counted, table, total_steps)
 
-    def count_step(*arguments: Any, **options: Any) -> Any:
-        values = right_update(*arguments, **options)
+    @instead_of(loop, loop.update)
+    def count_step(right: Any, *arguments: Any, **options: Any) -> Any:
+        values = right(*arguments, **options)
         for total_steps in steps_of_run:
             steps_of_run[total_steps] += 1
         return values
-
-    loop.learning_rate, loop.update = wrong_learning_rate, count_step
 
 
 def keep_what_was_rolled_back() -> None:
@@ -135,20 +128,17 @@ def count_the_bad_step_after_a_rollback() -> None:
     """Rollback: the good steps after it are counted as bad ones in a row."""
     from composer3d.reliability.bad_steps import StepHistory
 
-    right = StepHistory.add_good
-
-    def wrong(self: Any, loss: float, norm: float) -> None:
+    @instead_of(StepHistory, StepHistory.add_good)
+    def add_good(right: Any, self: Any, loss: float, norm: float) -> None:
         in_a_row = self.bad_in_a_row
         right(self, loss, norm)
         self.bad_in_a_row = in_a_row
 
-    def load(self: Any, state: dict[str, Any]) -> None:
+    @instead_of(StepHistory, StepHistory.load_state_dict)
+    def load_state_dict(right: Any, self: Any, state: dict[str, Any]) -> None:
         in_a_row = self.bad_in_a_row
-        right_load(self, state)
+        right(self, state)
         self.bad_in_a_row = in_a_row
-
-    right_load = StepHistory.load_state_dict
-    StepHistory.add_good, StepHistory.load_state_dict = wrong, load
 
 
 def draw_the_same_numbers_in_every_step() -> None:

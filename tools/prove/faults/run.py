@@ -7,7 +7,6 @@ found, and which axis is suspected.
 Exit status: 0 if all were caught, 1 if one survived, 2 if no fault has such a name.
 """
 
-import argparse
 import sys
 import tempfile
 import time
@@ -16,14 +15,11 @@ from pathlib import Path
 
 from composer3d.runtime.launch import Pool
 from tools.prove.paths import FAULTS as FOLDER
+from tools.prove.proof import make_parser
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="tools/prove/run faults",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("faults", __doc__)
     parser.add_argument(
         "names", metavar="NAME", nargs="*", help="part of a fault's name, layout or check"
     )

@@ -58,6 +58,11 @@ def _checked(check: Check, message: str, *plants: Callable[[], None]) -> list[Fa
     return [Fault(plant, "", message, check) for plant in plants]
 
 
+def _corrupted(what: str, plant: Callable[[], None]) -> Fault:
+    """A fault of rank 1's machine, which the first comparison after step 7 must find."""
+    return Fault(plant, "", rf"^step 10: corruption: {what} on rank 1 \(", "corruption")
+
+
 def _moe(plant: Callable[[], None], layout: str, message: str = r" is off by .*") -> Fault:
     """A fault of a model with experts."""
     return Fault(plant, layout, message, recipe=MOE_RECIPE)
@@ -101,6 +106,11 @@ _TWO_GROUPS: Final = (
     'optim.groups=[{train=["blocks.0.*"],lr_factor=0.5},'
     '{train=["*norm.weight","blocks.*.wq.weight"],lr_factor=2.0,weight_decay=0.5}]'
 )
+
+# What the proof says of several faults.
+_VALIDATION: Final = "^validation loss is off"
+_CLIPPED: Final = "^gradient norm after clipping"
+_ALL_BUT_NORMS: Final = r"all but blocks\.\*\.attn_norm"
 
 FAULTS = [
     # tp
@@ -162,10 +172,7 @@ FAULTS = [
         f"mesh.dp_shard=2 {_NARROW}",
         "sent in a wider dtype than bfloat16",
     ),
-    Fault(
-        exchanges.sum_micro_batches_in_bfloat16,
-        f"mesh.dp_shard=2 parallel.zero=1 {_NARROW}",
-    ),
+    Fault(exchanges.sum_micro_batches_in_bfloat16, f"mesh.dp_shard=2 parallel.zero=1 {_NARROW}"),
     Fault(
         exchanges.sum_shards_in_bfloat16,
         f"mesh.dp_shard=4 {_NARROW}",
@@ -237,12 +244,10 @@ FAULTS = [
         pipeline.swap_the_middle_stages,
         "mesh.pp=2 parallel.schedule=Interleaved1F1B model.n_layers=4",
     ),
-    Fault(pipeline.evaluate_one_micro_batch_less, "mesh.pp=2", "^validation loss is off"),
-    Fault(pipeline.lose_a_deferred_gradient, _V, r"all but blocks\.\*\.attn_norm"),
-    Fault(pipeline.run_a_deferred_gradient_twice, _V, r"all but blocks\.\*\.attn_norm"),
-    Fault(
-        pipeline.defer_with_the_input_of_another_micro_batch, _V, r"all but blocks\.\*\.attn_norm"
-    ),
+    Fault(pipeline.evaluate_one_micro_batch_less, "mesh.pp=2", _VALIDATION),
+    Fault(pipeline.lose_a_deferred_gradient, _V, _ALL_BUT_NORMS),
+    Fault(pipeline.run_a_deferred_gradient_twice, _V, _ALL_BUT_NORMS),
+    Fault(pipeline.defer_with_the_input_of_another_micro_batch, _V, _ALL_BUT_NORMS),
     Fault(
         pipeline.lose_the_gradient_of_the_tied_copy,
         _TIED,
@@ -314,10 +319,10 @@ FAULTS = [
     ),
     Fault(values.count_replicas_in_the_norm, "mesh.tp=2", "^gradient norm at step 1 is off"),
     Fault(values.norm_of_the_first_rank, "mesh.dp_shard=2", "^gradient norm|^weight"),
-    Fault(values.clip_by_own_norm, "mesh.dp_shard=2", "^gradient norm after clipping"),
-    Fault(values.clip_by_own_norm, "mesh.pp=2", "^gradient norm after clipping"),
-    Fault(values.clip_twice, "mesh.dp_shard=2", "^gradient norm after clipping"),
-    Fault(values.do_not_clip, "mesh.dp_shard=2", "^gradient norm after clipping"),
+    Fault(values.clip_by_own_norm, "mesh.dp_shard=2", _CLIPPED),
+    Fault(values.clip_by_own_norm, "mesh.pp=2", _CLIPPED),
+    Fault(values.clip_twice, "mesh.dp_shard=2", _CLIPPED),
+    Fault(values.do_not_clip, "mesh.dp_shard=2", _CLIPPED),
     Fault(values.decay_norms, "mesh.dp_shard=2", "^weight of .*norm"),
     *(
         Fault(fault, f"mesh.tp=2 {_TWO_GROUPS}{optimizer}", "^weight")
@@ -329,7 +334,7 @@ FAULTS = [
         )
     ),
     # The clipped norm comes first: the optimizer also clips.
-    Fault(values.step_all_but_one_parameter, "mesh.tp=2", "^gradient norm after clipping"),
+    Fault(values.step_all_but_one_parameter, "mesh.tp=2", _CLIPPED),
     Fault(
         values.step_on_one_rank_only, "mesh.dp_shard=2", "^weight.*only on rank 1 with dp_shard1"
     ),
@@ -374,18 +379,14 @@ FAULTS = [
     Fault(data.cut_documents_in_samples_of_whole_ones, f"mesh.dp_shard=2 {_WHOLE_DOCUMENTS}"),
     Fault(data.learn_what_fills_samples_up, f"mesh.dp_shard=2 {_WHOLE_DOCUMENTS}"),
     # validation
-    Fault(data.repeat_the_first_order, "mesh.dp_shard=2", "^validation loss is off"),
-    Fault(data.hand_out_a_batch_twice, "mesh.dp_shard=2", "^validation loss is off"),
-    Fault(
-        data.validate_by_a_mean_of_batches, f"mesh.dp_shard=2 {_PACKED}", "^validation loss is off"
-    ),
-    Fault(
-        data.validate_by_a_mean_of_ranks, f"mesh.dp_shard=2 {_PACKED}", "^validation loss is off"
-    ),
-    Fault(data.validate_on_rows_that_follow_the_seed, "mesh.dp_shard=2", "^validation loss is off"),
-    Fault(data.validate_on_a_batch_less, "mesh.tp=2", "^validation loss is off"),
-    Fault(data.validate_on_a_batch_more, "mesh.tp=2", "^validation loss is off"),
-    Fault(data.validate_on_the_training_batch, "mesh.tp=2", "^validation loss is off"),
+    Fault(data.repeat_the_first_order, "mesh.dp_shard=2", _VALIDATION),
+    Fault(data.hand_out_a_batch_twice, "mesh.dp_shard=2", _VALIDATION),
+    Fault(data.validate_by_a_mean_of_batches, f"mesh.dp_shard=2 {_PACKED}", _VALIDATION),
+    Fault(data.validate_by_a_mean_of_ranks, f"mesh.dp_shard=2 {_PACKED}", _VALIDATION),
+    Fault(data.validate_on_rows_that_follow_the_seed, "mesh.dp_shard=2", _VALIDATION),
+    Fault(data.validate_on_a_batch_less, "mesh.tp=2", _VALIDATION),
+    Fault(data.validate_on_a_batch_more, "mesh.tp=2", _VALIDATION),
+    Fault(data.validate_on_the_training_batch, "mesh.tp=2", _VALIDATION),
     # learning rate, clipping, AdamW
     Fault(data.take_the_learning_rate_of_the_next_step, "mesh.tp=2", "^weight"),
     Fault(
@@ -404,13 +405,11 @@ FAULTS = [
         "^learning rate of step .* of the whole run",
     ),
     Fault(data.rise_again_after_the_decay, "mesh.tp=2 optim.decay=50", "^learning rate of step"),
-    Fault(data.clip_with_a_small_constant, "mesh.dp_shard=2", "^gradient norm after clipping"),
+    Fault(data.clip_with_a_small_constant, "mesh.dp_shard=2", _CLIPPED),
     Fault(
         data.scale_small_gradients_up, "mesh.dp_shard=2", "^gradient norm after clipping at step 2"
     ),
-    Fault(
-        data.clip_each_tensor_by_its_own_norm, "mesh.dp_shard=2", "^gradient norm after clipping"
-    ),
+    Fault(data.clip_each_tensor_by_its_own_norm, "mesh.dp_shard=2", _CLIPPED),
     Fault(data.swap_the_betas, "mesh.dp_shard=2", "^weight"),
     Fault(data.take_another_epsilon, "mesh.dp_shard=2", "^weight"),
     Fault(data.decay_through_the_gradient, "mesh.dp_shard=2", "^weight"),
@@ -646,31 +645,15 @@ FAULTS = [
         muon.orthogonalise_in_bfloat16,
     ),
     # machines: the first comparison after step 7 is that after step 10
-    *_checked(
-        "corruption",
-        r"^step 10: corruption: other parameters on rank 1 \(",
-        machines.flip_a_bit_of_a_replica,
-    ),
+    _corrupted("other parameters", machines.flip_a_bit_of_a_replica),
     *_checked(
         "corruption",
         r"step 10: corruption: another optimizer state on rank 1 \(",
         machines.flip_a_bit_of_a_moment,
     ),
-    *_checked(
-        "corruption",
-        r"^step 10: corruption: another gradient of blocks\.0, .* on rank 1 \(",
-        machines.err_in_one_weight_gradient,
-    ),
-    *_checked(
-        "corruption",
-        r"^step 10: corruption: another gradient of blocks\.1, .* on rank 1 \(",
-        machines.err_in_the_gradient_of_an_activation,
-    ),
-    *_checked(
-        "corruption",
-        r"^step 10: corruption: another loss of a micro-batch .* on rank 1 \(",
-        machines.err_in_the_forward_of_a_layer,
-    ),
+    _corrupted(r"another gradient of blocks\.0, .*", machines.err_in_one_weight_gradient),
+    _corrupted(r"another gradient of blocks\.1, .*", machines.err_in_the_gradient_of_an_activation),
+    _corrupted("another loss of a micro-batch .*", machines.err_in_the_forward_of_a_layer),
     *_checked(
         "stragglers",
         r"(?m)^step (1\d|2[0-7]): straggler: rank 1 \(",

@@ -24,6 +24,7 @@ from composer3d.training import step as train_step
 from composer3d.training.optimizers import Optimizer
 from composer3d.training.optimizers import contract as optimizers_contract
 from tools.prove.faults.clipping import change_clipping, scale_gradients
+from tools.prove.faults.plant import instead_of
 
 
 def _change_step(**changes: Any) -> None:
@@ -31,16 +32,14 @@ def _change_step(**changes: Any) -> None:
 
     ``changes`` holds, by name of an argument, a function of the stages and all arguments by name.
     """
-    right = stages.Stages.forward_backward
 
-    def wrong(self: stages.Stages, *arguments: Any) -> Tensor:
+    @instead_of(stages.Stages, stages.Stages.forward_backward)
+    def wrong(right: Any, self: stages.Stages, *arguments: Any) -> Tensor:
         names = ("tokens", "labels", "positions", "valid", "documents")
         # The documents are optional.
         values = dict(zip(names, arguments, strict=False))
         changed = {name: change(self, values) for name, change in changes.items()}
         return right(self, *(values | changed).values())
-
-    stages.Stages.forward_backward = wrong
 
 
 def double_the_divisor() -> None:
@@ -71,13 +70,11 @@ def count_ignored_labels() -> None:
 
 def count_tokens_on_every_tp_rank() -> None:
     """Valid tokens are summed over tp ranks, which hold the same tokens."""
-    right = train_step.move_to_device
 
-    def wrong(own: stages.Stages, batch: Any) -> tuple[Any, ...]:
+    @instead_of(train_step, train_step.move_to_device)
+    def wrong(right: Any, own: stages.Stages, batch: Any) -> tuple[Any, ...]:
         *rows, _ = right(own, batch)
         return *rows, (rows[1] != IGNORE_INDEX).sum()
-
-    train_step.move_to_device = wrong
 
 
 def learn_ignored_labels() -> None:
@@ -138,33 +135,32 @@ def shift_positions() -> None:
 
     Shifting all positions would change nothing: rotary positions are relative.
     """
-    right = stages.Stage.forward
 
-    def wrong(self: stages.Stage, h: Tensor, *, positions_BT: Tensor, **options: Any) -> Tensor:
+    @instead_of(stages.Stage, stages.Stage.forward)
+    def wrong(
+        right: Any, self: stages.Stage, h: Tensor, *, positions_BT: Tensor, **options: Any
+    ) -> Tensor:
         is_second_half = positions_BT >= positions_BT.shape[1] // 2
         return right(self, h, positions_BT=positions_BT + is_second_half, **options)
-
-    stages.Stage.forward = wrong
 
 
 def train_on_the_same_rows() -> None:
     """Every data-parallel rank reads the rows of the first one."""
-    right = train_step.compute_gradients
 
-    def wrong(own: stages.Stages, batch: Any) -> object:
+    @instead_of(train_step, train_step.compute_gradients)
+    def wrong(right: Any, own: stages.Stages, batch: Any) -> object:
         tokens = batch.tokens_BT.clone()
         if own.mesh.batch_ranks > 1:
             dist.broadcast(tokens, 0)
         return right(own, type(batch)(tokens, *batch[1:]))
 
-    train_step.compute_gradients = wrong
-
 
 def forget_a_micro_batch() -> None:
     """The second micro-batch clears the gradients of the first."""
-    right, cut = executor.OneStage.forward_backward, executor.cut_into_micro_batches
+    cut = executor.cut_into_micro_batches
 
-    def wrong(self: executor.OneStage, *arguments: Any) -> Tensor:
+    @instead_of(executor.OneStage, executor.OneStage.forward_backward)
+    def wrong(right: Any, self: executor.OneStage, *arguments: Any) -> Tensor:
         def clear_after_the_first(*inputs: Any) -> Any:
             for index, micro_batch in enumerate(cut(*inputs)):
                 if index == 1:
@@ -175,14 +171,12 @@ def forget_a_micro_batch() -> None:
         executor.cut_into_micro_batches = clear_after_the_first
         return right(self, *arguments)
 
-    executor.OneStage.forward_backward = wrong  # type: ignore[method-assign]
-
 
 def keep_the_gradients_of_the_last_step() -> None:
     """Gradients are added to those of the previous step."""
-    right = stages.Stages.forward_backward
 
-    def wrong(self: stages.Stages, *arguments: Any) -> Tensor:
+    @instead_of(stages.Stages, stages.Stages.forward_backward)
+    def wrong(right: Any, self: stages.Stages, *arguments: Any) -> Tensor:
         old_gradients = [parameter.grad for parameter in self.parameters()]
         loss = right(self, *arguments)
         for parameter, old_gradient in zip(self.parameters(), old_gradients, strict=True):
@@ -190,19 +184,15 @@ def keep_the_gradients_of_the_last_step() -> None:
                 parameter.grad = parameter.grad + old_gradient
         return loss
 
-    stages.Stages.forward_backward = wrong
-
 
 def leave_out_a_chunk_of_the_loss() -> None:
     """The last chunk of tokens is left out of a loss that is computed in chunks."""
-    right = head_module.Head.forward
 
-    def wrong(self: head_module.Head, h_BTC: Tensor, labels_BT: Tensor) -> Tensor:
+    @instead_of(head_module.Head, head_module.Head.forward)
+    def wrong(right: Any, self: head_module.Head, h_BTC: Tensor, labels_BT: Tensor) -> Tensor:
         labels = labels_BT.flatten().clone()
         labels[-(len(labels) // self.chunks) :] = IGNORE_INDEX
         return right(self, h_BTC, labels.view_as(labels_BT))
-
-    head_module.Head.forward = wrong
 
 
 def forget_documents() -> None:
@@ -212,15 +202,13 @@ def forget_documents() -> None:
 
 def hide_the_token_itself() -> None:
     """Attention: the causal mask is shifted by one, so a query does not see its own key."""
-    right = api.sdpa
 
-    def wrong(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    @instead_of(api, api.sdpa)
+    def wrong(right: Any, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(-1)
         # Without a key, the first query would have no softmax.
         mask[0, 0] = True
         return right(q, k, v, mask, is_causal=False)
-
-    api.sdpa = wrong
 
 
 def look_behind_the_window() -> None:
@@ -231,20 +219,18 @@ def look_behind_the_window() -> None:
 
 def deal_out_kv_heads_in_turn() -> None:
     """Attention: head h reads key-value head h modulo their number."""
-    right = api.sdpa
 
-    def wrong(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    @instead_of(api, api.sdpa)
+    def wrong(right: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         groups = q.shape[1] // k.shape[1]
         return right(q, k.repeat(1, groups, 1, 1), v.repeat(1, groups, 1, 1), **options)
-
-    api.sdpa = wrong
 
 
 def _change_recomputation(change: Any) -> None:
     """Run a block on ``change(h, seq)`` when checkpointing computes it again."""
-    right = checkpointing.checkpoint
 
-    def wrong(function: Any, h: Tensor, seq: SequenceInfo, **options: Any) -> Tensor:
+    @instead_of(checkpointing, checkpointing.checkpoint)
+    def wrong(right: Any, function: Any, h: Tensor, seq: SequenceInfo, **options: Any) -> Tensor:
         is_again = False
 
         def run(h: Tensor, seq: SequenceInfo) -> Tensor:
@@ -255,8 +241,6 @@ def _change_recomputation(change: Any) -> None:
             return function(h, seq)
 
         return right(run, h, seq, **options)
-
-    checkpointing.checkpoint = wrong
 
 
 def recompute_with_other_positions() -> None:
@@ -317,7 +301,7 @@ def do_not_clip() -> None:
 
 def decay_norms() -> None:
     """AdamW decays the weights of norms as it decays matrices."""
-    _change_optimizer(
+    change_optimizer(
         lambda optimizer: [group.update(weight_decay=0.1) for group in optimizer.param_groups]
     )
 
@@ -329,12 +313,10 @@ def forget_the_factor_of_a_group() -> None:
 
 def take_the_last_group_that_matches() -> None:
     """A parameter that two groups match is in the later one."""
-    right = optimizers_contract.rates_of
 
-    def wrong(name: str, n_dims: int, table: OptimTable) -> Rates:
+    @instead_of(optimizers_contract, optimizers_contract.rates_of)
+    def wrong(right: Any, name: str, n_dims: int, table: OptimTable) -> Rates:
         return right(name, n_dims, replace(table, groups=tuple(reversed(table.groups or ()))))
-
-    optimizers_contract.rates_of = wrong
 
 
 def forget_the_decay_of_a_group() -> None:
@@ -349,12 +331,10 @@ def forget_the_decay_of_a_group() -> None:
 
 def _change_rates(change: Callable[[Rates, str, OptimTable], Rates]) -> None:
     """Call ``change`` with the rates of each parameter, its name and ``[optim]``."""
-    right = optimizers_contract.rates_of
 
-    def wrong(name: str, n_dims: int, table: OptimTable) -> Rates:
+    @instead_of(optimizers_contract, optimizers_contract.rates_of)
+    def wrong(right: Any, name: str, n_dims: int, table: OptimTable) -> Rates:
         return change(right(name, n_dims, table), name, table)
-
-    optimizers_contract.rates_of = wrong
 
 
 def step_all_but_one_parameter() -> None:
@@ -370,7 +350,7 @@ def step_on_one_rank_only() -> None:
         if dist.get_rank() != 0:
             optimizer.step = lambda: None  # type: ignore[assignment]
 
-    _change_optimizer(skip_step)
+    change_optimizer(skip_step)
 
 
 def forget_the_first_moment() -> None:
@@ -395,25 +375,21 @@ def swap_the_first_moments() -> None:
 
 def _before_the_step(change: Any) -> None:
     """Call ``change`` with the optimizer's states of all parameters before each step."""
-    right = Optimizer.set_lr
 
-    def wrong(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    @instead_of(Optimizer, Optimizer.set_lr)
+    def wrong(right: Any, optimizer: torch.optim.Optimizer, lr: float) -> None:
         change(list(optimizer.state.values()))
         right(optimizer, lr)
 
-    Optimizer.set_lr = wrong
 
-
-def _change_optimizer(change: Any) -> None:
+def change_optimizer(change: Any) -> None:
     """Call ``change`` with the optimizer after it is built."""
-    right = optimizers.build_optimizer
 
-    def wrong(*arguments: Any) -> torch.optim.Optimizer:
+    @instead_of(optimizers, optimizers.build_optimizer)
+    def wrong(right: Any, *arguments: Any) -> torch.optim.Optimizer:
         optimizer = right(*arguments)
         change(optimizer)
         return optimizer
-
-    optimizers.build_optimizer = wrong
 
 
 def keep_the_first_learning_rate() -> None:
@@ -428,12 +404,12 @@ def set_the_learning_rate_of_one_group() -> None:
 
 def same_weights_on_every_shard() -> None:
     """Initial weights: each shard has the values of the first one, as DTensor's own init does."""
-    right = init.fill_normal
 
-    def wrong(local: Tensor, shape: object, offset: tuple[int, ...], **options: Any) -> None:
+    @instead_of(init, init.fill_normal)
+    def wrong(
+        right: Any, local: Tensor, shape: object, offset: tuple[int, ...], **options: Any
+    ) -> None:
         right(local, shape, (0,) * len(offset), **options)
-
-    init.fill_normal = wrong
 
 
 def start_from_other_weights_on_every_rank() -> None:
@@ -444,16 +420,14 @@ def start_from_other_weights_on_every_rank() -> None:
 
 def round_gradients() -> None:
     """Gradients are rounded to a narrower dtype."""
-    right = stages.Stages.finish_gradients
 
-    def wrong(self: stages.Stages) -> None:
+    @instead_of(stages.Stages, stages.Stages.finish_gradients)
+    def wrong(right: Any, self: stages.Stages) -> None:
         right(self)
         for parameter in self.parameters():
             wide = parameter.grad.dtype
             narrow = torch.float32 if wide == torch.float64 else torch.bfloat16
             parameter.grad = parameter.grad.to(narrow).to(wide)
-
-    stages.Stages.finish_gradients = wrong
 
 
 def train_frozen_parameters() -> None:
@@ -463,11 +437,9 @@ def train_frozen_parameters() -> None:
 
 def freeze_the_norms_too() -> None:
     """``optim.train``: parameters with one dim do not train, although a glob matches them."""
-    right = build.freeze_others
 
-    def wrong(model: Any, train: Any) -> None:
+    @instead_of(build, build.freeze_others)
+    def wrong(right: Any, model: Any, train: Any) -> None:
         right(model, train)
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.requires_grad and parameter.ndim > 1)
-
-    build.freeze_others = wrong

@@ -8,6 +8,7 @@ from typing import Any
 
 from composer3d.parallel.context import kernels, packed, ring, segment_kernel
 from tools.prove import varlen
+from tools.prove.faults.plant import instead_of
 
 
 def take_the_path_of_gpus() -> None:
@@ -18,12 +19,10 @@ def take_the_path_of_gpus() -> None:
 def _change_edges(change: Callable[[Any], Any]) -> None:
     """Change the segments of documents in which a window ends."""
     take_the_path_of_gpus()
-    right = packed._segments_with_edge
 
-    def wrong(*arguments: Any) -> Iterator[Any]:
+    @instead_of(packed, packed._segments_with_edge)
+    def wrong(right: Any, *arguments: Any) -> Iterator[Any]:
         return map(change, right(*arguments))
-
-    packed._segments_with_edge = wrong
 
 
 def see_one_key_too_many() -> None:
@@ -55,12 +54,12 @@ def let_windows_end_with_the_last_edge() -> None:
 def let_documents_begin_one_late() -> None:
     """Documents of a GPU: each one but the first begins a token late."""
     take_the_path_of_gpus()
-    right = packed.plan_calls
 
-    def wrong(rank: int, size: int, rows: int, tokens: int, starts: Any, *others: Any) -> Any:
+    @instead_of(ring, ring.plan_calls)
+    def wrong(
+        right: Any, rank: int, size: int, rows: int, tokens: int, starts: Any, *others: Any
+    ) -> Any:
         late = starts and tuple(
             tuple(start + (0 < start < tokens * size - 1) for start in row) for row in starts
         )
         return right(rank, size, rows, tokens, late, *others)
-
-    ring.plan_calls = wrong

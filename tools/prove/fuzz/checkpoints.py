@@ -28,7 +28,8 @@ from tools.prove.fuzz.child import Case, Ran, WrongError, command
 from tools.prove.fuzz.mutate import change_json, flip, replace_file, written
 from tools.prove.hostile.base import EXPERTS, STEPS
 from tools.prove.hostile.case import run
-from tools.prove.hostile.checkpoints import seal, touch, write_manifest
+from tools.prove.hostile.checkpoints import seal, touch, touching, write_manifest
+from tools.prove.proof import logged_rows, overrides
 
 _STEP = f"step-{STEPS:08d}"
 # Each checkpoint, with the run that made it and the overrides of its recipe.
@@ -42,10 +43,8 @@ _MANIFEST, _METADATA = "manifest.json", ".metadata"
 
 def make_base(base: Path, pool: Pool) -> None:
     """Train the run whose checkpoint has the files of four ranks, beside those of ``hostile``."""
-    arguments = ["train", "recipe.toml", "--set", f"run.steps={STEPS}"]
-    for each in _CHECKPOINTS["shards"][1]:
-        arguments += ["--set", each]
-    outcome = run(arguments, base, pool)
+    sets = overrides(f"run.steps={STEPS}", *_CHECKPOINTS["shards"][1])
+    outcome = run(["train", "recipe.toml", *sets], base, pool)
     assert outcome.status == 0, outcome
 
 
@@ -122,9 +121,8 @@ def _metadata_program(evil: Path, base: Path, draw: random.Random) -> str:
     parts = [
         content[begin:end] for begin, end in zip(starts, [*starts[1:], len(content)], strict=True)
     ]
-    marker = str(touch(evil.resolve().parent).call[1][0])
     calls = [
-        b"cos\nsystem\nX" + len(marker).to_bytes(4, "little") + marker.encode() + b"\x85R",
+        touching(evil.resolve().parent),
         b"cposix\nsystem\n",
         b"cbuiltins\neval\n",
         b"\x8c\x02os\x8c\x06system\x93",
@@ -363,23 +361,14 @@ def _resume(path: str, base: Path, sets: tuple[str, ...], name: str = "again") -
         f"checkpoint.resume={path}",
         f"data.path={base / 'tokens'}",
     )
-    arguments = ["train", str(base / "recipe.toml")]
-    for each in every_set:
-        arguments += ["--set", each]
-    return command(*arguments)
+    return command("train", str(base / "recipe.toml"), *overrides(*every_set))
 
 
 def _require_same_step(base: Path, sound: Path, sets: tuple[str, ...]) -> None:
     """Require that the next step has the loss and the norm that the sound checkpoint gives."""
     _resume(str(sound), base, sets, "sound")
     first, second = (
-        next(
-            event
-            for event in map(
-                json.loads, Path("runs", name, "metrics.jsonl").read_text().split("\n")
-            )
-            if "loss" in event
-        )
+        next(row for row in logged_rows(Path("runs", name)) if "loss" in row)
         for name in ("again", "sound")
     )
     for key in ("step", "loss", "grad_norm"):

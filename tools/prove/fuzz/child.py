@@ -14,7 +14,6 @@ import re
 import resource
 import select
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -22,9 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from composer3d.cli import main
-from composer3d.runtime.starter import STORE_VARIABLE
-from tools.prove.hostile.case import SECRET, marker_of, watch
+from tools.prove.hostile.case import enter, marker_of, run_main, secrets_in, watch
 
 WALL_S = 60.0  # many times the CPU time, for a busy machine
 MOST_MIB = 500.0
@@ -103,10 +100,7 @@ def command(*arguments: str, statuses: tuple[int, ...] = (0, 2)) -> Ran:
     """
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-        try:
-            status = main(list(arguments))
-        except SystemExit as stop:
-            status = stop.code if isinstance(stop.code, int) else 1
+        status = run_main(list(arguments))
     lines = errors.getvalue().splitlines()
     shown = output.getvalue()[-1500:] + errors.getvalue()[-1500:]
     _printed.append(f"$ composer3d {' '.join(map(repr, arguments))}   [{status}]\n{shown}")
@@ -196,10 +190,7 @@ def _name_of(status: int) -> str:
 
 def _serve(maker: Maker, base: Path, folder: Path, draw: random.Random) -> Verdict:
     """Make and run the case in this process, which ends afterwards."""
-    os.chdir(folder)
-    sys.argv = ["composer3d"]
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", STORE_VARIABLE):
-        os.environ.pop(name, None)
+    enter(folder)
     verdict = Verdict()
     try:
         case = maker(base, draw)
@@ -241,17 +232,10 @@ def _serve(maker: Maker, base: Path, folder: Path, draw: random.Random) -> Verdi
     for cause in _CAUSES:
         if cause in verdict.output or cause in printed_below:
             verdict.problems.append(f"it printed {cause!r}:\n{printed_below[-1500:]}")
-    if SECRET in verdict.output or any(map(_holds_secret, folder.rglob("*"))):
-        verdict.problems.append("it copied a secret from outside")
+    verdict.problems += secrets_in(verdict.output, folder)
     if verdict.problems:
         verdict.outcome = ""
     return verdict
-
-
-def _holds_secret(path: Path) -> bool:
-    if path.is_symlink() or not path.is_file() or path.stat().st_size > 1 << 24:
-        return False
-    return SECRET.encode() in path.read_bytes()
 
 
 def _reset_peak_mib() -> float:

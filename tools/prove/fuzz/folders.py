@@ -21,9 +21,26 @@ from typing import Any, NamedTuple
 import torch
 
 from tools.prove.fuzz.child import Case, WrongError, command
-from tools.prove.fuzz.mutate import ODD_VALUES, change_json, flip, odd_like, replace_file, written
+from tools.prove.fuzz.mutate import (
+    ODD_VALUES,
+    change_json,
+    flip,
+    odd_like,
+    read_json,
+    replace_file,
+    written,
+)
+from tools.prove.hostile.base import RECIPE_WITHOUT_SIZES
 from tools.prove.hostile.case import SECRET
-from tools.prove.hostile.checkpoints import touch
+from tools.prove.hostile.checkpoints import (
+    nested,
+    read_archive,
+    touch,
+    touching,
+    write_archive,
+)
+from tools.prove.hostile.files import safetensors
+from tools.prove.proof import overrides
 
 _FOLDERS = ("hf", "hf", "hf-moe", "hf-parts", "hf-parts", "hf-bin")
 _BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "U8": 8, "BOOL": 8}
@@ -85,17 +102,8 @@ def make(base: Path, draw: random.Random) -> Case:
 # Ways to change a folder. Each returns what was changed.
 
 
-def _read_json(path: Path) -> Any:
-    if path.is_symlink() or not path.is_file() or path.stat().st_size > 1 << 20:
-        return None
-    try:
-        return json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        return None
-
-
 def _config(evil: Path, base: Path, draw: random.Random) -> str:
-    document = _read_json(evil / _CONFIG)
+    document = read_json(evil / _CONFIG)
     changed, shown = change_json(document, draw)
     (evil / _CONFIG).write_bytes(written(changed, draw))
     return f"config: {shown}"
@@ -119,7 +127,7 @@ _ROPES = (
 
 def _size(evil: Path, base: Path, draw: random.Random) -> str:
     """Change one number of the config a little, or add a key that changes the model."""
-    document = _read_json(evil / _CONFIG)
+    document = read_json(evil / _CONFIG)
     if not isinstance(document, dict) or not document:
         return "config left alone"
     if draw.random() < 0.6:
@@ -256,7 +264,7 @@ def _header(evil: Path, base: Path, draw: random.Random) -> str:
         way += ", a name twice"
     content = text.encode()
     content += b" " * (draw.choice((0, -len(content) % 8)))
-    path.write_bytes(struct.pack("<Q", len(content)) + content + rest)
+    path.write_bytes(safetensors(content, rest))
     return f"header: {way} of {name}"
 
 
@@ -293,7 +301,7 @@ def _weights(evil: Path, base: Path, draw: random.Random) -> str:
 
 
 def _index(evil: Path, base: Path, draw: random.Random) -> str:
-    index = _read_json(evil / _INDEX)
+    index = read_json(evil / _INDEX)
     if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
         return "index left alone"
     weight_map = index["weight_map"]
@@ -322,7 +330,7 @@ def _index(evil: Path, base: Path, draw: random.Random) -> str:
 def _parts(evil: Path, base: Path, draw: random.Random) -> str:
     """Let two files hold one name, or drop one, or rename one to an odd name with the index."""
     files = [path for path in _files(evil) if path.suffix == ".safetensors"]
-    index = _read_json(evil / _INDEX)
+    index = read_json(evil / _INDEX)
     if len(files) < 3 or index is None:
         return "parts left alone"
     first, second, _ = files
@@ -352,31 +360,27 @@ def _pickle(evil: Path, base: Path, draw: random.Random) -> str:
     path = evil / "pytorch_model.bin"
     if not path.is_file() or path.stat().st_size < 100:
         return "torch file left alone"
-    with zipfile.ZipFile(path) as archive:
-        items = {item: archive.read(item) for item in archive.namelist()}
-    (at,) = [item for item in items if item.endswith("data.pkl")]
-    marker = str(touch(evil.resolve().parent).call[1][0])
     calls = (
-        b"cos\nsystem\nX" + len(marker).to_bytes(4, "little") + marker.encode() + b"\x85R0",
+        touching(evil.resolve().parent) + b"0",
         b"cbuiltins\neval\n0",
         b"ctorch.hub\nload\n0",
         b"ctorch._utils\n_rebuild_tensor\n0",
         b"]" * 3000,
         b"N0" * 3000,
     )
-    content = items[at]
+    items, pickled = read_archive(path)
+    content = items[pickled]
     way = draw.choice(("flip", "call", "whole", "deep"))
     if way == "flip":
-        items[at] = flip(content, draw)
+        items[pickled] = flip(content, draw)
     elif way == "call":
-        items[at] = content[:2] + draw.choice(calls) + content[2:]
+        items[pickled] = content[:2] + draw.choice(calls) + content[2:]
     elif way == "whole":
-        items[at] = pickle.dumps(touch(evil.resolve().parent))
+        items[pickled] = pickle.dumps(touch(evil.resolve().parent))
     else:
-        items[at] = b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b"."
-    with zipfile.ZipFile(path, "w", draw.choice((zipfile.ZIP_STORED,) * 4 + (8,))) as archive:
-        for item, data in items.items():
-            archive.writestr(item, data)
+        items[pickled] = nested(100_000)
+    method = draw.choice((zipfile.ZIP_STORED,) * 4 + (zipfile.ZIP_DEFLATED,))
+    write_archive(path, items, method)
     return f"pickle: {way}"
 
 
@@ -441,8 +445,7 @@ def _write_safetensors(path: Path, tensors: dict[str, _Tensor]) -> None:
         at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    content = b"".join(tensor.content for tensor in tensors.values())
-    path.write_bytes(struct.pack("<Q", len(text)) + text + content)
+    path.write_bytes(safetensors(text, b"".join(tensor.content for tensor in tensors.values())))
 
 
 def _read_folder(folder: Path) -> dict[str, _Tensor]:
@@ -575,18 +578,9 @@ def _compare_configs(evil: Path, exported: Path) -> None:
 
 def _start(base: Path, name: str) -> int:
     """Train one step that starts from the folder. Return the exit status."""
-    recipe = (base / "recipe.toml").read_text()
-    kept = [
-        line
-        for line in recipe.splitlines()
-        if not line.startswith(("preset", "dim", "n_lay", "ffn"))
-    ]
-    Path("start.toml").write_text("\n".join(kept))
+    Path("start.toml").write_text(RECIPE_WITHOUT_SIZES)
     sets = ["model.hf=evil", f"data.path={base / 'tokens'}", "run.steps=1", 'run.name="start"']
     if name == "hf-moe":
         sets.append('model.architecture="moe"')
-    arguments = ["train", "start.toml"]
-    for each in sets:
-        arguments += ["--set", each]
     # Weights that are not finite end the training with status 1.
-    return command(*arguments, statuses=(0, 1, 2)).status
+    return command("train", "start.toml", *overrides(*sets), statuses=(0, 1, 2)).status

@@ -90,6 +90,21 @@ def flip(content: bytes, draw: random.Random, *, within: tuple[int, int] | None 
     return bytes(changed)
 
 
+def is_plain(path: Path, most: int = 1 << 20) -> bool:
+    """Whether a path names a file of at most ``most`` bytes: an earlier change may replace any."""
+    return not path.is_symlink() and path.is_file() and path.stat().st_size <= most
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in a file, or None if it is none that can be changed."""
+    if not is_plain(path):
+        return None
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return None
+
+
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
     """Yield each container in a JSON value with each of its keys."""
     if isinstance(value, dict):

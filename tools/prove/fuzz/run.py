@@ -11,7 +11,6 @@ Each case has a number. ``--case KIND:NUMBER`` runs one again, and prints what i
 Exit status: 0 if all cases are right, 1 if one is not, 2 if the arguments are wrong.
 """
 
-import argparse
 import importlib
 import os
 import subprocess
@@ -21,6 +20,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tools.prove.proof import make_parser
 
 KINDS = {
     "recipes": 2000,
@@ -48,11 +49,7 @@ class Tally(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="tools/prove/run fuzz",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("fuzz", __doc__)
     for option in ("--recipes", "--tokens", "--checkpoints", "--folders", "--tokenizers"):
         count = KINDS[option.removeprefix("--")]
         parser.add_argument(option, metavar="N", type=int, default=count, help=f"default: {count}")

@@ -19,7 +19,16 @@ from composer3d.data import tokens as token_files
 from composer3d.facts import token_manifest
 from composer3d.facts.errors import DataError
 from tools.prove.fuzz.child import Case, WrongError, command
-from tools.prove.fuzz.mutate import change_json, flip, odd_like, replace_file, written
+from tools.prove.fuzz.mutate import (
+    change_json,
+    flip,
+    is_plain,
+    odd_like,
+    read_json,
+    replace_file,
+    written,
+)
+from tools.prove.proof import overrides
 
 
 class _Kind(NamedTuple):
@@ -150,7 +159,7 @@ def _flip_file(evil: Path, base: Path, draw: random.Random) -> str:
     """Change bytes of a file, which an earlier change may have replaced."""
     name = _draw_file(evil, draw)
     path = evil / name
-    if path.is_symlink() or not path.is_file() or path.stat().st_size > 1 << 20:
+    if not is_plain(path):
         return f"{name} left alone"
     path.write_bytes(flip(path.read_bytes(), draw))
     return f"bytes of {name}"
@@ -161,18 +170,9 @@ def _replace(evil: Path, base: Path, draw: random.Random) -> str:
     return f"{name}: {replace_file(evil / name, base.parent / 'outside', draw)}"
 
 
-def _read_manifest(evil: Path) -> Any:
-    try:
-        if (evil / _MANIFEST).is_symlink() or (evil / _MANIFEST).stat().st_size > 1 << 20:
-            return None
-        return json.loads((evil / _MANIFEST).read_bytes())
-    except (OSError, ValueError):
-        return None
-
-
 def _manifest(evil: Path, base: Path, draw: random.Random) -> str:
     """Change the manifest in any place, or one of its numbers a little."""
-    document = _read_manifest(evil)
+    document = read_json(evil / _MANIFEST)
     if not isinstance(document, dict):
         return "the manifest left alone"
     if draw.random() < 0.5:
@@ -198,9 +198,9 @@ def _values(evil: Path, base: Path, draw: random.Random) -> str:
     name = _draw_file(evil, draw, *ways)
     kind = next((kind for kind in ways if name.startswith(kind)), None)
     path = evil / name
-    if kind is None or path.is_symlink() or not path.is_file() or path.stat().st_size > 1 << 20:
+    if kind is None or not is_plain(path):
         return "values left alone"
-    document = _read_manifest(evil)
+    document = read_json(evil / _MANIFEST)
     is_wide = isinstance(document, dict) and document.get("dtype") == "uint32"
     dtypes = {"tokens": "<u4" if is_wide else "<u2", "documents": "<i8", "mask": "u1"}
     way, dtype = draw.choice(ways[kind]), np.dtype(dtypes[kind])
@@ -235,7 +235,7 @@ def _values(evil: Path, base: Path, draw: random.Random) -> str:
 
 def _seal(evil: Path) -> bool:
     """Compute all digests again, as a forger does. Return whether the manifest allowed it."""
-    document = _read_manifest(evil)
+    document = read_json(evil / _MANIFEST)
     if not isinstance(document, dict) or not isinstance(document.get("files"), dict):
         return False
     for name, entry in document["files"].items():
@@ -271,7 +271,7 @@ def _act(evil: Path, sound: Path, *, is_forged: bool) -> str:
     check = command(
         "check",
         str(sound.parent / "recipe.toml"),
-        *("--set", "data.path=evil", "--set", "model.vocab=80000"),
+        *overrides("data.path=evil", "model.vocab=80000"),
     )
     try:
         corpus = token_files.open_tokens(evil, name="evil")

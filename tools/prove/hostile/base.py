@@ -5,6 +5,7 @@ from pathlib import Path
 
 from composer3d.runtime.launch import Pool
 from tools.prove.hostile.case import run
+from tools.prove.proof import overrides
 
 RECIPE = """\
 [run]
@@ -34,6 +35,12 @@ decay = 4
 every = 1
 tensorboard = false
 """
+# The sizes come from the folder of Hugging Face that it starts from.
+RECIPE_WITHOUT_SIZES = "\n".join(
+    line
+    for line in RECIPE.splitlines()
+    if not line.startswith(("preset", "dim", "n_layers", "ffn"))
+)
 # A Qwen 3 with experts in its second layer.
 EXPERTS = (
     'run.name="experts"',
@@ -54,16 +61,13 @@ def make_base(folder: Path, pool: Pool) -> None:
     (folder / "recipe.toml").write_text(RECIPE)
     commands = [
         ["prepare", "corpus.txt", "-o", "tokens", "--tokenizer", "bytes"],
-        ["train", "recipe.toml", "--set", f"run.steps={STEPS}"],
+        ["train", "recipe.toml", *overrides(f"run.steps={STEPS}")],
         ["convert", CHECKPOINT, "hf", "--to", "hf"],
         ["convert", CHECKPOINT, "meta", "--to", "meta"],
         ["convert", CHECKPOINT, "one.pt", "--to", "torch"],
+        ["train", "recipe.toml", *overrides(f"run.steps={STEPS}", *EXPERTS)],
+        ["convert", CHECKPOINT.replace("victim", "experts"), "hf-moe", "--to", "hf"],
     ]
-    train_experts = ["train", "recipe.toml"]
-    for override in (f"run.steps={STEPS}", *EXPERTS):
-        train_experts += ["--set", override]
-    checkpoint_of_experts = CHECKPOINT.replace("victim", "experts")
-    commands += [train_experts, ["convert", checkpoint_of_experts, "hf-moe", "--to", "hf"]]
     for command in commands:
         outcome = run(command, folder, pool)
         assert outcome.status == 0, (command, outcome)

@@ -20,8 +20,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,16 @@ class Outcome:
     touched: list[str] = field(default_factory=list)
 
 
+def cases_of(
+    name: str,
+    make: Callable[[str, Path], list[str]],
+    message: str | None,
+    commands: Sequence[str],
+) -> list[Case]:
+    """An input as a case of each of several commands, whose name ``make`` gets first."""
+    return [Case(f"{name}-{met}", partial(make, met), message) for met in commands]
+
+
 def proof_folder() -> tempfile.TemporaryDirectory[str]:
     """Make a temporary folder for cases. ``watch`` allows no file in it but those of the case.
 
@@ -120,8 +131,7 @@ def problems_of(case: Case, root: Path, pool: Pool) -> list[str]:
         problems.append(f"it raised:\n{outcome.traceback}")
     if "Traceback" in outcome.output or "panicked" in outcome.output:
         problems.append("it printed a traceback")
-    if SECRET in outcome.output or any(map(_holds_secret, folder.rglob("*"))):
-        problems.append("it copied a secret from outside")
+    problems += secrets_in(outcome.output, folder)
     statuses = case.statuses if case.message is not None else (*case.statuses, 0)
     if outcome.status not in statuses:
         problems.append(f"it exited with {outcome.status}, not with {case.statuses}")
@@ -147,28 +157,33 @@ def run(arguments: list[str], folder: Path, pool: Pool) -> Outcome:
         return Outcome(traceback=str(error))
 
 
-def serve(arguments: list[str], folder: str) -> Outcome:
-    """Run ``composer3d`` in this process, which ends afterwards, and report what it did."""
+def enter(folder: str | Path) -> None:
+    """Make this process, which is a rank of the pool, one that a user starts in ``folder``."""
     os.chdir(folder)
     sys.argv = ["composer3d"]
-    for name in (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        STORE_VARIABLE,
-    ):
+    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    for name in (*ranks, STORE_VARIABLE):
         os.environ.pop(name, None)
+
+
+def run_main(arguments: list[str]) -> int:
+    """Run ``composer3d`` in this process, and return its exit status."""
+    try:
+        return main(arguments)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
+
+
+def serve(arguments: list[str], folder: str) -> Outcome:
+    """Run ``composer3d`` in this process, which ends afterwards, and report what it did."""
+    enter(folder)
     outcome = Outcome()
     output = io.StringIO()
     watch(Path(folder), outcome.touched)
     begin = time.process_time()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
-            outcome.status = main(arguments)
-        except SystemExit as stop:
-            outcome.status = stop.code if isinstance(stop.code, int) else 1
+            outcome.status = run_main(arguments)
         except BaseException:
             outcome.traceback = traceback.format_exc()
     outcome.cpu_s = time.process_time() - begin
@@ -246,6 +261,12 @@ def _state_of(outside: Path) -> list[tuple[str, int, int, bool]]:
         state.append((path.name, status.st_size, status.st_mtime_ns, was_read))
         os.utime(path, ns=(_NEVER_READ_NS, status.st_mtime_ns))
     return state
+
+
+def secrets_in(output: str, folder: Path) -> list[str]:
+    """The problem that an output or a file of a folder holds a secret from outside, or none."""
+    is_copied = SECRET in output or any(map(_holds_secret, folder.rglob("*")))
+    return ["it copied a secret from outside"] if is_copied else []
 
 
 def _holds_secret(path: Path) -> bool:

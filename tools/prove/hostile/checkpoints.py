@@ -7,7 +7,6 @@ import io
 import json
 import os
 import pickle
-import random
 import shutil
 import struct
 import zipfile
@@ -26,9 +25,19 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tools.prove.hostile.base import CHECKPOINT
-from tools.prove.hostile.case import Case, marker_of
+from tools.prove.hostile.case import Case, cases_of, marker_of
+from tools.prove.hostile.files import (
+    Change,
+    flipped,
+    pipe,
+    place_of,
+    replaced,
+    secret,
+    sparse,
+    write,
+)
+from tools.prove.proof import overrides
 
-Change = Callable[[Path], object]
 _EMBED = "model.first.embed.weight"
 _SEED = 20261122
 
@@ -51,12 +60,8 @@ def touch(folder: Path) -> Call:
 def command(name: str, path: str) -> list[str]:
     """The command line of a user who opens the checkpoint or file ``path``."""
     if name == "resume":
-        sets = [f"checkpoint.resume={path}", "data.path=../base/tokens"]
-        return [
-            "train",
-            "../base/recipe.toml",
-            *(word for each in sets for word in ("--set", each)),
-        ]
+        sets = overrides(f"checkpoint.resume={path}", "data.path=../base/tokens")
+        return ["train", "../base/recipe.toml", *sets]
     return ["inspect", path] if name == "inspect" else ["convert", path, "out", "--to", "hf"]
 
 
@@ -85,22 +90,16 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 def checkpoint_case(name: str, change: Change, message: str | None, *commands: str) -> list[Case]:
     """The changed checkpoint as a case of each of ``commands``, by default of all three."""
 
-    def maker(met: str) -> Callable[[Path], list[str]]:
-        def make(folder: Path) -> list[str]:
-            evil = folder / "evil"
-            shutil.copytree(folder.parent / "base" / CHECKPOINT, evil)
-            change(evil)
-            manifest = evil / "manifest.json"
-            if manifest.is_file() and not manifest.is_symlink() and not name.startswith("manifest"):
-                seal(evil)
-            return command(met, "evil")
+    def make(met: str, folder: Path) -> list[str]:
+        evil = folder / "evil"
+        shutil.copytree(folder.parent / "base" / CHECKPOINT, evil)
+        change(evil)
+        manifest = evil / "manifest.json"
+        if manifest.is_file() and not manifest.is_symlink() and not name.startswith("manifest"):
+            seal(evil)
+        return command(met, "evil")
 
-        return make
-
-    return [
-        Case(f"{name}-{met}", maker(met), message)
-        for met in commands or ("resume", "inspect", "convert")
-    ]
+    return cases_of(name, make, message, commands or ("resume", "inspect", "convert"))
 
 
 # Pickles that are programs.
@@ -120,6 +119,12 @@ _TENSOR, _BYTES, _FORMAT = (
 def _text(text: str) -> bytes:
     data = text.encode()
     return b"X" + struct.pack("<I", len(data)) + data
+
+
+def touching(folder: Path) -> bytes:
+    """Opcodes that create the marker of the case in ``folder``, and push what the call returns."""
+    (command_line,) = touch(folder).call[1]
+    return _global("os", "system") + _text(command_line) + b"\x85R"
 
 
 def _set_attribute(owner: bytes, name: str, value: bytes) -> bytes:
@@ -144,13 +149,12 @@ def _class_as_tensor(evil: Path) -> None:
     begin = data.stat().st_size
     buffer = io.BytesIO()
     torch.save({"a": 1}, buffer)
-    with zipfile.ZipFile(buffer) as sound, zipfile.ZipFile(data.with_suffix(".zip"), "w") as zipped:
-        for item in sound.namelist():
-            zipped.writestr(item, payload if item.endswith("data.pkl") else sound.read(item))
+    archive = write(data.with_suffix(".zip"), buffer.getvalue())
+    _pickled(lambda folder: payload)(archive)
     with open(data, "ab") as file:
-        file.write(data.with_suffix(".zip").read_bytes())
+        file.write(archive.read_bytes())
     length = data.stat().st_size - begin
-    data.with_suffix(".zip").unlink()
+    archive.unlink()
     metadata.storage_data[MetadataIndex(name)] = _StorageInfo(data.name, begin, length)
     del metadata.state_dict_metadata[name]
     fields = {"properties": entry.properties, "size": entry.size, "chunks": entry.chunks}
@@ -234,7 +238,7 @@ def _with(field: str) -> Change:
     return change
 
 
-def _nested(depth: int) -> bytes:
+def nested(depth: int) -> bytes:
     return b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b"."
 
 
@@ -259,7 +263,7 @@ PROGRAMS: dict[str, tuple[Change, str]] = {
         "evil",
     ),
     "torch-load": (_program(lambda evil: Call(torch.load, str(evil / "x"))), "evil"),
-    "deep": (_program(lambda evil: _nested(200_000)), "evil"),
+    "deep": (_program(lambda evil: nested(200_000)), "evil"),
     "memo-bomb": (_program(_memo_bomb), "evil"),
     "long": (_program(lambda evil: b"\x80\x02\x8b" + struct.pack("<i", 2**31 - 1) + b"."), "evil"),
     "text": (_program(lambda evil: b"\x80\x04\x8d" + struct.pack("<Q", 2**62) + b"."), "evil"),
@@ -362,58 +366,20 @@ STRUCTURES: dict[str, Callable[[Metadata], object]] = {
 # What lies in the folder.
 
 
-def replace_by_link(name: str) -> Change:
-    """Put a link to a secret in place of a file."""
-
-    def change(evil: Path) -> None:
-        (evil / name).unlink(missing_ok=True)
-        (evil / name).symlink_to(evil.parent.parent / "outside" / "secret.txt")
-
-    return change
-
-
-def replace_by_pipe(name: str) -> Change:
-    """Put a named pipe in place of a file."""
-
-    def change(evil: Path) -> None:
-        (evil / name).unlink(missing_ok=True)
-        os.mkfifo(evil / name)
-
-    return change
-
-
-def _sparse(name: str, size: int) -> Change:
-    def change(evil: Path) -> None:
-        with open(evil / name, "wb") as file:
-            file.truncate(size)
-
-    return change
-
-
 FOLDERS: dict[str, Change] = {
-    **{
-        f"link-{name}": replace_by_link(name)
-        for name in (".metadata", "__0_0.distcp", "manifest.json")
-    },
-    **{
-        f"pipe-{name}": replace_by_pipe(name)
-        for name in (".metadata", "__0_0.distcp", "manifest.json")
-    },
-    "pipe-extra": replace_by_pipe("extra"),
-    "link-extra": replace_by_link("extra"),
+    f"{what}-{name}": replaced(name, kind)
+    for what, kind in (("link", secret), ("pipe", pipe))
+    for name in (".metadata", "__0_0.distcp", "manifest.json", "extra")
 }
 
 
 def _manifest(field: str, value: Any) -> Change:
-    """Change a field of the manifest; ``a/b`` is field b of the object in field a."""
+    """Change a field of the manifest, which ``place_of`` finds."""
 
     def change(evil: Path) -> None:
         manifest = json.loads((evil / "manifest.json").read_text())
-        owner, *path = manifest, *field.split("/")
-        *above, last = path
-        for name in above:
-            owner = owner[name]
-        owner[last] = value
+        owner, name = place_of(manifest, field)
+        owner[name] = value
         write_manifest(evil, manifest)
 
     return change
@@ -463,7 +429,7 @@ MANIFESTS: dict[str, Change] = {
     "empty": _raw_manifest(b""),
     "constant": _raw_manifest(b"NaN"),
     "bytes": _raw_manifest(bytes(range(256)) * 10),
-    "sparse": _sparse("manifest.json", 1 << 36),
+    "sparse": lambda evil: sparse(evil / "manifest.json", 1 << 36),
 }
 
 
@@ -487,15 +453,12 @@ def _another_folder(name: str) -> Change:
 def torch_case(name: str, change: Callable[[Path], object], message: str | None) -> list[Case]:
     """The changed one-file export, as cases of ``inspect`` and ``convert``."""
 
-    def maker(met: str) -> Callable[[Path], list[str]]:
-        def make(folder: Path) -> list[str]:
-            shutil.copy(folder.parent / "base/one.pt", folder / "evil.pt")
-            change(folder / "evil.pt")
-            return command(met, "evil.pt")
+    def make(met: str, folder: Path) -> list[str]:
+        shutil.copy(folder.parent / "base/one.pt", folder / "evil.pt")
+        change(folder / "evil.pt")
+        return command(met, "evil.pt")
 
-        return make
-
-    return [Case(f"torch-{name}-{met}", maker(met), message) for met in ("inspect", "convert")]
+    return cases_of(f"torch-{name}", make, message, ("inspect", "convert"))
 
 
 def _saved(edit: Callable[[Any, Path], Any]) -> Callable[[Path], object]:
@@ -511,24 +474,34 @@ def _pickled(body: Callable[[Path], bytes], *, compress: bool = False) -> Callab
     """Replace ``data.pkl`` in the file by ``body(folder)``."""
 
     def change(path: Path) -> None:
-        method = zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED
-        with zipfile.ZipFile(path) as sound:
-            items = {item: _raw_item(sound, item) for item in sound.namelist()}
-        with zipfile.ZipFile(path, "w", method) as zipped:
-            for item, content in items.items():
-                zipped.writestr(item, body(path.parent) if item.endswith("data.pkl") else content)
+        items, pickled = read_archive(path)
+        items[pickled] = body(path.parent)
+        write_archive(path, items, zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED)
 
     return change
 
 
-def _raw_item(archive: zipfile.ZipFile, item: str) -> bytes:
-    """The bytes of an item, read without its checksum.
+def read_archive(path: Path) -> tuple[dict[str, bytes], str]:
+    """The items of a file of torch.save, and which of them is the pickle.
 
-    Our export leaves the checksums of tensors empty, and torch does not check them.
+    They are read without their checksums. Our export leaves those of tensors empty, and torch does
+    not check them.
     """
-    with archive.open(item) as file:
-        file._expected_crc = None  # type: ignore[attr-defined]
-        return file.read()
+    items = {}
+    with zipfile.ZipFile(path) as archive:
+        for item in archive.namelist():
+            with archive.open(item) as file:
+                file._expected_crc = None  # type: ignore[attr-defined]
+                items[item] = file.read()
+    (pickled,) = [item for item in items if item.endswith("data.pkl")]
+    return items, pickled
+
+
+def write_archive(path: Path, items: dict[str, bytes], method: int) -> None:
+    """Write items as ``read_archive`` returns them; ``method`` is how they are compressed."""
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for item, content in items.items():
+            archive.writestr(item, content)
 
 
 def _fact(field: str, value: Any) -> Callable[[Path], object]:
@@ -546,7 +519,7 @@ TORCH: dict[str, Callable[[Path], object]] = {
     "call": _saved(lambda content, folder: {**content, "x": touch(folder)}),
     "call-as-key": _saved(lambda content, folder: {touch(folder): 1}),
     "program": _pickled(lambda folder: pickle.dumps(touch(folder))),
-    "deep": _pickled(lambda folder: _nested(200_000)),
+    "deep": _pickled(lambda folder: nested(200_000)),
     "memo-bomb": _pickled(_memo_bomb),
     "long": _pickled(lambda folder: b"\x80\x02\x8b" + struct.pack("<i", 2**31 - 1) + b"."),
     "compressed": _pickled(_bomb, compress=True),
@@ -594,27 +567,6 @@ TORCH: dict[str, Callable[[Path], object]] = {
 }
 
 
-def _pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-# Random changes with a fixed seed: most damage the file, some are harmless, none may do harm.
-
-
-def _flipped(name: str, seed: int) -> Change:
-    def change(evil: Path) -> None:
-        generator = random.Random(seed)
-        content = bytearray((evil / name).read_bytes())
-        for _ in range(generator.choice((1, 2, 8))):
-            content[generator.randrange(len(content))] = generator.randrange(256)
-        if generator.random() < 0.2:
-            del content[generator.randrange(len(content)) :]
-        (evil / name).write_bytes(bytes(content))
-
-    return change
-
-
 def _cases() -> list[Case]:
     cases: list[Case] = []
     for name, (change, message) in PROGRAMS.items():
@@ -631,21 +583,21 @@ def _cases() -> list[Case]:
         cases += checkpoint_case(f"manifest-names-{name}", _another_folder(name), None)
     for name, change in TORCH.items():
         cases += torch_case(name, change, "evil.pt|out")
-    cases += torch_case("pipe", _pipe, "plain file")
+    cases += torch_case("pipe", lambda path: replaced(path.name, pipe)(path.parent), "plain file")
     for number in range(60):
-        change = _flipped(".metadata", _SEED + number)
+        change = flipped(".metadata", _SEED + number)
         cases += checkpoint_case(
             f"flip-{number:02d}", change, None, ("resume", "inspect", "convert")[number % 3]
         )
     for number in range(30):
-        change = _flipped("manifest.json", _SEED + number)
+        change = flipped("manifest.json", _SEED + number)
         cases += checkpoint_case(
             f"manifest-flip-{number:02d}", change, None, ("resume", "inspect")[number % 2]
         )
     for number in range(30):
 
         def flip(path: Path, seed: int = _SEED + number) -> None:
-            _flipped(path.name, seed)(path.parent)
+            flipped(path.name, seed)(path.parent)
 
         cases += torch_case(f"flip-{number:02d}", flip, None)[number % 2 : number % 2 + 1]
     return cases

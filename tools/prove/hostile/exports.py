@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 import struct
 from collections.abc import Callable
@@ -11,43 +10,38 @@ from typing import Any
 
 import torch
 
-from tools.prove.hostile.case import Case
-from tools.prove.hostile.checkpoints import command, replace_by_link, replace_by_pipe, touch
+from tools.prove.hostile.base import RECIPE_WITHOUT_SIZES
+from tools.prove.hostile.case import Case, cases_of
+from tools.prove.hostile.checkpoints import command, touch
+from tools.prove.hostile.files import (
+    Change,
+    device,
+    empty_folder,
+    flipped,
+    pipe,
+    replaced,
+    safetensors,
+    secret,
+)
+from tools.prove.proof import overrides
 
-Change = Callable[[Path], object]
 _SEED = 20261122
 
 
 def _case(form: str, name: str, change: Change, message: str | None, *commands: str) -> list[Case]:
     """A valid folder of ``form`` after ``change``, as a case of each of ``commands``."""
 
-    def maker(met: str) -> Callable[[Path], list[str]]:
-        def make(folder: Path) -> list[str]:
-            evil = folder / "evil"
-            shutil.copytree(folder.parent / "base" / form, evil)
-            change(evil)
-            if met == "start":
-                sets = ["model.hf=evil", "data.path=../base/tokens"]
-                recipe = (folder.parent / "base/recipe.toml").read_text()
-                kept = [
-                    line
-                    for line in recipe.splitlines()
-                    if not line.startswith(("preset", "dim", "n_lay", "ffn"))
-                ]
-                (folder / "recipe.toml").write_text("\n".join(kept))
-                return [
-                    "train",
-                    "recipe.toml",
-                    *(word for each in sets for word in ("--set", each)),
-                ]
-            return command(met, "evil")
+    def make(met: str, folder: Path) -> list[str]:
+        evil = folder / "evil"
+        shutil.copytree(folder.parent / "base" / form, evil)
+        change(evil)
+        if met == "start":
+            (folder / "recipe.toml").write_text(RECIPE_WITHOUT_SIZES)
+            sets = overrides("model.hf=evil", "data.path=../base/tokens")
+            return ["train", "recipe.toml", *sets]
+        return command(met, "evil")
 
-        return make
-
-    return [
-        Case(f"{form}-{name}-{met}", maker(met), message)
-        for met in commands or ("inspect", "convert")
-    ]
+    return cases_of(f"{form}-{name}", make, message, commands or ("inspect", "convert"))
 
 
 # config.json and params.json
@@ -166,8 +160,7 @@ def _header(edit: Callable[[dict[str, Any]], object]) -> Change:
         (length,) = struct.unpack("<Q", content[:8])
         header = json.loads(content[8 : 8 + length])
         edit(header)
-        written = json.dumps(header).encode()
-        path.write_bytes(struct.pack("<Q", len(written)) + written + content[8 + length :])
+        path.write_bytes(safetensors(header, content[8 + length :]))
 
     return change
 
@@ -182,7 +175,7 @@ def _raw(content: Callable[[bytes], bytes]) -> Change:
 
 def _alone(header: bytes, data: int = 0) -> Change:
     """Another file: ``header`` and ``data`` bytes of zeros."""
-    return _raw(lambda content: struct.pack("<Q", len(header)) + header + bytes(data))
+    return _raw(lambda content: safetensors(header, bytes(data)))
 
 
 def _numbers(**offsets: tuple[int, int]) -> bytes:
@@ -192,11 +185,6 @@ def _numbers(**offsets: tuple[int, int]) -> bytes:
         for name, (begin, end) in offsets.items()
     ]
     return f"{{{', '.join(entries)}}}".encode()
-
-
-def _folder_instead(evil: Path) -> None:
-    (evil / "model.safetensors").unlink()
-    (evil / "model.safetensors").mkdir()
 
 
 _NORM = "model.norm.weight"
@@ -210,7 +198,7 @@ HEADERS: dict[str, Change] = {
     "no-json": _alone(b"\xff\xfe\0\0"),
     "shape-other": _header(lambda h: h[_NORM].update(shape=[31])),
     "shape-overflow": _header(lambda h: h[_NORM].update(shape=[1 << 40, 1 << 40])),
-    "folder": _folder_instead,
+    "folder": replaced("model.safetensors", empty_folder),
     "beyond": _header(lambda h: h[_NORM].update(data_offsets=[1 << 40, (1 << 40) + 128])),
     "negative": _header(lambda h: h[_NORM].update(data_offsets=[-128, 0])),
     "shape-huge": _header(lambda h: h[_NORM].update(shape=[1 << 62])),
@@ -337,14 +325,6 @@ INDEXES: dict[str, Any] = {
 # Links, pipes and devices
 
 
-def _device(name: str) -> Change:
-    def change(evil: Path) -> None:
-        (evil / name).unlink(missing_ok=True)
-        (evil / name).symlink_to("/dev/zero")
-
-    return change
-
-
 _CARRIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -353,13 +333,13 @@ _CARRIED = (
     "LICENSE",
 )
 LINKS = {
-    f"link-{name}": replace_by_link(name)
+    f"link-{name}": replaced(name, secret)
     for name in (*_CARRIED, "private.txt", "notes.md", "x.json")
 }
-PIPES = {f"pipe-{name}": replace_by_pipe(name) for name in (*_CARRIED, "x.json")}
+PIPES = {f"pipe-{name}": replaced(name, pipe) for name in (*_CARRIED, "x.json")}
 NEEDED = {
-    f"{kind}-{name}": make(name)
-    for kind, make in (("pipe", replace_by_pipe), ("device", _device))
+    f"{kind}-{name}": replaced(name, make)
+    for kind, make in (("pipe", pipe), ("device", device))
     for name in ("config.json", "model.safetensors")
 }
 
@@ -372,15 +352,14 @@ def _pickled(evil: Path) -> None:
 # A run's folder that somebody prepared
 
 
-def _run_case(name: str, change: Change, message: str | None, *sets: str) -> Case:
+def _run_case(name: str, change: Change) -> Case:
     def make(folder: Path) -> list[str]:
         run = folder / "runs/victim"
         run.mkdir(parents=True)
         change(run)
-        words = [word for each in ("data.path=../base/tokens", *sets) for word in ("--set", each)]
-        return ["train", "../base/recipe.toml", *words]
+        return ["train", "../base/recipe.toml", *overrides("data.path=../base/tokens")]
 
-    return Case(f"run-{name}", make, message)
+    return Case(f"run-{name}", make, None)
 
 
 def _outside_link(name: str, target: str) -> Change:
@@ -400,10 +379,6 @@ def _continued(name: str, content: bytes) -> Change:
     return change
 
 
-def _fifo(run: Path, name: str) -> None:
-    os.mkfifo(run / name)
-
-
 METRICS = {
     "junk": bytes(range(256)) * 50,
     "lists": b"[1]\n5\nnull\n",
@@ -416,15 +391,9 @@ METRICS = {
 }
 
 
-def _flip(file: str, seed: int) -> Change:
-    def change(evil: Path) -> None:
-        generator = random.Random(seed)
-        content = bytearray((evil / file).read_bytes())
-        for _ in range(generator.choice((1, 3, 10))):
-            content[generator.randrange(min(len(content), 3000))] = generator.randrange(256)
-        (evil / file).write_bytes(bytes(content))
-
-    return change
+def _flipped_beginning(file: str, seed: int) -> Change:
+    """Change bytes where the header of a file of tensors is; the weights have no digests."""
+    return flipped(file, seed, counts=(1, 3, 10), most=3000, cuts=False)
 
 
 def _cases() -> list[Case]:
@@ -451,7 +420,7 @@ def _cases() -> list[Case]:
         cases += _case("hf-moe", f"experts-{name}", change, "evil", "convert", "start")
     for number in range(20):
         file = ("config.json", "model.safetensors")[number % 2]
-        flip = _flip(file, _SEED + 1000 + number)
+        flip = _flipped_beginning(file, _SEED + 1000 + number)
         cases += _case("hf-moe", f"flip-{number:02d}", flip, None, "convert")
     for name, content in INDEXES.items():
         cases += _case("hf", f"index-{name}", index_file(content), "evil")
@@ -468,7 +437,8 @@ def _cases() -> list[Case]:
     )
     for number in range(30):
         file = ("config.json", "model.safetensors")[number % 2]
-        cases += _case("hf", f"flip-{number:02d}", _flip(file, _SEED + number), None, "inspect")
+        flip = _flipped_beginning(file, _SEED + number)
+        cases += _case("hf", f"flip-{number:02d}", flip, None, "inspect")
 
     for name, target in (
         ("lock", "secret.txt"),
@@ -477,10 +447,10 @@ def _cases() -> list[Case]:
         ("metrics.new", "secret.txt"),
         ("metrics.jsonl.new", "secret.txt"),
     ):
-        cases.append(_run_case(f"link-{name}", _outside_link(name, target), None))
-        cases.append(_run_case(f"pipe-{name}", lambda run, name=name: _fifo(run, name), None))
+        cases.append(_run_case(f"link-{name}", _outside_link(name, target)))
+        cases.append(_run_case(f"pipe-{name}", replaced(name, pipe)))
     for name, content in METRICS.items():
-        cases.append(_run_case(f"metrics-{name}", _continued("metrics.jsonl", content), None))
+        cases.append(_run_case(f"metrics-{name}", _continued("metrics.jsonl", content)))
     return cases
 
 

@@ -7,7 +7,6 @@ import base64
 import json
 import os
 import re
-import socket
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,9 +14,14 @@ from typing import Any
 
 from composer3d.facts.token_manifest import digest_of, digest_of_manifest
 from tools.prove.hostile import case
+from tools.prove.hostile.files import NO_PLAIN, Change, pipe, place_of, replaced, sparse, write
+
+Make = Callable[[Path], list[str]]
+# By name: what writes the input and returns the arguments, and what the message must match.
+Rows = dict[str, tuple[Make, str]]
 
 
-def Case(name: str, make: Callable[[Path], list[str]], message: str) -> case.Case:
+def _refused(name: str, make: Make, message: str) -> case.Case:
     """A case that must be refused with status 2 and a line that matches ``message``.
 
     ``name`` becomes the name of its folder.
@@ -36,52 +40,7 @@ SURROGATE = "caf\udce9"
 NO_FILE = "is (a named pipe|a socket|a device|a folder|a named pipe or a socket), not a plain file"
 
 
-def write(path: Path, content: str | bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return path
-
-
-def sparse(path: Path, size: int) -> Path:
-    with open(path, "wb") as file:
-        file.truncate(size)
-    return path
-
-
-def pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def folder(path: Path) -> None:
-    path.mkdir()
-
-
-def listening(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as bound:
-        here = os.getcwd()
-        # The name of a socket has at most 107 bytes.
-        os.chdir(path.parent)
-        try:
-            bound.bind(path.name)
-        finally:
-            os.chdir(here)
-
-
-NO_PLAIN: dict[str, Callable[[Path], None]] = {
-    "pipe": pipe,
-    "device": device,
-    "folder": folder,
-    "socket": listening,
-}
-
-
-def recipe(
-    text: str | bytes, *sets: str, command: tuple[str, ...] = ("check",)
-) -> Callable[[Path], list[str]]:
+def recipe(text: str | bytes, *sets: str, command: tuple[str, ...] = ("check",)) -> Make:
     """Make the input of a case whose only file is a recipe."""
 
     def make(where: Path) -> list[str]:
@@ -145,21 +104,21 @@ FLOATS = {
 }
 
 
-def _values() -> list[case.Case]:
-    cases = []
+def _values() -> Rows:
+    cases: Rows = {}
     for key, (least, most) in INTS.items():
         for value in (least - 1 if key != "mesh.dp_shard" else -2, most + 1, 2**63 - 1):
             message = rf"x\.toml:\d+: {key} = {value} must be from {least:_} to {most:_}"
-            cases.append(Case(f"{key} = {value}", recipe(table_of(key, str(value))), message))
+            cases[f"{key} = {value}"] = (recipe(table_of(key, str(value))), message)
         message = rf"x\.toml:\d+: '{key}' must be an int of 64 bits, got 1{{24}}"
-        cases.append(Case(f"{key} of 24 digits", recipe(table_of(key, "1" * 24)), message))
+        cases[f"{key} of 24 digits"] = (recipe(table_of(key, "1" * 24)), message)
     for key, values in FLOATS.items():
         for value in values:
             message = rf"x\.toml:\d+: {key} = \S+ must be (from|above) "
-            cases.append(Case(f"{key} = {value}", recipe(table_of(key, value)), message))
+            cases[f"{key} = {value}"] = (recipe(table_of(key, value)), message)
         for value in ("nan", "inf", "-inf"):
             message = rf"x\.toml:\d+: '{key}' must be a finite float, got {value}"
-            cases.append(Case(f"{key} = {value}", recipe(table_of(key, value)), message))
+            cases[f"{key} = {value}"] = (recipe(table_of(key, value)), message)
     other_values = {
         "model.head_dim": ["1", "7", str(2**40)],
         "run.seed": ["-1"],
@@ -175,7 +134,7 @@ def _values() -> list[case.Case]:
                 rf"x\.toml(:\d+)?: ('?{key}'? (= \S+ |= \[.*\] )?must"
                 r"|an integer has more than 64 bits)"
             )
-            cases.append(Case(f"{key} = {value[:30]}", recipe(table_of(key, value)), message))
+            cases[f"{key} = {value[:30]}"] = (recipe(table_of(key, value)), message)
     products = {
         "a world beyond all": (
             "[mesh]\npp = 4\ndp_replicate = 1024\ndp_shard = 1024\ncp = 1024\ntp = 4\n"
@@ -191,12 +150,9 @@ def _values() -> list[case.Case]:
         "a warmup beyond the run": "[optim]\nwarmup = 1000000000\n",
     }
     for name, text in products.items():
-        cases.append(
-            Case(
-                name,
-                recipe(TINY + text),
-                r"x\.toml:\d+: \S+ = \S+ .*(must|more than|needs|world of)",
-            )
+        cases[name] = (
+            recipe(TINY + text),
+            r"x\.toml:\d+: \S+ = \S+ .*(must|more than|needs|world of)",
         )
     return cases
 
@@ -228,8 +184,8 @@ BAD_TEXTS = {
 }
 
 
-def _texts() -> list[case.Case]:
-    cases = []
+def _texts() -> Rows:
+    cases: Rows = {}
     for key in PATH_KEYS:
         name = key.split(".")[1]
         for what, value in (BAD_TEXTS | {"5,000 letters": f'"{"x" * 5000}"'}).items():
@@ -242,30 +198,27 @@ def _texts() -> list[case.Case]:
                 rf"x\.toml:\d+: {key} = .* must be a path of 1 to 4096 characters, "
                 r"without control characters$"
             )
-            cases.append(Case(f"{key} of {what}", recipe(text), message))
+            cases[f"{key} of {what}"] = (recipe(text), message)
         message = rf"^--set {key}=caf\S+: the text must be UTF-8$"
-        cases.append(Case(f"{key} of no UTF-8", recipe(TINY, f"{key}={SURROGATE}"), message))
+        cases[f"{key} of no UTF-8"] = (recipe(TINY, f"{key}={SURROGATE}"), message)
     for what, value in (
         BAD_TEXTS | {"300 letters": f'"{"x" * 300}"', "300 bytes": f'"{"é" * 150}"'}
     ).items():
         message = (
             r"x\.toml:4: run\.name = .* cannot name the folder of the run: it must not be empty"
         )
-        cases.append(Case(f"run.name of {what}", recipe(f"{TINY}[run]\nname = {value}\n"), message))
+        cases[f"run.name of {what}"] = (recipe(f"{TINY}[run]\nname = {value}\n"), message)
     for number, value in enumerate(("..", ".", "a/b", "/etc", "a\\b", "  ")):
         message = r"x\.toml:4: run\.name = .* cannot name the folder of the run"
-        cases.append(
-            Case(
-                f"run.name that is no name {number}",
-                recipe(f"{TINY}[run]\nname = '{value}'\n"),
-                message,
-            )
+        cases[f"run.name that is no name {number}"] = (
+            recipe(f"{TINY}[run]\nname = '{value}'\n"),
+            message,
         )
     message = r"x\.toml:3: 'base' must be the path of one recipe"
     for what, value in (
         BAD_TEXTS | {"a number": "7", "a list": "[[[[]]]]", "a table": "{ a = 1 }"}
     ).items():
-        cases.append(Case(f"base of {what}", recipe(f"# a\n\nbase = {value}\n"), message))
+        cases[f"base of {what}"] = (recipe(f"# a\n\nbase = {value}\n"), message)
 
     size = 256 << 10
     unread = r"x\.toml: cannot be read as TOML: "
@@ -360,107 +313,93 @@ def _texts() -> list[case.Case]:
         "bytes": (bytes(range(256)) * 16, unread),
         "too large": (b"#" * (size + 1), r"x\.toml: is larger than 262,144 bytes"),
     }
-    cases += [
-        Case(f"recipe of {name}", recipe(text), message) for name, (text, message) in texts.items()
-    ]
+    cases |= {
+        f"recipe of {name}": (recipe(text), message) for name, (text, message) in texts.items()
+    }
     deep = "[" * 300 + "]" * 300
-    cases += [
-        Case(
-            "an override that is deep",
+    cases |= {
+        "an override that is deep": (
             recipe(TINY, f"mesh.tp={deep}"),
             r"^--set mesh\.tp=\[+.*must be int, got",
         ),
-        Case(
-            "an override of two",
+        "an override of two": (
             recipe(TINY, "mesh.tp=1\nmesh.pp=2"),
             r"^--set mesh\.tp=1\\nmesh\.pp=2: .* must be int",
         ),
-        Case(
-            "an override of digits",
+        "an override of digits": (
             recipe(TINY, f"mesh.tp={'9' * 9999}"),
             r"^--set mesh\.tp=9+.*: an integer has more than 64 bits",
         ),
-        Case(
-            "an override of a long key",
+        "an override of a long key": (
             recipe(TINY, f"mesh.{'x' * 99_999}=1"),
             r"^--set mesh\.x+.*unknown key",
         ),
-        Case(
-            "an override without a key",
+        "an override without a key": (
             recipe(TINY, "=" * 99_999),
             r"^--set =+.*: write it as table\.key=value$",
         ),
-    ]
+    }
     return cases
 
 
-def _files() -> list[case.Case]:
-    cases = []
+def _files() -> Rows:
+    cases: Rows = {}
 
-    def put(name: str, kind: Callable[[Path], None], text: str) -> Callable[[Path], list[str]]:
-        """Set a key of a manifest; ``/`` separates the parts of the key."""
+    def of(name: str) -> Make:
+        return lambda where: ["check", str(where / name)]
 
-        def make(where: Path) -> list[str]:
-            kind(where / name)
-            return ["check", str(write(where / "x.toml", text.replace("HERE", str(where))))]
-
-        return make
-
-    for what, kind in NO_PLAIN.items():
-
-        def alone(where: Path, kind: Callable[[Path], None] = kind) -> list[str]:
-            kind(where / "x.toml")
-            return ["check", str(where / "x.toml")]
-
-        def layouts(where: Path, kind: Callable[[Path], None] = kind) -> list[str]:
-            kind(where / "l.txt")
-            return ["verify", str(write(where / "x.toml", TINY)), "--layouts", str(where / "l.txt")]
-
-        def tokenizer(where: Path, kind: Callable[[Path], None] = kind) -> list[str]:
-            kind(where / "t.json")
-            return prepare(where, write(where / "a.txt", "a"), tokenizer=where / "t.json")
-
-        csv = '[mesh]\npp = 2\n[parallel]\nschedule = "csv"\nschedule_csv = "HERE/y"\n'
-        cases += [
-            Case(f"recipe is a {what}", alone, rf"x\.toml: {NO_FILE}$"),
-            Case(
-                f"base is a {what}",
-                put("y", kind, 'base = "y"\n'),
-                rf"x\.toml:1: base cannot be read: .*/y: {NO_FILE}$",
-            ),
-            Case(
-                f"schedule is a {what}",
-                put("y", kind, TINY + csv),
-                rf"the schedule .*/y cannot be read \({NO_FILE}\)$",
-            ),
-            Case(
-                f"layouts is a {what}",
-                layouts,
-                rf"^--layouts .*/l\.txt: cannot be read \({NO_FILE}\)$",
-            ),
-            Case(
-                f"tokenizer is a {what}",
-                tokenizer,
-                rf"^--tokenizer .*/t\.json: {NO_FILE}; give bytes",
-            ),
+    def named_by(text: str) -> Make:
+        """A recipe that names the file y, which is beside it."""
+        return lambda where: [
+            "check",
+            str(write(where / "x.toml", text.replace("HERE", str(where)))),
         ]
-        if what != "folder":
-            for source in ("text", "jsonl"):
-                text = f'{TINY}[data]\nsource = "{source}"\npath = "HERE/y"\n'
-                message = r'x\.toml:5: data\.path = ".*/y" is neither a file nor a folder; give'
-                cases.append(Case(f"{source} is a {what}", put("y", kind, text), message))
 
-            def source_of_prepare(where: Path, kind: Callable[[Path], None] = kind) -> list[str]:
-                kind(where / "y")
-                return prepare(where, where / "y")
+    def layouts(where: Path) -> list[str]:
+        return ["verify", str(write(where / "x.toml", TINY)), "--layouts", str(where / "l.txt")]
 
-            cases.append(
-                Case(
-                    f"prepare of a {what}",
-                    source_of_prepare,
-                    rf"/y: cannot be read: {NO_FILE}; make it",
-                )
-            )
+    def tokenizer(where: Path) -> list[str]:
+        return prepare(where, write(where / "a.txt", "a"), tokenizer=where / "t.json")
+
+    csv = '[mesh]\npp = 2\n[parallel]\nschedule = "csv"\nschedule_csv = "HERE/y"\n'
+    data = TINY + '[data]\nsource = "{}"\npath = "HERE/y"\n'
+    no_data = r'x\.toml:5: data\.path = ".*/y" is neither a file nor a folder; give'
+    # The file that is no plain file, what reads it, and the message.
+    readers: dict[str, tuple[str, Make, str]] = {
+        "recipe is": ("x.toml", of("x.toml"), rf"x\.toml: {NO_FILE}$"),
+        "base is": (
+            "y",
+            named_by('base = "y"\n'),
+            rf"x\.toml:1: base cannot be read: .*/y: {NO_FILE}$",
+        ),
+        "schedule is": (
+            "y",
+            named_by(TINY + csv),
+            rf"the schedule .*/y cannot be read \({NO_FILE}\)$",
+        ),
+        "layouts is": ("l.txt", layouts, rf"^--layouts .*/l\.txt: cannot be read \({NO_FILE}\)$"),
+        "tokenizer is": ("t.json", tokenizer, rf"^--tokenizer .*/t\.json: {NO_FILE}; give bytes"),
+        "text is": ("y", named_by(data.format("text")), no_data),
+        "jsonl is": ("y", named_by(data.format("jsonl")), no_data),
+        "prepare of": (
+            "y",
+            lambda where: prepare(where, where / "y"),
+            rf"/y: cannot be read: {NO_FILE}; make it",
+        ),
+    }
+    for what, kind in NO_PLAIN.items():
+        for reader, (name, make, message) in readers.items():
+            # These read folders.
+            if what == "folder" and reader in ("text is", "jsonl is", "prepare of"):
+                continue
+
+            def placed(
+                where: Path, name: str = name, kind: Change = kind, make: Make = make
+            ) -> list[str]:
+                kind(where / name)
+                return make(where)
+
+            cases[f"{reader} a {what}"] = (placed, message)
 
     def chain(where: Path) -> list[str]:
         for number in range(40):
@@ -482,9 +421,9 @@ def _files() -> list[case.Case]:
 
     def layouts_too_large(where: Path) -> list[str]:
         sparse(where / "l.txt", 1 << 40)
-        return ["verify", str(write(where / "x.toml", TINY)), "--layouts", str(where / "l.txt")]
+        return layouts(where)
 
-    def schedule(content: bytes) -> Callable[[Path], list[str]]:
+    def schedule(content: bytes) -> Make:
         def make(where: Path) -> list[str]:
             path = write(where / "y.csv", content)
             text = f'{TINY}[mesh]\npp = 2\n[parallel]\nschedule = "csv"\nschedule_csv = "{path}"\n'
@@ -492,66 +431,53 @@ def _files() -> list[case.Case]:
 
         return make
 
-    def of(name: str) -> Callable[[Path], list[str]]:
-        return lambda where: ["check", str(where / name)]
-
-    cases += [
-        Case(
-            "a chain of 40 bases",
+    cases |= {
+        "a chain of 40 bases": (
             chain,
             r"32\.toml:1: base = \"33\.toml\" is base number 33; use at most 32$",
         ),
-        Case(
-            "bases of a megabyte",
+        "bases of a megabyte": (
             wide_chain,
             r"\d+\.toml: the recipe and its bases are larger than 262_144 bytes$",
         ),
-        Case("a recipe that links to itself", loop, r"x\.toml: Too many levels of symbolic links$"),
-        Case(
-            "a circle by a link",
+        "a recipe that links to itself": (loop, r"x\.toml: Too many levels of symbolic links$"),
+        "a circle by a link": (
             circle_by_link,
             r'x\.toml:1: base = "y\.toml" makes a cycle; remove one base$',
         ),
-        Case(
-            "a recipe of a terabyte",
+        "a recipe of a terabyte": (
             lambda where: ["check", str(sparse(where / "x.toml", 1 << 40))],
             "is larger than",
         ),
-        Case("a recipe of no UTF-8", of(SURROGATE), r"caf\S+: No such file or directory$"),
-        Case("a recipe of two lines", of("a\nb"), r"/a\\nb: No such file or directory$"),
-        Case("a recipe of 300 letters", of("x" * 300), r"x{300}: File name too long$"),
-        Case("a recipe of a NUL byte", of("a\0b"), r"a\\u0000b: no file has such a name"),
-        Case(
-            "layouts of a terabyte",
+        "a recipe of no UTF-8": (of(SURROGATE), r"caf\S+: No such file or directory$"),
+        "a recipe of two lines": (of("a\nb"), r"/a\\nb: No such file or directory$"),
+        "a recipe of 300 letters": (of("x" * 300), r"x{300}: File name too long$"),
+        "a recipe of a NUL byte": (of("a\0b"), r"a\\u0000b: no file has such a name"),
+        "layouts of a terabyte": (
             layouts_too_large,
             r"^--layouts .*: cannot be read \(is larger than 1,048,576 bytes",
         ),
-        Case(
-            "a schedule of garbage",
+        "a schedule of garbage": (
             schedule(os.urandom(0) + b"\xff" * 999),
             r"cannot be read \('utf-8' codec",
         ),
-        Case(
-            "a schedule of long numbers",
+        "a schedule of long numbers": (
             schedule(b"0F" + b"9" * 9999 + b"\n1F0\n"),
             r":1: '0F9+\.\.\. is not an action",
         ),
-        Case(
-            "a schedule of many lines",
+        "a schedule of many lines": (
             schedule(b"0F0\n" * 99_999),
             r"has 99999 lines, but needs one for each of mesh\.pp = 2 pipeline ranks",
         ),
-        Case(
-            "a schedule of many cells",
+        "a schedule of many cells": (
             schedule(b"0F0," * 999_999 + b"\n1F0\n"),
             r":1 has 999999 cells, but 1 stages",
         ),
-        Case(
-            "a schedule that is too large",
+        "a schedule that is too large": (
             schedule(b"0F0," * (1 << 20) + b"\n"),
             r"is larger than 4,194,304 bytes",
         ),
-    ]
+    }
     return cases
 
 
@@ -583,7 +509,7 @@ def tokens(
     change: Callable[[dict[str, Any]], object] = lambda manifest: None,
     after: Callable[[Path], object] = lambda where: None,
     text: str | bytes | None = None,
-) -> Callable[[Path], list[str]]:
+) -> Make:
     """Make the input of a case with a folder of token files.
 
     Args:
@@ -612,28 +538,24 @@ def tokens(
 
 
 def put(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Set a key of a manifest; ``/`` separates the parts of the key."""
+    """Set a key of a manifest, which ``place_of`` finds."""
 
     def change(manifest: dict[str, Any]) -> None:
-        *outer, name = key.split("/")
-        for each in outer:
-            manifest = manifest[each]
-        manifest[name] = value
+        owner, name = place_of(manifest, key)
+        owner[name] = value
 
     return change
 
 
 def drop(key: str) -> Callable[[dict[str, Any]], None]:
     def change(manifest: dict[str, Any]) -> None:
-        *outer, name = key.split("/")
-        for each in outer:
-            manifest = manifest[each]
-        del manifest[name]
+        owner, name = place_of(manifest, key)
+        del owner[name]
 
     return change
 
 
-def _tokens() -> list[case.Case]:
+def _tokens() -> Rows:
     unusable = r'x\.toml:5: data\.path = ".*/t" cannot be used: .*/t/tokens\.json cannot be used \('
     values: dict[str, list[Any]] = {
         "format": ["other", 1, None, ["composer3d tokens"]],
@@ -687,26 +609,22 @@ def _tokens() -> list[case.Case]:
         "more": [1],
         "digest": ["0" * 32, "", None, 5, []],
     }
-    cases = [
-        Case(
-            f"tokens.json: {key!a} = {str(value)[:40]!a} ({number})",
+    cases: Rows = {
+        f"tokens.json: {key!a} = {str(value)[:40]!a} ({number})": (
             tokens(put(key, value)),
             unusable,
         )
         for key, each in values.items()
         for number, value in enumerate(each)
-    ]
+    }
     for name in ("../secret", "/etc/passwd", "a/b"):
 
         def add(manifest: dict[str, Any], name: str = name) -> None:
             manifest["files"][name] = manifest["files"]["tokens.bin"]
 
-        cases.append(
-            Case(
-                f"tokens.json names {name}",
-                tokens(add),
-                unusable + "files has .* does not belong there",
-            )
+        cases[f"tokens.json names {name}"] = (
+            tokens(add),
+            unusable + "files has .* does not belong there",
         )
     for key in (
         "version",
@@ -717,7 +635,7 @@ def _tokens() -> list[case.Case]:
         "files/tokens.bin",
         "files/documents.bin",
     ):
-        cases.append(Case(f"tokens.json without {key}", tokens(drop(key)), unusable + ".* lacks "))
+        cases[f"tokens.json without {key}"] = (tokens(drop(key)), unusable + ".* lacks ")
     texts: dict[str, tuple[str | bytes, str]] = {
         "nothing": ("", "Expecting value"),
         "a torn object": ('{"version": 1', "Expecting"),
@@ -737,55 +655,39 @@ def _tokens() -> list[case.Case]:
         "a long text": ('{"version": "' + "x" * 999_999 + '"}', r"it has version .{100}"),
         "many lists": ("[" + "[]," * 999_999 + "[]]", "it must be an object, not a list"),
     }
-    cases += [
-        Case(f"tokens.json of {name}", tokens(text=text), unusable + reason)
+    cases |= {
+        f"tokens.json of {name}": (tokens(text=text), unusable + reason)
         for name, (text, reason) in texts.items()
-    ]
-
-    def replace(name: str, kind: Callable[[Path], None]) -> Callable[[Path], None]:
-        def after(where: Path) -> None:
-            (where / name).unlink()
-            kind(where / name)
-
-        return after
+    }
 
     for what, kind in NO_PLAIN.items():
-        cases.append(
-            Case(
-                f"tokens.json is a {what}",
-                tokens(after=replace("tokens.json", kind)),
-                unusable + NO_FILE,
-            )
+        cases[f"tokens.json is a {what}"] = (
+            tokens(after=replaced("tokens.json", kind)),
+            unusable + NO_FILE,
         )
         for name in ("tokens.bin", "documents.bin", "tokenizer.json"):
             reason = rf"x\.toml:5: data\.path = .* cannot be used: .*/t/{name} (is|cannot)"
-            cases.append(Case(f"{name} is a {what}", tokens(after=replace(name, kind)), reason))
+            cases[f"{name} is a {what}"] = (tokens(after=replaced(name, kind)), reason)
     for name in ("tokens.bin", "documents.bin", "tokenizer.json"):
         prefix = rf"x\.toml:5: data\.path = .* cannot be used: .*/t/{name} "
-        cases += [
-            Case(
-                f"{name} is missing",
+        cases |= {
+            f"{name} is missing": (
                 tokens(after=lambda where, name=name: (where / name).unlink()),
                 prefix + "is missing",
             ),
-            Case(
-                f"{name} is huge",
+            f"{name} is huge": (
                 tokens(after=lambda where, name=name: sparse(where / name, 1 << 40)),
                 prefix + "has 1099511627776 bytes",
             ),
-            Case(
-                f"{name} is empty",
+            f"{name} is empty": (
                 tokens(after=lambda where, name=name: sparse(where / name, 0)),
                 prefix + "has 0 bytes",
             ),
-        ]
-    link = replace("tokenizer.json", lambda path: path.symlink_to("/etc/hostname"))
-    cases.append(
-        Case(
-            "tokenizer.json is a link",
-            tokens(after=link),
-            r"tokenizer\.json is a symbolic link, which is not",
-        )
+        }
+    link = replaced("tokenizer.json", lambda path: path.symlink_to("/etc/hostname"))
+    cases["tokenizer.json is a link"] = (
+        tokens(after=link),
+        r"tokenizer\.json is a symbolic link, which is not",
     )
     return cases
 
@@ -793,11 +695,11 @@ def _tokens() -> list[case.Case]:
 # Sources and tokenizers.
 
 
-def lines(content: bytes, *more: str) -> Callable[[Path], list[str]]:
+def lines(content: bytes, *more: str) -> Make:
     return lambda where: prepare(where, write(where / "a.jsonl", content), *more)
 
 
-def tokenizer(changed: Mapping[str, Any], text: bytes = b"a") -> Callable[[Path], list[str]]:
+def tokenizer(changed: Mapping[str, Any], text: bytes = b"a") -> Make:
     """A tokenizer.json of two words with other keys, and a text for it."""
 
     def make(where: Path) -> list[str]:
@@ -844,7 +746,7 @@ def charsmap(content: bytes) -> dict[str, Any]:
     }
 
 
-def _sources() -> list[case.Case]:
+def _sources() -> Rows:
     needed = r'/a\.jsonl:1: must be a JSON object such as \{"text": "\.\.\."\}: '
     texts: dict[str, tuple[bytes, str]] = {
         "a million brackets": (b"[" * 1_000_000, needed),
@@ -867,9 +769,9 @@ def _sources() -> list[case.Case]:
         "a line of escapes": (b'["\\u001b[2J\\n"]\r', needed + "got"),
         "a line of controls": (b'["a"]\x0b\x0c', needed),
     }
-    cases = [
-        Case(f"JSONL of {name}", lines(text), reason) for name, (text, reason) in texts.items()
-    ]
+    cases: Rows = {
+        f"JSONL of {name}": (lines(text), reason) for name, (text, reason) in texts.items()
+    }
 
     def huge_line(where: Path) -> list[str]:
         return prepare(where, sparse(where / "a.jsonl", 1 << 40))
@@ -877,7 +779,7 @@ def _sources() -> list[case.Case]:
     def huge_text(where: Path) -> list[str]:
         return prepare(where, sparse(where / "a.txt", 1 << 40))
 
-    def inside(name: str, content: bytes) -> Callable[[Path], list[str]]:
+    def inside(name: str, content: bytes) -> Make:
         def make(where: Path) -> list[str]:
             (where / "in").mkdir()
             with open(os.fsencode(where / "in") + b"/" + os.fsencode(name), "wb") as file:
@@ -903,7 +805,7 @@ def _sources() -> list[case.Case]:
         (where / "a.txt").symlink_to("a.txt")
         return prepare(where, where / "a.txt")
 
-    def named(option: str, name: str) -> Callable[[Path], list[str]]:
+    def named(option: str, name: str) -> Make:
         def make(where: Path) -> list[str]:
             arguments = prepare(where, write(where / "a.txt", "a\0"))
             arguments[{"SRC": 1, "-o": 3, "--tokenizer": 5}[option]] = str(where / name)
@@ -911,89 +813,68 @@ def _sources() -> list[case.Case]:
 
         return make
 
-    cases += [
-        Case(
-            "JSONL of a terabyte",
+    cases |= {
+        "JSONL of a terabyte": (
             huge_line,
             r"/a\.jsonl:1: the line is longer than 16_777_216 bytes",
         ),
-        Case(
-            "a text of a terabyte",
+        "a text of a terabyte": (
             huge_text,
             r"/a\.txt: one document has 1_099_511_627_776 bytes, but at most [\d_]+ are read into",
         ),
-        Case("a name of no UTF-8", inside(SURROGATE, b"a\0"), r"/in/caf\S+: byte 0 at offset 1"),
-        Case("a name of two lines", inside("a\nb", b"a\0"), r"/in/a\\nb: byte 0 at offset 1"),
-        Case(
-            "a suffix of no UTF-8",
+        "a name of no UTF-8": (inside(SURROGATE, b"a\0"), r"/in/caf\S+: byte 0 at offset 1"),
+        "a name of two lines": (inside("a\nb", b"a\0"), r"/in/a\\nb: byte 0 at offset 1"),
+        "a suffix of no UTF-8": (
             inside("a.json\udce9", b"a\0"),
             r"/in/a\.json\S+: byte 0 at offset 1",
         ),
-        Case(
-            "links, a device and a pipe",
-            links,
-            r"/in: no files found; give a path that holds text$",
-        ),
-        Case(
-            "a folder with a text that links to itself",
+        "links, a device and a pipe": (links, r"/in: no files found; give a path that holds text$"),
+        "a folder with a text that links to itself": (
             link_to_itself_inside,
             r"/in/b\.txt: is a link that leads nowhere; restore the file that it names, or remove",
         ),
-        Case(
-            "a text that links to itself",
+        "a text that links to itself": (
             link_to_itself,
             r"/a\.txt does not exist; give a text file",
         ),
-        Case(
-            "a source of a NUL byte",
+        "a source of a NUL byte": (
             named("SRC", "a\0b"),
             r"^SRC .*a\\u0000b: no file can have such a name",
         ),
-        Case(
-            "a folder of a NUL byte",
+        "a folder of a NUL byte": (
             named("-o", "a\0b"),
             r"^-o .*a\\u0000b: no file can have such a name",
         ),
-        Case(
-            "a tokenizer of a NUL byte",
+        "a tokenizer of a NUL byte": (
             named("--tokenizer", "a\0b"),
             r"^--tokenizer .*: no file can have such a name",
         ),
-        Case(
-            "a source of half a pair",
+        "a source of half a pair": (
             named("SRC", "a\ud800"),
             r"^SRC .*: no file can have such a name",
         ),
-        Case(
-            "a folder of half a pair",
+        "a folder of half a pair": (
             named("-o", "a\ud800"),
             r"^-o .*: no file can have such a name",
         ),
-        Case(
-            "a source of no UTF-8",
+        "a source of no UTF-8": (
             named("SRC", SURROGATE),
             r"/caf\S+ does not exist; give a text file",
         ),
-        Case(
-            "a source of two lines",
-            named("SRC", "a\nb"),
-            r"/a\\nb does not exist; give a text file",
-        ),
-        Case(
-            "a folder of 300 letters",
+        "a source of two lines": (named("SRC", "a\nb"), r"/a\\nb does not exist; give a text file"),
+        "a folder of 300 letters": (
             named("-o", "x" * 300),
             r"x{300} cannot be written: File name too long",
         ),
-        Case(
-            "a field of two lines",
+        "a field of two lines": (
             lines(b'{"a": 1}', "--field", "a\nb"),
             r'/a\.jsonl:1: must be a JSON object such as \{"a\\nb": "\.\.\."\}',
         ),
-    ]
+    }
     return cases
 
 
-def _tokenizers() -> list[case.Case]:
+def _tokenizers() -> Rows:
     refused = r"^--tokenizer .*/t\.json: "
     panics = refused + "it panics: "
     unreadable = refused + "Cannot instantiate Tokenizer from buffer"
@@ -1002,83 +883,67 @@ def _tokenizers() -> list[case.Case]:
     )
     word = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
     at_text = r"^.*/a\.txt or soon after: --tokenizer .*/t\.json: "
-    return [
-        Case("charsmap out of bounds", tokenizer(charsmap(b"\4\0\0\0\1\2\3\4abc")), panics),
-        Case(
-            "charsmap of garbage",
+    return {
+        "charsmap out of bounds": (tokenizer(charsmap(b"\4\0\0\0\1\2\3\4abc")), panics),
+        "charsmap of garbage": (
             tokenizer(charsmap(b"\xff" * 64)),
             refused + "(it panics|its process ended|it takes)",
         ),
-        Case(
-            "chunks of nothing",
+        "chunks of nothing": (
             tokenizer({"pre_tokenizer": {"type": "FixedLength", "length": 0}}),
             panics,
         ),
-        Case(
-            "a pattern that does not end",
+        "a pattern that does not end": (
             tokenizer(split("(x+x+)+y"), b"x" * 100),
             at_text + "it panics: Onig",
         ),
-        Case(
-            "another one",
+        "another one": (
             tokenizer(split("^(a|a?)+$"), b"a" * 60 + b"!"),
             at_text + "it panics: Onig",
         ),
-        Case("a pattern of brackets", tokenizer(split("(" * 50_000 + ")" * 50_000)), unreadable),
-        Case("a pattern that calls itself", tokenizer(split(r"(?<r>\g<r>|a)")), unreadable),
-        Case("no pattern", tokenizer(split("(")), unreadable),
-        Case(
-            "all memory by six rules",
+        "a pattern of brackets": (tokenizer(split("(" * 50_000 + ")" * 50_000)), unreadable),
+        "a pattern that calls itself": (tokenizer(split(r"(?<r>\g<r>|a)")), unreadable),
+        "no pattern": (tokenizer(split("(")), unreadable),
+        "all memory by six rules": (
             tokenizer({"normalizer": {"type": "Sequence", "normalizers": [times(100)] * 6}}),
             refused + died,
         ),
-        Case(
-            "all memory by one rule",
+        "all memory by one rule": (
             tokenizer({"normalizer": times(1_000_000, "x")}, b"x" * 999),
             at_text + died,
         ),
-        Case(
-            "token ids of 2^32",
+        "token ids of 2^32": (
             tokenizer({"model": word | {"vocab": {"a": 2**32 - 1, "</s>": 1}}}),
             refused + "it has token ids",
         ),
-        Case("token ids of 2^40", tokenizer({"model": word | {"vocab": {"a": 2**40}}}), unreadable),
-        Case("token ids below 0", tokenizer({"model": word | {"vocab": {"a": -1}}}), unreadable),
-        Case("no end of document", tokenizer({"model": word}), refused + "it has no "),
-        Case(
-            "an empty vocabulary",
-            tokenizer({"model": word | {"vocab": {}}}),
-            refused + "it has no ",
-        ),
-        Case("no model", tokenizer({"model": None}), unreadable),
-        Case("another model", tokenizer({"model": {"type": "Pickle"}}), unreadable),
-        Case(
-            "unigrams of nothing",
+        "token ids of 2^40": (tokenizer({"model": word | {"vocab": {"a": 2**40}}}), unreadable),
+        "token ids below 0": (tokenizer({"model": word | {"vocab": {"a": -1}}}), unreadable),
+        "no end of document": (tokenizer({"model": word}), refused + "it has no "),
+        "an empty vocabulary": (tokenizer({"model": word | {"vocab": {}}}), refused + "it has no "),
+        "no model": (tokenizer({"model": None}), unreadable),
+        "another model": (tokenizer({"model": {"type": "Pickle"}}), unreadable),
+        "unigrams of nothing": (
             tokenizer({"model": {"type": "Unigram", "unk_id": 0, "vocab": []}}),
             unreadable,
         ),
-        Case(
-            "unigrams without unknown",
+        "unigrams without unknown": (
             tokenizer({"model": {"type": "Unigram", "unk_id": 99, "vocab": [["a", -1.0]]}}),
             unreadable,
         ),
-        Case(
-            "merges of nothing",
+        "merges of nothing": (
             tokenizer({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}),
             unreadable,
         ),
-        Case(
-            "a text of no UTF-8",
+        "a text of no UTF-8": (
             tokenizer({}, b"a\xffb"),
             r"/a\.txt: byte 0xff at offset 1 is not UTF-8",
         ),
-        Case(
-            "a text beyond memory",
+        "a text beyond memory": (
             tokenizer({}, b"a" * ((16 << 20) + 1)),
             r"/a\.txt: one document has 16_777_217 bytes",
         ),
-        *(
-            Case(f"tokenizer.json of {name}", _raw_tokenizer(content), refused + reason)
+        **{
+            f"tokenizer.json of {name}": (_raw_tokenizer(content), refused + reason)
             for name, content, reason in (
                 ("nothing", b"", "Cannot instantiate"),
                 ("brackets", b"[" * 100_000, "Cannot instantiate"),
@@ -1089,18 +954,17 @@ def _tokenizers() -> list[case.Case]:
                 ("half a pair", rb'{"version": "\ud800"}', "Cannot instantiate"),
                 ("a pickle", b"\x80\x04cos\nsystem\n(S'true'\ntR.", "Cannot instantiate"),
             )
-        ),
-        Case(
-            "tokenizer.json of a terabyte",
+        },
+        "tokenizer.json of a terabyte": (
             lambda where: prepare(
                 where, write(where / "a.txt", "a"), tokenizer=sparse(where / "t.json", 1 << 40)
             ),
             refused + "is larger than 67,108,864 bytes",
         ),
-    ]
+    }
 
 
-def _raw_tokenizer(content: bytes) -> Callable[[Path], list[str]]:
+def _raw_tokenizer(content: bytes) -> Make:
     return lambda where: prepare(
         where, write(where / "a.txt", "a"), tokenizer=write(where / "t.json", content)
     )
@@ -1117,7 +981,7 @@ def _deep_rules() -> bytes:
 # Tables.
 
 
-def parquet(make: Callable[[Path], object]) -> Callable[[Path], list[str]]:
+def parquet(make: Callable[[Path], object]) -> Make:
     def source(where: Path) -> list[str]:
         make(where / "a.parquet")
         return prepare(where, where / "a.parquet")
@@ -1125,9 +989,7 @@ def parquet(make: Callable[[Path], object]) -> Callable[[Path], list[str]]:
     return source
 
 
-def dataset(
-    state: bytes, make: Callable[[Path], object] = lambda path: None
-) -> Callable[[Path], list[str]]:
+def dataset(state: bytes, make: Callable[[Path], object] = lambda path: None) -> Make:
     """A folder that looks like one of datasets, with a state.json, and ``make`` a.arrow in it."""
 
     def source(where: Path) -> list[str]:
@@ -1140,10 +1002,10 @@ def dataset(
     return source
 
 
-def _tables() -> list[case.Case]:
+def _tables() -> Rows:
     unreadable = r"/a\.parquet: cannot be read: .*; copy it again, or move it away"
-    cases = [
-        Case(f"Parquet of {name}", parquet(lambda path, text=text: write(path, text)), unreadable)
+    cases: Rows = {
+        f"Parquet of {name}": (parquet(lambda path, text=text: write(path, text)), unreadable)
         for name, text in (
             ("nothing", b""),
             ("a magic number", b"PAR1"),
@@ -1151,11 +1013,11 @@ def _tables() -> list[case.Case]:
             ("a long footer", b"PAR1" + b"x" * 99 + b"\xff\xff\xff\x7fPAR1"),
             ("a footer of lists", b"PAR1" + b"\x19" * 9_999 + b"\x0f\x27\0\0PAR1"),
         )
-    ]
-    cases += [
-        Case("Parquet of a terabyte", parquet(lambda path: sparse(path, 1 << 40)), unreadable),
-        Case("Parquet of a pipe", parquet(pipe), "cannot be read: is a named pipe, not a plain"),
-    ]
+    }
+    cases |= {
+        "Parquet of a terabyte": (parquet(lambda path: sparse(path, 1 << 40)), unreadable),
+        "Parquet of a pipe": (parquet(pipe), "cannot be read: is a named pipe, not a plain"),
+    }
     no_file = "its state.json names .*, which is no file of the folder"
     entry = '{"_data_files": [{"filename": "%s"}]}'
     states: dict[str, tuple[str, Callable[[Path], object], str]] = {
@@ -1165,11 +1027,15 @@ def _tables() -> list[case.Case]:
         "brackets": ("[" * 100_000, lambda path: None, "/set: cannot be read: "),
         "no files": ("{}", lambda path: None, "/set: cannot be read: "),
     }
-    cases += [
-        Case(f"a dataset of {name}", dataset(state.encode(), make), reason)
+    cases |= {
+        f"a dataset of {name}": (dataset(state.encode(), make), reason)
         for name, (state, make, reason) in states.items()
-    ]
+    }
     return cases
 
 
-CASES = [*_values(), *_texts(), *_files(), *_tokens(), *_sources(), *_tokenizers(), *_tables()]
+CASES = [
+    _refused(name, make, message)
+    for rows in (_values, _texts, _files, _tokens, _sources, _tokenizers, _tables)
+    for name, (make, message) in rows().items()
+]

@@ -3,7 +3,6 @@
 Exit status: 0 if none did harm, 1 if one did, 2 if no case has such a name.
 """
 
-import argparse
 import subprocess
 import sys
 import time
@@ -12,14 +11,11 @@ from pathlib import Path
 
 from composer3d.runtime.launch import Pool
 from tools.prove.paths import HOSTILE
+from tools.prove.proof import make_parser
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="tools/prove/run hostile",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("hostile", __doc__)
     parser.add_argument(
         "names", metavar="NAME", nargs="*", help="part of a case's name; default: all cases"
     )

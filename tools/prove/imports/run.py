@@ -13,7 +13,6 @@ for each step that holds, so that a proof that was interrupted goes on.
 Exit status: 0 if every step holds, 1 if one does not.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -21,6 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tools.prove.proof import make_parser
 
 FOLDER = Path(__file__).resolve().parent
 CONFIGURATIONS = {
@@ -100,9 +101,7 @@ def gpus_of(name: str) -> int:
 
 def main(arguments: list[str]) -> int:
     """Run the chosen steps of the chosen configurations; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="tools/prove/run imports", description=__doc__.partition("\n")[0]
-    )
+    parser = make_parser("imports", __doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CONFIGURATIONS))
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS, metavar="STEP")
     parser.add_argument("--record", type=Path, help="a file of the steps that hold already")

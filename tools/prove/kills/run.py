@@ -12,8 +12,6 @@ The same lists show what a power failure could undo: files must be synced before
 its name, and that name must be synced before an older checkpoint is removed.
 """
 
-import argparse
-import json
 import random
 import re
 import shutil
@@ -31,6 +29,7 @@ from typing import Any, Literal, NamedTuple
 
 from composer3d.runtime.launch import Pool, WorkerError
 from tools.prove.kills.trap import PUBLISHED, Death, Event, Outcome, train_once
+from tools.prove.proof import corpus_of, logged_losses, make_parser
 
 RECIPE = """\
 [run]
@@ -165,7 +164,7 @@ class Killer:
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="composer3d-kill-"))
         self.folder = Path(folder)
         corpus = self.folder / "corpus.txt"
-        corpus.write_bytes(bytes((i * i + i // 7) % 251 + 1 for i in range(4_000)))
+        corpus.write_bytes(corpus_of(4_000))
         (self.folder / "recipe.toml").write_text(RECIPE.format(corpus=corpus))
         # By number of ranks, steps and overrides.
         self._uninterrupted: dict[tuple[int, int, tuple[str, ...]], Uninterrupted] = {}
@@ -207,7 +206,7 @@ class Killer:
             folder = self.new_folder()
             outcomes = self.train(folder, [*model, f"run.steps={steps}"], world=world)
             states = [outcome.state for outcome in outcomes]
-            run = Uninterrupted(losses(folder), states, outcomes[0].loop_s)
+            run = Uninterrupted(logged_losses(folder / "run"), states, outcomes[0].loop_s)
             self._uninterrupted[world, steps, model] = run
         return run
 
@@ -251,13 +250,12 @@ class Killer:
 
         kept = sorted(path.name for path in checkpoints(folder).iterdir())
         newest_names = [f"step-{step:08d}" for step in range(steps - keep + 1, steps + 1)]
+        losses = logged_losses(folder / "run")
         problem = None
         if len(resumed) > 1 or min(resumed) < newest:
             problem = f"it resumed from step {resumed}"
-        elif losses(folder) != expected.losses:
-            problem = (
-                f"its losses are {losses(folder)}, and of the uninterrupted run {expected.losses}"
-            )
+        elif losses != expected.losses:
+            problem = f"its losses are {losses}, and of the uninterrupted run {expected.losses}"
         elif [outcome.state for outcome in outcomes] != expected.states:
             problem = "its last state differs from the one of the uninterrupted run"
         elif min(resumed) < steps and kept != newest_names:
@@ -268,12 +266,6 @@ class Killer:
 
 def checkpoints(folder: Path) -> Path:
     return folder / "run" / "checkpoints"
-
-
-def losses(folder: Path) -> dict[int, float]:
-    """All losses that are in the log, by step."""
-    lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
 def published(folder: Path) -> int:
@@ -425,12 +417,7 @@ def kill_at_random(killer: Killer, instant: Instant) -> Kill:
 
 def main(arguments: Sequence[str]) -> int:
     names = [*(scenario.name for scenario in SCENARIOS), RANDOM]
-    parser = argparse.ArgumentParser(
-        "tools/prove/run kills",
-        description=__doc__,
-        epilog="\n  ".join(["scenarios:", *names]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("kills", __doc__, "\n  ".join(["scenarios:", *names]))
     parser.add_argument(
         "names", metavar="NAME", nargs="*", help="part of a scenario's name; default: all scenarios"
     )

@@ -8,8 +8,6 @@ with bitwise the losses of one that was never killed, each step once. No kill ma
 than lie between two checkpoints.
 """
 
-import argparse
-import json
 import os
 import random
 import re
@@ -24,11 +22,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from tools.prove.kills.jobs import RECIPE, Job, Launcher, losses
+from tools.prove.kills.jobs import Job, Launcher, differences, write_inputs
+from tools.prove.proof import logged_losses, logged_rows, make_parser
 
 WORLD = 2
 EVERY = 20  # steps between checkpoints
 _RESTARTS = 1_000_000
+# Steps of more layers and micro-batches than in the jobs: the training must outlast all kills.
+_LONG_STEPS = ("model.n_layers=2", "data.micro_batch=1")
 _LONGEST_LIFE_S = 8.0  # from a kill to the next one; a start takes about half of it
 _END_S = 1800.0  # how long the training may take after the last kill
 _RESUMED = re.compile(r"(\d+) of \d+ steps are done|starting from the beginning")
@@ -118,7 +119,7 @@ class Storm:
                     job = self._start(kill.launcher)
                     self._live(job, kill.after_s)
                 self._note_resumes(job)
-                self._logged = max(losses(self.folder), default=0)
+                self._logged = max(logged_losses(self.folder / "run"), default=0)
                 if self._kill(job, kill):
                     job.wait()
                     self.problems += [f"left after {kill}: {item}" for item in job.left_over()]
@@ -169,12 +170,10 @@ class Storm:
 def check(storm: Storm, expected: dict[int, float]) -> list[str]:
     """Return all problems of a training that has ended."""
     problems = list(storm.problems)
-    found = losses(storm.folder)
-    if found != expected:
-        wrong = [step for step in expected if found.get(step) != expected[step]]
-        problems.append(f"{len(wrong)} of {len(expected)} losses differ, from step {min(wrong)} on")
-    lines = (storm.folder / "run" / "metrics.jsonl").read_text().splitlines()
-    steps = [row["step"] for row in map(json.loads, lines) if "loss" in row]
+    rows = [row for row in logged_rows(storm.folder / "run") if "loss" in row]
+    found = {row["step"]: row["loss"] for row in rows}
+    problems += differences(found, expected)
+    steps = [row["step"] for row in rows]
     if steps != sorted(set(steps)):
         problems.append("a step is logged twice, or steps are out of order")
     most = max(storm.lost_steps, default=0)
@@ -190,24 +189,19 @@ def prove(folder: Path, count: int, steps: int) -> tuple[Storm, list[str]]:
     Raises:
         RuntimeError: the training without kills has failed.
     """
-    corpus = folder / "corpus.txt"
-    corpus.write_bytes(bytes((i * i + i // 7) % 251 + 1 for i in range(40_000)))
-    (folder / f"recipe-{WORLD}.toml").write_text(RECIPE.format(corpus=corpus, world=WORLD))
-    sets = (f"run.steps={steps}", f"checkpoint.every={EVERY}", "checkpoint.every_minutes=0")
+    write_inputs(folder)
+    schedule = (f"run.steps={steps}", f"checkpoint.every={EVERY}", "checkpoint.every_minutes=0")
+    sets = (*_LONG_STEPS, *schedule)
     calm = Job(folder / "calm", WORLD, "train", *sets)
     if calm.wait(_END_S) != 0:
         raise RuntimeError(f"the training without kills failed: {calm.output()}")
     storm = Storm(folder / "storm", sets)
     storm.run(kills(count))
-    return storm, check(storm, losses(calm.folder))
+    return storm, check(storm, calm.losses())
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        "tools/prove/run storm",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("storm", __doc__)
     parser.add_argument(
         "--kills", type=int, default=100, help="the number of kills; default: %(default)s"
     )

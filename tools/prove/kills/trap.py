@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tools.prove.resume import parts
+
 # A file of the run's folder: the steps whose checkpoints were published under their names.
 PUBLISHED = "published"
 
@@ -265,12 +267,9 @@ def train_once(
 
 def digest(run: Any) -> str:
     """The SHA-256 of this rank's shards of all parameters and of the optimizer's states."""
-    from composer3d.parallel.init import local_part
-
     out = hashlib.sha256()
-    for name, parameter in sorted(run.stages.named_parameters()):
-        for key, tensor in (("", parameter), *sorted(run.optimizer.state[parameter].items())):
-            local, _ = local_part(tensor)
-            out.update(f"{name} {key}".encode())
-            out.update(local.contiguous().numpy().tobytes())
+    # A resume may fill the optimizer's states in another order.
+    for key, _, _, local in sorted(parts(run), key=lambda part: part[0]):
+        out.update(key.encode())
+        out.update(local.contiguous().numpy().tobytes())
     return out.hexdigest()

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.prove.kills import jobs
-from tools.prove.kills.jobs import Job, Killer, losses
+from tools.prove.kills.jobs import Job, Killer
 
 # How long a collective may wait in these jobs, and how much longer naming a rank may take.
 TIMEOUT_MINUTES = 0.15
@@ -90,13 +90,11 @@ class _Attempt:
         """Start the job again, and compare its losses with those of an undisturbed one."""
         self.start(*sets)
         self.expect(0)
-        self.compare(losses(self.folder))
+        self.compare(self.job.losses())
 
     def compare(self, found: dict[int, float]) -> None:
         expected = self.killer.uninterrupted_losses(self.trouble.world)
-        if found != expected:
-            wrong = [step for step in expected if found.get(step) != expected[step]]
-            self.problems.append(f"{len(wrong)} losses differ, from step {min(wrong)} on")
+        self.problems += jobs.differences(found, expected)
 
     @property
     def named(self) -> str:
@@ -166,7 +164,7 @@ def _full_disk_for_a_moment(attempt: _Attempt) -> None:
             time.sleep(0.01)
         ballast.unlink()
         attempt.expect(0, "metrics.jsonl can be written again; lines lost before this: ")
-        found = losses(attempt.folder)
+        found = job.losses()
         if max(found) < jobs.STEPS or len(found) == jobs.STEPS:
             attempt.problems.append(f"the logged steps are {sorted(found)}")
         expected = attempt.killer.uninterrupted_losses(attempt.trouble.world)
@@ -237,7 +235,7 @@ def _odd_environment(attempt: _Attempt) -> None:
 
 
 def _renamed_folder(attempt: _Attempt) -> None:
-    job = attempt.start("reliability.restarts=2", "run.steps=100000", "optim.decay=40")
+    job = attempt.start("reliability.restarts=2", "run.steps=100000", f"optim.decay={jobs.STEPS}")
     job.wait_for_step(attempt.trouble.step)
     moved = attempt.folder / "moved"
     attempt.run.rename(moved)
@@ -256,7 +254,7 @@ def _closed_stderr(attempt: _Attempt) -> None:
     job.wait_for_step(attempt.trouble.step)
     job.kill("rank", attempt.trouble.rank)
     attempt.expect(0)
-    attempt.compare(losses(attempt.folder))
+    attempt.compare(job.losses())
 
 
 def _hang_up(attempt: _Attempt) -> None:
