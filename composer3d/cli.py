@@ -21,7 +21,7 @@ from composer3d.commands.parser import did_you_mean
 from composer3d.facts.bounds import is_utf8
 from composer3d.facts.errors import LaunchError, RecipeError, UserError
 from composer3d.facts.interrupts import INTERRUPTED, Interrupts
-from composer3d.recipe.values import one_line
+from composer3d.facts.text import one_line
 from composer3d.runtime import console, environment
 from composer3d.runtime.shortage import lacks_memory, no_memory
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from composer3d.facts.errors import CheckpointError, UserError
 from composer3d.facts.files import MIB, RefusedFileError
+from composer3d.facts.text import in_quotes
 
 # The largest pickle in a torch file, in bytes. A tensor takes about 200 of them.
 LIMIT = 256 * MIB
@@ -427,7 +428,9 @@ class _Machine:
 
     def _push_name(self, path: str) -> None:
         if path not in self._names:
-            raise PickleError(f"it names {path!r:.200}, which is refused: nothing of it was run")
+            raise PickleError(
+                f"it names {in_quotes(path)}, which is refused: nothing of it was run"
+            )
         if path not in self._made_names:
             self._made_names[path] = Name(path)
         self._stack.append(self._made_names[path])

@@ -14,9 +14,8 @@ from composer3d.doctor.report import Report, as_json_of, text_of
 from composer3d.doctor.row import row_of, toml_of
 from composer3d.facts.errors import UserError
 from composer3d.facts.hardware import read_row
-from composer3d.facts.text import printable_lines
+from composer3d.facts.text import one_line, printable_lines
 from composer3d.recipe.resolve import Resolved, load
-from composer3d.recipe.values import one_line
 from composer3d.runtime import environment, launch
 
 # Messages take seconds at most; ranks may take minutes to import torch and to meet.

@@ -25,6 +25,7 @@ from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import MeshTable, Recipe
 from composer3d.runtime import environment, launch, log
 from composer3d.runtime.console import output_error, say, steady_output
+from composer3d.runtime.ends import describe_died, describe_left
 from composer3d.runtime.ranks import describe_rank, identity
 from composer3d.runtime.shortage import lacks_memory, no_memory
 from composer3d.runtime.starter import die_with_parent
@@ -178,11 +179,11 @@ def _require_output() -> None:
 
 def print_lost_ranks(result: launch.JobResult, mesh: MeshTable) -> None:
     """Name, on standard error, the ranks that died, were killed, or left the others."""
-    for rank in [*result.died, *result.stuck]:
-        name = describe_rank(rank, mesh)
-        say([f"{name} died, or was killed because it hung"])
-    for rank in result.left:
-        say([f"{describe_rank(rank, mesh)} ended before the others"])
+    lines = describe_died(result.died, mesh)
+    lines += [f"{describe_rank(rank, mesh)} was killed because it hung" for rank in result.stuck]
+    lines += describe_left(result.left, mesh)
+    if lines:
+        say(lines)
 
 
 def _must_report(error: UserError, rank: int) -> bool:

@@ -15,9 +15,9 @@ from composer3d.draw import layout_svg, layout_text
 from composer3d.draw.files import write_picture
 from composer3d.draw.layout import AxisTraffic, Layout, make_layout
 from composer3d.draw.terminal import style_of
+from composer3d.facts.text import one_line
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import AXES, Recipe
-from composer3d.recipe.values import one_line
 
 EXAMPLES = (
     "composer3d layout quickstart",

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from composer3d.recipe.values import one_line
+from composer3d.facts.text import one_line
 
 _MOST_COLUMNS = 100  # of help
 _SHOWN = 80  # characters of a wrong argument in a message
@@ -22,7 +22,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def _shorten(argument: str) -> str:
     """Return an argument on one line, cut at 80 characters, for a message."""
-    return one_line(argument[:_SHOWN])
+    return one_line(argument, _SHOWN)
 
 
 def choice_of(choices: Sequence[str]) -> Callable[[str], str]:

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from composer3d.commands.arguments import add_json
 from composer3d.commands.parser import Parser, did_you_mean
 from composer3d.facts.errors import UserError
+from composer3d.facts.text import one_line
 from composer3d.facts.toml import parse_toml
 from composer3d.models.registry import architecture
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import AXES, Recipe
-from composer3d.recipe.values import one_line
 
 FOLDER = Path(__file__).parent.with_name("recipes")
 
@@ -93,8 +93,8 @@ def run(options: Options) -> int:
         return 0
     made = copy(path, options.dest)
     for file in made:
-        print(f"made {one_line(str(file))}")
-    print(f"train it: composer3d train {one_line(str(made[0]))}")
+        print(f"made {one_line(file)}")
+    print(f"train it: composer3d train {one_line(made[0])}")
     return 0
 
 
@@ -109,7 +109,7 @@ def find(name: str) -> Path:
     if stem in known:
         return FOLDER / f"{stem}.toml"
     hint = did_you_mean(stem, known) or "; composer3d recipes ls lists them"
-    raise UserError(f"{one_line(name[:200])}: composer3d has no such recipe{hint}")
+    raise UserError(f"{one_line(name, 200)}: composer3d has no such recipe{hint}")
 
 
 class Row(NamedTuple):
@@ -221,14 +221,14 @@ def copy(path: Path, dest: str | None) -> list[Path]:
         target /= path.name
     elif target.suffix != ".toml":
         raise UserError(
-            f"{one_line(str(target))}: name a folder that exists, or a file that ends with .toml"
+            f"{one_line(target)}: name a folder that exists, or a file that ends with .toml"
         )
     contents = {target: path.read_bytes()}
     for file in needed_files(path):
         contents.setdefault(target.with_name(file.name), file.read_bytes())
     if target.name in {file.name for file in needed_files(path)}:
         raise UserError(
-            f"{one_line(str(target))}: the recipe inherits from a file of this name; give the copy "
+            f"{one_line(target)}: the recipe inherits from a file of this name; give the copy "
             "another name"
         )
 
@@ -245,12 +245,9 @@ def copy(path: Path, dest: str | None) -> list[Path]:
             file_made.unlink(missing_ok=True)
         if isinstance(error, FileExistsError):
             raise UserError(
-                f"{one_line(str(place))} exists, and is not overwritten; give another DEST, or "
-                "remove it"
+                f"{one_line(place)} exists, and is not overwritten; give another DEST, or remove it"
             ) from None
-        raise UserError(
-            f"{one_line(str(place))}: the file cannot be made ({error.strerror})"
-        ) from None
+        raise UserError(f"{one_line(place)}: the file cannot be made ({error.strerror})") from None
     return made
 
 

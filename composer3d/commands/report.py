@@ -15,12 +15,13 @@ from composer3d.draw.layout import make_layout
 from composer3d.facts import hardware, trace
 from composer3d.facts.errors import UserError
 from composer3d.facts.tags import COUNTED_TOKENS
-from composer3d.facts.text import printable
+from composer3d.facts.text import one_line, printable
 from composer3d.models.registry import architecture
+from composer3d.planner.memory import GIB
 from composer3d.planner.search import Device, price
 from composer3d.recipe.changes import shown, values_of
 from composer3d.recipe.schema import Recipe
-from composer3d.recipe.values import FIELDS, one_line
+from composer3d.recipe.values import FIELDS
 from composer3d.report import folder, page
 from composer3d.report.folder import RunFolder
 from composer3d.report.page import Difference, Forecast, Picture, Subject
@@ -106,7 +107,7 @@ def run(options: Options) -> int:
         write_atomic(path, text)
     except OSError as error:
         raise UserError(
-            f"{one_line(str(path))} cannot be written ({error.strerror}); name a file with -o"
+            f"{one_line(path)} cannot be written ({error.strerror}); name a file with -o"
         ) from None
     if options.as_json:
         print(json.dumps({"ok": True, "report": str(path), "runs": list(map(_as_json, subjects))}))
@@ -119,7 +120,7 @@ def run(options: Options) -> int:
             print(f"  {n_all} reports of lost ranks; the page has the newest")
         for problem in subject.run.problems:
             print(f"  {printable(problem)}")
-    print(f"wrote {one_line(str(path))}")
+    print(f"wrote {one_line(path)}")
     return 0
 
 
@@ -127,7 +128,7 @@ def _labels(folders: list[RunFolder]) -> list[str]:
     """Return names of runs: those of their folders, or else their paths."""
     names = [one_line(found.name) for found in folders]
     if len(set(names)) < len(names):
-        names = [one_line(str(found.path)) for found in folders]
+        names = [one_line(found.path) for found in folders]
     if len(set(names)) < len(names):
         raise UserError(f"{names[0]}: a run cannot be compared with itself; name another one")
     return names
@@ -209,7 +210,7 @@ def _forecast(run: RunFolder, device: hardware.Hardware | None, per_node: int) -
         return Forecast(None, None, f"Nothing is predicted: {error}.")
     # On a CPU, the metrics have the memory of the whole process, and the planner that of tensors.
     predicts_memory = run.device not in (None, "cpu")
-    peak_gib = max(rank.allocated_bytes for rank in found.memory) / 2**30
+    peak_gib = max(rank.allocated_bytes for rank in found.memory) / GIB
     return Forecast(
         tokens_per_s=found.tokens_s * run.recipe.world_size,
         memory_gib=peak_gib if predicts_memory else None,

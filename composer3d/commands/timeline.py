@@ -19,13 +19,13 @@ from composer3d.draw.timeline_text import render
 from composer3d.facts import trace
 from composer3d.facts.errors import PlanError, UserError
 from composer3d.facts.schedules import SCHEDULES, Cell
+from composer3d.facts.text import one_line
 from composer3d.planner.schedule import actions, recipe_actions
 from composer3d.planner.search import Device
 from composer3d.planner.simulate import StageTimes, closed_form, sends, simulate
 from composer3d.planner.time import PipelineTimes, pipeline_times
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
-from composer3d.recipe.values import one_line
 
 # Actions of a pipeline that pages and TensorBoard show. Each takes about 200 bytes of SVG.
 MOST_ACTIONS = 6_000

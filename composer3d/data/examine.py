@@ -11,8 +11,8 @@ import numpy as np
 
 from composer3d.data.tokenizer import Decoder
 from composer3d.facts.errors import DataError
+from composer3d.facts.text import one_line
 from composer3d.facts.token_manifest import TOKENIZER, Shard, TokenManifest, digest_of
-from composer3d.recipe.values import one_line
 
 _BLOCK_STARTS = 1 << 20  # starts of documents that are read at a time
 _START_BYTES = 8

@@ -26,8 +26,8 @@ from composer3d.data.tokens import add_content
 from composer3d.facts import token_manifest
 from composer3d.facts.errors import DataError
 from composer3d.facts.files import parse_json, read_plain
+from composer3d.facts.text import one_line
 from composer3d.facts.token_manifest import TOKENIZER, ContentDigest, mask_file, shard_files
-from composer3d.recipe.values import one_line
 from composer3d.runtime.files import append_whole, open_own, sync, write_atomic
 
 _JOURNAL, _LOCK = "journal.jsonl", "lock"
@@ -185,7 +185,7 @@ class Unfinished:
             if self.pieces or (is_interrupt and has_tokenizer):
                 parts = f"{len(self.pieces)} finished parts" if self.pieces else "its tokenizer"
                 print(
-                    f"{one_line(str(self.folder))} keeps {parts}; "
+                    f"{one_line(self.folder)} keeps {parts}; "
                     "run the same command again to go on, or remove it",
                     file=sys.stderr,
                 )
@@ -202,14 +202,14 @@ class Unfinished:
             is_own = {path.name for path in self.folder.iterdir()} <= {_LOCK}
         if not is_own:
             raise DataError(
-                f"{one_line(str(self.folder))} is in the way: prepare works in a folder of that "
+                f"{one_line(self.folder)} is in the way: prepare works in a folder of that "
                 "name, and has not made this one; move it away, or give another -o"
             )
 
     def _read_journal(self, settings: dict[str, Any]) -> None:
         """Read the pieces of an earlier prepare, and write the journal of this one."""
         path = self.folder / _JOURNAL
-        shown = one_line(str(self.folder))
+        shown = one_line(self.folder)
         lines: list[bytes] = []
         if os.path.lexists(path):
             try:
@@ -225,7 +225,7 @@ class Unfinished:
                 self._keep_valid_pieces([_parse_object(line) for line in lines[1:]])
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise DataError(
-                    f"{shown}: its {_JOURNAL} cannot be used ({one_line(str(error))}); remove the "
+                    f"{shown}: its {_JOURNAL} cannot be used ({one_line(error)}); remove the "
                     "folder to begin anew"
                 ) from None
             if self._is_other_source:
@@ -403,8 +403,7 @@ def _lock(folder: Path) -> BinaryIO:
     except BlockingIOError:
         file.close()
         raise DataError(
-            f"{one_line(str(folder))} is in use by another prepare; wait for its end, or give "
-            "another -o"
+            f"{one_line(folder)} is in use by another prepare; wait for its end, or give another -o"
         ) from None
     except OSError:
         pass  # the file system has no locks

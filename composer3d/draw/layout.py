@@ -261,14 +261,6 @@ def fold(size: int, limit: int) -> Folded:
     return Folded((*range(limit - 1), size - 1), size)
 
 
-def bytes_words(count: float) -> str:
-    """Return a number of bytes in words: three digits and a decimal unit."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= 0.9995 * size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
-
-
 def operation_words(found: Sequence[Flow]) -> str:
     """Return the operations of a list of flows: "128 all-gather, 64 send"."""
     counts: dict[str, int] = {}

@@ -12,7 +12,6 @@ from composer3d.draw.layout import (
     AxisTraffic,
     Folded,
     Layout,
-    bytes_words,
     fold,
     operation_words,
 )
@@ -27,6 +26,7 @@ from composer3d.draw.svg import (
     text_width,
     wrap,
 )
+from composer3d.facts.text import bytes_text
 from composer3d.planner.traffic import Axis
 from composer3d.runtime.ranks import coordinates
 
@@ -319,7 +319,7 @@ def _arrows(picture: Picture, layout: Layout, grid: _Grid, top: float) -> None:
             forward_bytes, backward_bytes = layout.most_sent(gap.axis)
             words: tuple[str, ...] = ()
             if gap.axis not in labelled:
-                words = (bytes_words(forward_bytes), bytes_words(backward_bytes))
+                words = (bytes_text(forward_bytes), bytes_text(backward_bytes))
                 labelled.add(gap.axis)
             draw_gap(picture, gap, words)
 
@@ -335,10 +335,6 @@ def _data_axis(layout: Layout, batch_rank: int, other: int) -> Axis:
         return "replicas"
     shards = layout.recipe.mesh.dp_shard
     return "fsdp" if batch_rank // shards == other // shards else "dp_replicate"
-
-
-def _bytes_or_dash(count: float) -> str:
-    return bytes_words(count) if count else "-"
 
 
 def _across(picture: Picture, gap: _Gap, words: tuple[str, ...]) -> None:
@@ -446,7 +442,8 @@ def _traffic_table(picture: Picture, layout: Layout, y: float) -> float:
         picture.text(MARGIN + _COLUMNS[1][1], y, _group_words(row), size=12)
         numbers = (row.forward_bytes, row.backward_bytes, row.node_bytes, row.nic_bytes)
         for x, count in zip(_NUMBERS, numbers, strict=True):
-            picture.text(MARGIN + x + 80, y, _bytes_or_dash(count), size=12, anchor="end")
+            words = bytes_text(count) if count else "-"
+            picture.text(MARGIN + x + 80, y, words, size=12, anchor="end")
         lines = wrap(operation_words(row.flows), 12, 410)
         for index, line in enumerate(lines):
             y += 15 if index else 0

@@ -2,11 +2,11 @@
 
 from composer3d.draw.layout import (
     Layout,
-    bytes_words,
     fold,
     operation_words,
 )
 from composer3d.draw.terminal import Style
+from composer3d.facts.text import bytes_text
 from composer3d.runtime.ranks import coordinates
 
 MOST_RANKS = 16  # that are listed
@@ -70,7 +70,7 @@ def _traffic(layout: Layout) -> list[str]:
     ]
     for row in layout.traffic(layout.busiest):
         numbers = (row.forward_bytes, row.backward_bytes, row.node_bytes, row.nic_bytes)
-        cells = "".join(f"{bytes_words(count) if count else '-':>10}" for count in numbers)
+        cells = "".join(f"{bytes_text(count) if count else '-':>10}" for count in numbers)
         operations = operation_words(row.flows)
         lines.append(f"{row.axis:<16}{row.group.size:>6}{cells}  {operations}")
     return lines

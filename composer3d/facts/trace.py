@@ -21,6 +21,7 @@ from composer3d.facts.errors import PlanError, UserError
 from composer3d.facts.files import open_plain, parse_json
 from composer3d.facts.ranges import MOST_LAYERS
 from composer3d.facts.schedules import SCHEDULES, Action, parse_action, parse_csv
+from composer3d.facts.text import short_json
 
 FOLDER = "timeline"  # in the folder of the run
 
@@ -228,8 +229,8 @@ def _events(numbered: Iterator[tuple[int, bytes]], count: int, path: Path) -> li
         name = row["event"]
         if not isinstance(name, str) or (name not in WAITS and parse_action(name) is None):
             raise UserError(
-                f"{place}: {_shown(name)} is no event; it must be an action such as 0F0, or one of "
-                f"{', '.join(WAITS)}"
+                f"{place}: {short_json(name)} is no event; it must be an action such as 0F0, or "
+                f"one of {', '.join(WAITS)}"
             )
         events.append(Event(name, begin_s, end_s))
     return events
@@ -250,13 +251,13 @@ def _head(row: dict[str, Any], place: str) -> tuple[Head, int]:
         # Not ``isinstance``: True is an int too.
         if type(row[key]) is not int or not least <= row[key] <= most:
             raise UserError(
-                f"{place}: {key} is {_shown(row[key])}, but must be a whole number from {least:,} "
-                f"to {most:,}"
+                f"{place}: {key} is {short_json(row[key])}, but must be a whole number from "
+                f"{least:,} to {most:,}"
             )
     for key, choices in {"schedule": tuple(SCHEDULES), "device": ("cpu", "cuda")}.items():
         if row[key] not in choices:
             raise UserError(
-                f"{place}: {key} is {_shown(row[key])}, but must be one of {', '.join(choices)}"
+                f"{place}: {key} is {short_json(row[key])}, but must be one of {', '.join(choices)}"
             )
     _seconds(row, "clock_error_s", place)
     _seconds(row, "started_unix_s", place, most_s=1e11)
@@ -272,14 +273,14 @@ def _object(line: bytes, place: str) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{place} is not JSON ({error})") from None
     if not isinstance(row, dict):
-        raise UserError(f"{place} is {_shown(row)}, but must be an object")
+        raise UserError(f"{place} is {short_json(row)}, but must be an object")
     return row
 
 
 def _check_keys(row: dict[str, Any], expected: set[str], place: str) -> None:
     if row.keys() != expected:
         needed = ", ".join(sorted(expected))
-        raise UserError(f"{place} has the keys {_shown(sorted(row))}, but must have {needed}")
+        raise UserError(f"{place} has the keys {short_json(sorted(row))}, but must have {needed}")
 
 
 def _seconds(row: dict[str, Any], key: str, place: str, most_s: float = _MOST_S) -> float:
@@ -287,15 +288,10 @@ def _seconds(row: dict[str, Any], key: str, place: str, most_s: float = _MOST_S)
     # NaN and infinity fail the comparison. Whole numbers are legal.
     if type(value) not in (int, float) or not abs(value) <= most_s:
         raise UserError(
-            f"{place}: {key} is {_shown(value)}, but must be a finite number of seconds, at most "
-            f"{most_s:.0e}"
+            f"{place}: {key} is {short_json(value)}, but must be a finite number of seconds, at "
+            f"most {most_s:.0e}"
         )
     return float(value)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def _check_actions(run: Path, head: Head, events: list[list[Event]]) -> None:

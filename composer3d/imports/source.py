@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from composer3d.facts.bounds import check_values
 from composer3d.facts.errors import RecipeError
 from composer3d.facts.files import parse_json, read_plain
+from composer3d.facts.text import one_line
 from composer3d.facts.toml import parse_toml
 from composer3d.imports import torchtitan
 from composer3d.imports.literal import Entry, Unread, dicts_of
 from composer3d.imports.shell import Script, ShellCommand, read_script
 from composer3d.imports.translation import Setting, canonical, setting
 from composer3d.imports.words import BRIDGE_SECTIONS, PROGRAMS, SHARED, Program
-from composer3d.recipe.values import one_line
 
 MOST_BYTES = 256 << 10
 _MOST_JSON_BYTES = 4 << 20  # a resolved configuration of torchtitan has each layer

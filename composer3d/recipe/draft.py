@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
 
-from composer3d.facts.bounds import cut, is_utf8
+from composer3d.facts.bounds import MOST_TEXT, is_utf8
 from composer3d.facts.errors import ModelError, RecipeError
 from composer3d.facts.files import read_plain
 from composer3d.facts.statements import KeyPath, statements
+from composer3d.facts.text import one_line
 from composer3d.facts.toml import TomlBoundsError, TomlError, parse_toml, parse_toml_with_lines
 from composer3d.models import registry
 from composer3d.recipe.schema import ARCHITECTURE, OPEN_POINTS, PATH, TABLES, model_table
@@ -21,7 +22,6 @@ from composer3d.recipe.values import (
     coerce,
     entries_of,
     join_with_or,
-    one_line,
     type_of,
 )
 
@@ -262,7 +262,7 @@ class Draft:
         else:
             advice = f"a recipe has base and the tables {', '.join(TABLES)}"
 
-        self.problems.append(f"{place}: unknown {noun} '{cut(one_line(key))}'; {advice}")
+        self.problems.append(f"{place}: unknown {noun} '{one_line(key, MOST_TEXT)}'; {advice}")
         self.invalid_keys.update(meant_keys)
         if len(self.problems) >= MOST_PROBLEMS:
             raise RecipeError(
@@ -350,7 +350,7 @@ def key_of_override(text: str) -> str:
 
 
 def _place_of_override(text: str) -> str:
-    return f"--set {cut(one_line(text))}"
+    return f"--set {one_line(text, MOST_TEXT)}"
 
 
 def _parse_override(raw: str, value_type: Any) -> object:

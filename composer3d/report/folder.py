@@ -17,11 +17,11 @@ from composer3d.facts import events
 from composer3d.facts.errors import UserError
 from composer3d.facts.events import Event
 from composer3d.facts.files import open_plain, read_plain
+from composer3d.facts.text import one_line
 from composer3d.models.registry import DEFAULT, is_ours
 from composer3d.recipe.draft import parse_document
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
-from composer3d.recipe.values import one_line
 from composer3d.reliability import bad_steps
 from composer3d.report import series
 

@@ -30,6 +30,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from composer3d.facts.files import MIB, open_plain, parse_json, read_json, read_plain
 from composer3d.facts.tags import tag_of
 from composer3d.recipe.changes import values_of
+from composer3d.runtime.ends import describe_end
 from composer3d.runtime.files import open_own, write_atomic
 
 METRICS = "metrics.jsonl"
@@ -131,7 +132,7 @@ class Tracker:
             lines = []
         last = next((line for line in reversed(lines) if line.strip()), "")
         text = "".join(letter for letter in last if letter.isprintable())
-        return text or f"its process ended with status {status}"
+        return text or f"its process {describe_end(-status)}"
 
 
 class _Task(NamedTuple):

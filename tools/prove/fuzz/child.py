@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from composer3d.cli import main
+from composer3d.runtime.ends import describe_end
 from composer3d.runtime.starter import STORE_VARIABLE
 from tools.prove.hostile.case import SECRET, marker_of, watch
 
@@ -178,7 +179,8 @@ class Running:
         if problem:
             verdict.problems.append(problem)
         elif status != 0 or not self._answer:
-            verdict.problems.append(f"its process died: {_name_of(status)}")
+            end = -os.waitstatus_to_exitcode(status)
+            verdict.problems.append(f"its process {describe_end(end)}")
         else:
             verdict = Verdict(**json.loads(self._answer))
         marker = marker_of(self._folder)
@@ -186,12 +188,6 @@ class Running:
             marker.unlink()
             verdict.problems.append("it ran code of the input")
         return verdict
-
-
-def _name_of(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        return f"signal {signal.Signals(os.WTERMSIG(status)).name}"
-    return f"status {os.WEXITSTATUS(status)}"
 
 
 def _serve(maker: Maker, base: Path, folder: Path, draw: random.Random) -> Verdict:
