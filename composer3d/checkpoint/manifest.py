@@ -20,7 +20,7 @@ import xxhash
 
 from composer3d.facts.errors import CheckpointError, UserError
 from composer3d.facts.files import MIB, RefusedFileError, open_plain, parse_json, read_plain
-from composer3d.facts.text import in_quotes, short_json
+from composer3d.facts.text import in_quotes
 from composer3d.models.registry import DEFAULT
 from composer3d.models.shape import DecoderShape
 from composer3d.recipe.schema import MODEL_KEYS
@@ -225,7 +225,7 @@ def parse(content: Any) -> Manifest:
 def _describe_wrong_value(key: str, value: Any, allowed: str) -> str:
     if isinstance(value, dict | list | tuple):
         return f"the content of {key} is wrong; it must be {allowed}"
-    return f"{key} is {short_json(value)}, but must be {allowed}"
+    return f"{key} is {in_quotes(value, 60)}, but must be {allowed}"
 
 
 # Checks of single values. Each compares types exactly, because isinstance accepts True as an int.

@@ -18,7 +18,7 @@ from composer3d.commands.parser import Parser
 from composer3d.facts.errors import UserError
 from composer3d.facts.text import one_line, printable, printable_lines
 from composer3d.generate.prompts import Prompt, read_prompts
-from composer3d.recipe.draft import Document
+from composer3d.recipe.draft import ParsedRecipe
 from composer3d.recipe.resolve import Resolved
 from composer3d.runtime import environment, launch
 
@@ -241,7 +241,9 @@ def _run_ranks(request: "Request", tp: int, device: str, *, out: str | None, as_
     return result.status
 
 
-def generate_rank(document: Document, request: "Request", out: str | None, as_json: bool) -> int:
+def generate_rank(
+    document: ParsedRecipe, request: "Request", out: str | None, as_json: bool
+) -> int:
     """Generate as one rank of tp, and return its exit status. Rank 0 prints."""
     from composer3d.generate.recipe import load_document
 

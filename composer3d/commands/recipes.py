@@ -112,7 +112,7 @@ def find(name: str) -> Path:
     raise UserError(f"{one_line(name, 200)}: composer3d has no such recipe{hint}")
 
 
-class Row(NamedTuple):
+class ListedRecipe(NamedTuple):
     """One recipe in the list."""
 
     name: str
@@ -123,12 +123,12 @@ class Row(NamedTuple):
     description: str
 
 
-def row_of(name: str) -> Row:
+def row_of(name: str) -> ListedRecipe:
     """Describe a recipe. Its files are not opened."""
     path = FOLDER / f"{name}.toml"
     recipe = load(path, check_files=False).recipe
     model_of = architecture(recipe.model.architecture)
-    return Row(
+    return ListedRecipe(
         name=name,
         processes=recipe.world_size,
         parameters=model_of.count_parameters(recipe.model),

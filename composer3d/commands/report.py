@@ -24,7 +24,7 @@ from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import FIELDS
 from composer3d.report import folder, page
 from composer3d.report.folder import RunFolder
-from composer3d.report.page import Difference, Forecast, Picture, Subject
+from composer3d.report.page import Drawing, Forecast, KeyDifference, Subject
 from composer3d.runtime.files import write_atomic
 
 # Of a pipeline, so that a recipe of somebody else takes seconds: stages whose speed is predicted,
@@ -224,37 +224,37 @@ def _is_on_cpu(run: RunFolder) -> bool | None:
     return None if run.device is None else run.device == "cpu"
 
 
-def _layout(run: RunFolder, per_node: int) -> Picture:
+def _layout(run: RunFolder, per_node: int) -> Drawing:
     title = "Layout"
     if run.recipe is None:
-        return Picture(title, "", f"No drawing: {run.recipe_problem}.")
+        return Drawing(title, "", f"No drawing: {run.recipe_problem}.")
     parallel, pp = run.recipe.parallel, run.recipe.mesh.pp
     # The drawing lists the actions of all pipeline ranks, once for each of them.
     actions = 2 * pp * pp * parallel.stages_per_rank * run.recipe.micro_batches
     if actions > _MOST_COUNTED:
         words = f"No drawing: counting the traffic of {actions:,} actions would take too long; "
-        return Picture(title, "", words + "composer3d layout draws them.")
+        return Drawing(title, "", words + "composer3d layout draws them.")
     try:
         layout = make_layout(run.recipe, per_node, is_on_cpu=_is_on_cpu(run))
         heading = f"{one_line(run.name)}: {mesh_words(run.recipe)}"
-        return Picture(title, layout_svg.draw(layout, heading=heading, notes=[note_of(layout)]), "")
+        return Drawing(title, layout_svg.draw(layout, heading=heading, notes=[note_of(layout)]), "")
     except UserError as error:
-        return Picture(title, "", f"No drawing: {error}.")
+        return Drawing(title, "", f"No drawing: {error}.")
 
 
-def _pipeline(run: RunFolder) -> Picture:
+def _pipeline(run: RunFolder) -> Drawing:
     """Draw the last traced step of a run, or else the schedule of its recipe."""
     title = "Pipeline"
     recipe = run.recipe
     if recipe is None:
-        return Picture(title, "", f"No drawing: {run.recipe_problem}.")
+        return Drawing(title, "", f"No drawing: {run.recipe_problem}.")
     if recipe.mesh.pp == 1:
-        return Picture(title, "", "mesh.pp = 1, so there is no pipeline.")
+        return Drawing(title, "", "mesh.pp = 1, so there is no pipeline.")
     parallel = recipe.parallel
     actions = 3 * recipe.mesh.pp * parallel.stages_per_rank * recipe.micro_batches
     if actions > MOST_ACTIONS:
         words = f"No drawing: up to {actions:,} actions are too many for a page; "
-        return Picture(title, "", words + "composer3d timeline draws them.")
+        return Drawing(title, "", words + "composer3d timeline draws them.")
     problem = ""
     if (run.path / trace.FOLDER).is_dir():
         try:
@@ -263,17 +263,17 @@ def _pipeline(run: RunFolder) -> Picture:
                 found.timelines, heading=found.heading, notes=found.notes, unit=found.unit
             )
             if sum(len(row) for entry in found.timelines for row in entry.spans) <= MOST_ACTIONS:
-                return Picture(title, drawing, "")
+                return Drawing(title, drawing, "")
             problem = "The trace has too many actions for a page."
         except UserError as error:
             problem = f"The trace of the run cannot be drawn: {error}."
     if parallel.schedule == "csv":
         words = "No drawing: the schedule is in a file, which a report does not open."
-        return Picture(title, "", f"{problem} {words}".strip())
+        return Drawing(title, "", f"{problem} {words}".strip())
     try:
         shown_timeline = of_recipe(recipe, None)
     except UserError as error:
-        return Picture(title, "", f"{problem} No drawing: {error}.".strip())
+        return Drawing(title, "", f"{problem} No drawing: {error}.".strip())
     counts = f"{recipe.mesh.pp} pipeline ranks, {recipe.micro_batches} micro-batches"
     drawing = timeline.draw(
         [shown_timeline],
@@ -281,10 +281,10 @@ def _pipeline(run: RunFolder) -> Picture:
         notes=[UNIT_NOTE],
         unit=timeline.UNITS,
     )
-    return Picture(title, drawing, problem)
+    return Drawing(title, drawing, problem)
 
 
-def _differences(folders: list[RunFolder]) -> list[Difference] | None:
+def _differences(folders: list[RunFolder]) -> list[KeyDifference] | None:
     """List the keys whose values differ; None if a recipe is missing or is not TOML."""
     values = []
     for found in folders:
@@ -300,5 +300,5 @@ def _differences(folders: list[RunFolder]) -> list[Difference] | None:
         default = None if default is MISSING else default
         texts = [shown(of_run.get(key, default)) for of_run in values]
         if texts[0] != texts[1]:
-            differences.append(Difference(key, (texts[0], texts[1])))
+            differences.append(KeyDifference(key, (texts[0], texts[1])))
     return differences

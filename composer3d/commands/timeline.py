@@ -14,7 +14,7 @@ from composer3d.commands.plan import find_device
 from composer3d.draw.files import write_picture
 from composer3d.draw.measured import measured_timeline, replayed_timeline
 from composer3d.draw.terminal import style_of
-from composer3d.draw.timeline import MILLISECONDS, UNITS, Timeline, Unit, draw
+from composer3d.draw.timeline import MILLISECONDS, UNITS, Timeline, TimeUnit, draw
 from composer3d.draw.timeline_text import render
 from composer3d.facts import trace
 from composer3d.facts.errors import PlanError, UserError
@@ -50,7 +50,7 @@ class Page(NamedTuple):
 
     heading: str
     notes: list[str]
-    unit: Unit
+    unit: TimeUnit
     timelines: list[Timeline]
     facts: dict[str, Any]
 
@@ -279,7 +279,7 @@ def _timeline(
     )
 
 
-def _as_json(timeline: Timeline, unit: Unit) -> dict[str, Any]:
+def _as_json(timeline: Timeline, unit: TimeUnit) -> dict[str, Any]:
     found, form = timeline.bubble, timeline.form
     answer: dict[str, Any] = {
         "title": timeline.title,

@@ -45,8 +45,8 @@ from composer3d.data.tokenizer import (
 )
 from composer3d.data.tokens import write_manifest
 from composer3d.data.unfinished import (
+    FinishedShard,
     Piece,
-    Shard,
     ShardWriter,
     Unfinished,
     unfinished_folder,
@@ -470,7 +470,7 @@ def _encode(pool: TokenizerPool, batches: Iterator[list[Document]]) -> Iterator[
 _COUNTS = ("documents", "tokens", "learned", "shards")
 
 
-def _count(shards: Sequence[Shard]) -> dict[str, int]:
+def _count(shards: Sequence[FinishedShard]) -> dict[str, int]:
     """Count what shards hold. Only shards with masks have ``learned``."""
     learned = [shard.learned for shard in shards if shard.learned is not None]
     return {
@@ -512,7 +512,7 @@ def _finish_piece(
 
 
 def _finish_folder(
-    folder: Path, facts: dict[str, Any], shards: Sequence[Shard], tokenizer: bytes | None
+    folder: Path, facts: dict[str, Any], shards: Sequence[FinishedShard], tokenizer: bytes | None
 ) -> None:
     """Write the tokenizer and the manifest of a folder whose shards are written, and sync it."""
     counts = _count(shards)

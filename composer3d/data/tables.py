@@ -37,7 +37,7 @@ _PACKAGES: dict[TableKind, tuple[str, str]] = {
 }
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A row of a table.
 
     Attributes:
@@ -93,7 +93,7 @@ def require_package(kind: TableKind, path: Path) -> None:
 
 def read_rows(
     kind: TableKind, path: Path, content: BinaryIO | None, field: str, *, first: int
-) -> Generator[Row, None, None]:
+) -> Generator[TableRow, None, None]:
     """Yield the rows of a table, in order. Close the iterator to end its process.
 
     Memory does not depend on the size of the table, nor on that of its row groups.
@@ -151,7 +151,7 @@ def read_rows(
                 case b"t":
                     for text in _unpack(frame):
                         number += 1
-                        yield Row(number, rows, text)
+                        yield TableRow(number, rows, text)
                 case b"-":
                     reason = frame[1:].decode(errors="replace")
                     raise DataError(f"{one_line(path)}: {one_line(reason)}")

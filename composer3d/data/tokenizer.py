@@ -147,7 +147,7 @@ class Tokenizer:
         """End the process of the tokenizer, if there is one, and free its pipes."""
 
 
-class Decoder:
+class TokenDecoder:
     """Turns tokens into text again, in a process of its own if there is a tokenizer.json.
 
     Args:

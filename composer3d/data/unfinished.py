@@ -40,14 +40,14 @@ def unfinished_folder(out: Path) -> Path:
     return out.with_name(f"{out.name}.partial")
 
 
-class FileEntry(NamedTuple):
+class FinishedFile(NamedTuple):
     """A file of a shard: its size, and the digest of each chunk."""
 
     bytes: int
     digests: list[str]
 
 
-class Shard(NamedTuple):
+class FinishedShard(NamedTuple):
     """A finished shard: what it holds, and the entries of its files.
 
     ``content`` is the value of its ``ContentDigest``, in hexadecimal. If the shard has a mask,
@@ -57,12 +57,12 @@ class Shard(NamedTuple):
     tokens: int
     documents: int
     content: str
-    tokens_file: FileEntry
-    documents_file: FileEntry
+    tokens_file: FinishedFile
+    documents_file: FinishedFile
     learned: int | None = None
-    mask_file: FileEntry | None = None
+    mask_file: FinishedFile | None = None
 
-    def files(self, number: int) -> dict[str, FileEntry]:
+    def files(self, number: int) -> dict[str, FinishedFile]:
         """Return the entries of the files by name. ``number`` is that of the shard."""
         tokens_name, documents_name = shard_files(number)
         files = {tokens_name: self.tokens_file, documents_name: self.documents_file}
@@ -84,7 +84,7 @@ class Piece(NamedTuple):
 
     end: Position
     source_bytes: int
-    shards: dict[str, Shard]
+    shards: dict[str, FinishedShard]
     turn_ends: frozenset[int] = frozenset()
 
 
@@ -148,7 +148,7 @@ class Unfinished:
         """The bytes of the source that have been read."""
         return self.pieces[-1].source_bytes if self.pieces else 0
 
-    def shards_of(self, split: str) -> list[Shard]:
+    def shards_of(self, split: str) -> list[FinishedShard]:
         """Return the finished shards of a split, in order."""
         return [piece.shards[split] for piece in self.pieces if split in piece.shards]
 
@@ -311,13 +311,13 @@ class ShardWriter:
             self._mask_file.write(mask)
             self._learned += int(mask.sum())
 
-    def finish(self) -> Shard | None:
+    def finish(self) -> FinishedShard | None:
         """Sync the files, and return what was written; None, and no files, if that is nothing."""
         self._documents_file.write(np.array([self.tokens], dtype="<i8"))
         if not self.documents:
             self.remove()
             return None
-        return Shard(
+        return FinishedShard(
             self.tokens,
             self.documents,
             f"{self._content.value:x}",
@@ -355,13 +355,13 @@ class _DigestingFile:
             if self._bytes % token_manifest.CHUNK_BYTES == 0:
                 self._end_chunk()
 
-    def finish(self) -> FileEntry:
+    def finish(self) -> FinishedFile:
         if self._bytes % token_manifest.CHUNK_BYTES:
             self._end_chunk()
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        return FileEntry(self._bytes, self._digests)
+        return FinishedFile(self._bytes, self._digests)
 
     def remove(self) -> None:
         self._file.close()
@@ -441,7 +441,7 @@ def _from_json(entry: dict[str, Any], splits: Sequence[str]) -> Piece:
         if split not in splits:
             raise ValueError(f"{split} is no split")
         tokens_file, documents_file, *mask = files
-        shard = Shard(
+        shard = FinishedShard(
             int(tokens),
             int(documents),
             f"{int(content, 16):x}",
@@ -457,5 +457,5 @@ def _from_json(entry: dict[str, Any], splits: Sequence[str]) -> Piece:
     return Piece(Position(file, offset, line), int(entry["source_bytes"]), shards, turn_ends)
 
 
-def _file_entry(size: Any, digests: Any) -> FileEntry:
-    return FileEntry(int(size), [str(digest) for digest in digests])
+def _file_entry(size: Any, digests: Any) -> FinishedFile:
+    return FinishedFile(int(size), [str(digest) for digest in digests])

@@ -75,7 +75,7 @@ class AxisTraffic(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class NodeLayout:
     """A recipe on nodes.
 
     Attributes:
@@ -217,7 +217,7 @@ class Layout:
         )
 
 
-def make_layout(recipe: Recipe, gpus_per_node: int, *, is_on_cpu: bool | None = None) -> Layout:
+def make_layout(recipe: Recipe, gpus_per_node: int, *, is_on_cpu: bool | None = None) -> NodeLayout:
     """Return the layout of a recipe.
 
     Args:
@@ -230,7 +230,7 @@ def make_layout(recipe: Recipe, gpus_per_node: int, *, is_on_cpu: bool | None = 
     """
     if is_on_cpu is None:
         is_on_cpu = recipe.run.device == "cpu"
-    layout = Layout(recipe, gpus_per_node, is_on_cpu)
+    layout = NodeLayout(recipe, gpus_per_node, is_on_cpu)
     _ = layout.busiest  # raises here what the pictures would raise later
     return layout
 

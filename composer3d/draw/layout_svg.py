@@ -11,7 +11,7 @@ from composer3d.draw.layout import (
     AXIS_WORDS,
     AxisTraffic,
     Folded,
-    Layout,
+    NodeLayout,
     fold,
     operation_words,
 )
@@ -21,7 +21,7 @@ from composer3d.draw.svg import (
     PAPER,
     QUIET_INK,
     WIDTH,
-    Box,
+    Area,
     Picture,
     text_width,
     wrap,
@@ -89,20 +89,20 @@ class _Grid(NamedTuple):
         count = len(self.dp.shown)
         return count * self.cell_height + (count - 1) * DP_GAP
 
-    def cell(self, column: int, row: int, top: float) -> Box:
+    def cell(self, column: int, row: int, top: float) -> Area:
         """Return the cell at the given place among those that are shown."""
         x = MARGIN + ROW_LABEL_WIDTH + column * (self.cell_width + PP_GAP)
         y = top + row * (self.cell_height + DP_GAP)
-        return Box(x, y, self.cell_width, self.cell_height)
+        return Area(x, y, self.cell_width, self.cell_height)
 
-    def rank_box(self, cell: Box, column: int, row: int) -> Box:
+    def rank_box(self, cell: Area, column: int, row: int) -> Area:
         """Return the box of a rank at the given place in a cell."""
         x = cell.x + CELL_PADDING + column * (self.rank_width + TP_GAP)
         y = cell.y + CELL_PADDING + row * (self.rank_height + CP_GAP)
-        return Box(x, y, self.rank_width, self.rank_height)
+        return Area(x, y, self.rank_width, self.rank_height)
 
 
-def draw(layout: Layout, *, heading: str, notes: list[str]) -> str:
+def draw(layout: NodeLayout, *, heading: str, notes: list[str]) -> str:
     """Return an SVG picture of a layout.
 
     Args:
@@ -123,7 +123,7 @@ def draw(layout: Layout, *, heading: str, notes: list[str]) -> str:
     return picture.document(WIDTH, y + MARGIN, heading)
 
 
-def _make_grid(layout: Layout) -> _Grid:
+def _make_grid(layout: NodeLayout) -> _Grid:
     """Choose how many ranks of each axis are shown: as many as fit, and evenly over the axes."""
     mesh = layout.recipe.mesh
     rank_height = 12 + LINE_HEIGHT * (1 + len(_rank_lines(layout, 0)))
@@ -167,9 +167,9 @@ def _make_grid(layout: Layout) -> _Grid:
     return _Grid(columns.pp, columns.tp, rows.dp, rows.cp, rank_width, rank_height)
 
 
-def _draw_grid(picture: Picture, layout: Layout, grid: _Grid, top: float) -> None:
+def _draw_grid(picture: Picture, layout: NodeLayout, grid: _Grid, top: float) -> None:
     mesh = layout.recipe.mesh
-    boxes: dict[int, Box] = {}
+    boxes: dict[int, Area] = {}
     for column, pp_rank in enumerate(grid.pp.shown):
         _column_header(picture, layout, pp_rank, grid.cell(column, 0, top))
         for row in range(len(grid.dp.shown)):
@@ -194,7 +194,7 @@ def _draw_grid(picture: Picture, layout: Layout, grid: _Grid, top: float) -> Non
     _arrows(picture, layout, grid, top)
 
 
-def _column_header(picture: Picture, layout: Layout, pp_rank: int, cell: Box) -> None:
+def _column_header(picture: Picture, layout: NodeLayout, pp_rank: int, cell: Area) -> None:
     """Write what a pipeline rank holds above its column; long lists are cut after three lines."""
     mesh = layout.recipe.mesh
     words = layout.stage_words(pp_rank)
@@ -211,7 +211,7 @@ def _column_header(picture: Picture, layout: Layout, pp_rank: int, cell: Box) ->
         picture.text(cell.middle_x, y, line, size=FONT_SIZE, anchor="middle")
 
 
-def _row_header(picture: Picture, layout: Layout, batch_rank: int, cell: Box) -> None:
+def _row_header(picture: Picture, layout: NodeLayout, batch_rank: int, cell: Area) -> None:
     mesh = layout.recipe.mesh
     replica, shard = divmod(batch_rank, mesh.dp_shard)
     lines = []
@@ -227,7 +227,7 @@ def _row_header(picture: Picture, layout: Layout, batch_rank: int, cell: Box) ->
         y += LINE_HEIGHT
 
 
-def _rank_lines(layout: Layout, rank: int) -> list[str]:
+def _rank_lines(layout: NodeLayout, rank: int) -> list[str]:
     """Return the lines in the box of a rank, below its number."""
     cp_rank = coordinates(rank, layout.recipe.mesh)["cp"]
     return [
@@ -237,14 +237,14 @@ def _rank_lines(layout: Layout, rank: int) -> list[str]:
     ]
 
 
-def _token_lines(layout: Layout, cp_rank: int) -> list[str]:
+def _token_lines(layout: NodeLayout, cp_rank: int) -> list[str]:
     """Return the tokens of a context parallel rank, a line for each range of them."""
     if layout.recipe.mesh.cp == 1:
         return []
     return layout.token_words(cp_rank).split(", ")
 
 
-def _rank(picture: Picture, layout: Layout, rank: int, box: Box) -> None:
+def _rank(picture: Picture, layout: NodeLayout, rank: int, box: Area) -> None:
     picture.rectangle(box, fill=PAPER, stroke=QUIET_INK, radius=5)
     y = box.y + 16
     picture.text(box.middle_x, y, f"rank {rank}", size=12, bold=True, anchor="middle")
@@ -254,9 +254,9 @@ def _rank(picture: Picture, layout: Layout, rank: int, box: Box) -> None:
         picture.text(box.middle_x, y, line, size=size, anchor="middle")
 
 
-def _nodes(picture: Picture, layout: Layout, boxes: dict[int, Box]) -> None:
+def _nodes(picture: Picture, layout: NodeLayout, boxes: dict[int, Area]) -> None:
     """Draw a dashed line round the shown ranks of each node, if these are rectangles."""
-    of_nodes: dict[int, list[Box]] = {}
+    of_nodes: dict[int, list[Area]] = {}
     for rank, box in sorted(boxes.items()):
         of_nodes.setdefault(rank // layout.gpus_per_node, []).append(box)
     outlines = [_outline(own) for own in of_nodes.values()]
@@ -266,16 +266,16 @@ def _nodes(picture: Picture, layout: Layout, boxes: dict[int, Box]) -> None:
         picture.rectangle(box, fill="none", stroke=QUIET_INK, radius=8, dashed=True)
 
 
-def _outline(boxes: list[Box]) -> Box:
+def _outline(boxes: list[Area]) -> Area:
     """Return the box that holds some boxes, with space around them."""
     x = min(box.x for box in boxes) - _SPACE_IN_NODE
     y = min(box.y for box in boxes) - _SPACE_IN_NODE
     right = max(box.right for box in boxes) + _SPACE_IN_NODE
     bottom = max(box.bottom for box in boxes) + _SPACE_IN_NODE
-    return Box(x, y, right - x, bottom - y)
+    return Area(x, y, right - x, bottom - y)
 
 
-def _overlap(a: Box, b: Box) -> bool:
+def _overlap(a: Area, b: Area) -> bool:
     return a.x < b.right and b.x < a.right and a.y < b.bottom and b.y < a.bottom
 
 
@@ -285,21 +285,21 @@ class _Gap(NamedTuple):
     ``hidden`` is the number of ranks that are left out between them.
     """
 
-    area: Box
+    area: Area
     axis: Axis
     hidden: int
 
 
-def _arrows(picture: Picture, layout: Layout, grid: _Grid, top: float) -> None:
+def _arrows(picture: Picture, layout: NodeLayout, grid: _Grid, top: float) -> None:
     """Draw the traffic between neighbours. The first arrow of each axis has its bytes."""
     across, down = [], []
     for column, row in product(range(len(grid.pp.shown)), range(len(grid.dp.shown))):
         cell = grid.cell(column, row, top)
         if column + 1 < len(grid.pp.shown):
-            area = Box(cell.right, cell.y, PP_GAP, cell.height)
+            area = Area(cell.right, cell.y, PP_GAP, cell.height)
             across.append(_Gap(area, "pp", _hidden_after(grid.pp, column)))
         if row + 1 < len(grid.dp.shown):
-            area = Box(cell.x, cell.bottom, cell.width, DP_GAP)
+            area = Area(cell.x, cell.bottom, cell.width, DP_GAP)
             axis = _data_axis(layout, grid.dp.shown[row], grid.dp.shown[row + 1])
             down.append(_Gap(area, axis, _hidden_after(grid.dp, row)))
 
@@ -307,10 +307,10 @@ def _arrows(picture: Picture, layout: Layout, grid: _Grid, top: float) -> None:
         for tp_column, cp_row in ranks:
             box = grid.rank_box(cell, tp_column, cp_row)
             if tp_column + 1 < len(grid.tp.shown):
-                area = Box(box.right, box.y, TP_GAP, box.height)
+                area = Area(box.right, box.y, TP_GAP, box.height)
                 across.append(_Gap(area, "tp", _hidden_after(grid.tp, tp_column)))
             if cp_row + 1 < len(grid.cp.shown):
-                area = Box(box.x, box.bottom, box.width, CP_GAP)
+                area = Area(box.x, box.bottom, box.width, CP_GAP)
                 down.append(_Gap(area, "cp", _hidden_after(grid.cp, cp_row)))
 
     labelled: set[Axis] = set()
@@ -329,7 +329,7 @@ def _hidden_after(folded: Folded, index: int) -> int:
     return folded.shown[index + 1] - folded.shown[index] - 1
 
 
-def _data_axis(layout: Layout, batch_rank: int, other: int) -> Axis:
+def _data_axis(layout: NodeLayout, batch_rank: int, other: int) -> Axis:
     """Return the axis on which two data-parallel ranks exchange parameters or gradients."""
     if layout.recipe.parallel.zero == 0:
         return "replicas"
@@ -365,7 +365,7 @@ def _down(picture: Picture, gap: _Gap, words: tuple[str, ...]) -> None:
         y += 12
 
 
-def _legend(picture: Picture, layout: Layout, y: float) -> float:
+def _legend(picture: Picture, layout: NodeLayout, y: float) -> float:
     """Draw the meaning of lines and numbers; return the y below."""
     shown = layout.axes
     x = float(MARGIN)
@@ -382,7 +382,7 @@ def _legend(picture: Picture, layout: Layout, y: float) -> float:
     words = "a node"
     if x + 30 + text_width(words, 12) > WIDTH - MARGIN:
         x, y = float(MARGIN), y + 20
-    picture.rectangle(Box(x, y, 22, 12), fill="none", stroke=QUIET_INK, radius=3, dashed=True)
+    picture.rectangle(Area(x, y, 22, 12), fill="none", stroke=QUIET_INK, radius=3, dashed=True)
     picture.text(x + 28, y + 10, words, size=12)
     y += 18
     rule = (
@@ -393,7 +393,7 @@ def _legend(picture: Picture, layout: Layout, y: float) -> float:
     return y + 22
 
 
-def _stage_table(picture: Picture, layout: Layout, y: float) -> float:
+def _stage_table(picture: Picture, layout: NodeLayout, y: float) -> float:
     """List the layers of every pipeline rank; return the y below."""
     mesh = layout.recipe.mesh
     if mesh.pp == 1:
@@ -422,7 +422,7 @@ _COLUMNS = (("axis", 0.0), ("ranks", 190.0), ("operations in a step", 400.0))
 _NUMBERS = (800.0, 890.0, 980.0, 1070.0)
 
 
-def _traffic_table(picture: Picture, layout: Layout, y: float) -> float:
+def _traffic_table(picture: Picture, layout: NodeLayout, y: float) -> float:
     """List the traffic of the busiest pipeline rank by axis; return the y below."""
     title = "What one rank sends in a step"
     if layout.recipe.mesh.pp > 1:

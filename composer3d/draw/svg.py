@@ -18,7 +18,7 @@ CHARACTER_WIDTH = 0.64
 Anchor = Literal["start", "middle", "end"]
 
 
-class Box(NamedTuple):
+class Area(NamedTuple):
     """A rectangle: its upper left corner and its size."""
 
     x: float
@@ -83,7 +83,7 @@ class Picture:
 
     def rectangle(
         self,
-        box: Box,
+        box: Area,
         *,
         fill: str,
         stroke: str | None = None,

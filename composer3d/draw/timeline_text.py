@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from composer3d.draw.terminal import Style
-from composer3d.draw.timeline import Timeline, Unit
+from composer3d.draw.timeline import Timeline, TimeUnit
 from composer3d.facts.schedules import Action
 from composer3d.planner.simulate import Span
 
@@ -17,7 +17,7 @@ LEGEND = (
 MOST_STRIPS = 3
 
 
-def render(timelines: Sequence[Timeline], style: Style, unit: Unit) -> str:
+def render(timelines: Sequence[Timeline], style: Style, unit: TimeUnit) -> str:
     """Return schedules as text, one below the other, on the same scale of time.
 
     A short schedule shows the letter and the number of each action where it starts. A long one

@@ -40,7 +40,7 @@ _MOST_RANKS = 4096
 _MOST_S = 1e7
 
 
-class Event(NamedTuple):
+class TracedEvent(NamedTuple):
     """An action or a wait of a pipeline rank. Times are in seconds on the clock of rank 0.
 
     Attributes:
@@ -65,7 +65,7 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Head:
+class TraceHead:
     """The facts about one traced step of one pipeline rank.
 
     Attributes:
@@ -108,8 +108,8 @@ class StepTrace(NamedTuple):
         events: those of each pipeline rank, in order.
     """
 
-    heads: list[Head]
-    events: list[list[Event]]
+    heads: list[TraceHead]
+    events: list[list[TracedEvent]]
 
 
 def file_of(run: Path, pp_rank: int) -> Path:
@@ -117,7 +117,7 @@ def file_of(run: Path, pp_rank: int) -> Path:
     return run / FOLDER / f"pp{pp_rank}.jsonl"
 
 
-def lines(head: Head, events: Iterable[Event]) -> bytes:
+def lines(head: TraceHead, events: Iterable[TracedEvent]) -> bytes:
     """Return a traced step as text, for the end of the rank's file."""
     rows: list[dict[str, Any]] = [
         {"event": name, "begin_s": round(begin_s, 7), "end_s": round(end_s, 7)}
@@ -163,7 +163,9 @@ def read(run: Path, step: int | None = None) -> StepTrace:
     return StepTrace(heads, all_events)
 
 
-def _read_rank(path: Path, pp_rank: int, is_wanted: Any) -> tuple[Head, list[Event]] | None:
+def _read_rank(
+    path: Path, pp_rank: int, is_wanted: Any
+) -> tuple[TraceHead, list[TracedEvent]] | None:
     """Return the last traced step of a file that is wanted, or None."""
     found = None
     try:
@@ -209,8 +211,8 @@ def _skip(numbered: Iterator[tuple[int, bytes]], count: int, place: str) -> None
             raise UserError(f"{place}: the file ends before the {count} events of this step")
 
 
-def _events(numbered: Iterator[tuple[int, bytes]], count: int, path: Path) -> list[Event]:
-    events: list[Event] = []
+def _events(numbered: Iterator[tuple[int, bytes]], count: int, path: Path) -> list[TracedEvent]:
+    events: list[TracedEvent] = []
     previous_end_s = -_MOST_S
     for _ in range(count):
         number, line = next(numbered, (0, b""))
@@ -232,13 +234,13 @@ def _events(numbered: Iterator[tuple[int, bytes]], count: int, path: Path) -> li
                 f"{place}: {short_json(name)} is no event; it must be an action such as 0F0, or "
                 f"one of {', '.join(WAITS)}"
             )
-        events.append(Event(name, begin_s, end_s))
+        events.append(TracedEvent(name, begin_s, end_s))
     return events
 
 
-def _head(row: dict[str, Any], place: str) -> tuple[Head, int]:
+def _head(row: dict[str, Any], place: str) -> tuple[TraceHead, int]:
     """Return the head of a step, and the number of its events."""
-    _check_keys(row, {entry.name for entry in fields(Head)} | {"events"}, place)
+    _check_keys(row, {entry.name for entry in fields(TraceHead)} | {"events"}, place)
     bounds = {
         "step": (1, 10**9),
         "pp": (2, _MOST_RANKS),
@@ -264,7 +266,7 @@ def _head(row: dict[str, Any], place: str) -> tuple[Head, int]:
     stages = row["pp"] * row["stages_per_rank"]
     if stages > MOST_LAYERS:
         raise UserError(f"{place}: pp x stages_per_rank is {stages}, above {MOST_LAYERS:,}")
-    return Head(**{key: value for key, value in row.items() if key != "events"}), row["events"]
+    return TraceHead(**{key: value for key, value in row.items() if key != "events"}), row["events"]
 
 
 def _object(line: bytes, place: str) -> dict[str, Any]:
@@ -294,7 +296,7 @@ def _seconds(row: dict[str, Any], key: str, place: str, most_s: float = _MOST_S)
     return float(value)
 
 
-def _check_actions(run: Path, head: Head, events: list[list[Event]]) -> None:
+def _check_actions(run: Path, head: TraceHead, events: list[list[TracedEvent]]) -> None:
     """Check that all ranks together have run a whole schedule. The file's lines become its rows."""
     rows = [[event.name for event in row if event.is_action] for row in events]
     try:

@@ -29,7 +29,7 @@ PREFILL_TOKENS = 2048
 Stop = Literal["end", "max_tokens", "longest"]
 
 
-class Model(Protocol):
+class WholeModel(Protocol):
     """A whole model: a ``Decoder``, or the only ``Stage`` of a composed one."""
 
     blocks: nn.ModuleDict
@@ -94,7 +94,7 @@ class Generator:
 
     def __init__(
         self,
-        model: Model,
+        model: WholeModel,
         plan: ShardingPlan,
         *,
         device: torch.device,

@@ -20,7 +20,7 @@ _HOP_IN_NODE_S = 0.3e-6
 _RAMP_BYTES = 8e6  # a message of this size reaches half the bandwidth, without the latency
 
 
-class Group(NamedTuple):
+class GroupShape(NamedTuple):
     """The ranks of one collective.
 
     Attributes:
@@ -42,7 +42,7 @@ class Group(NamedTuple):
 
 def collective_s(
     operation: Operation,
-    group: Group,
+    group: GroupShape,
     size_bytes: float,
     machine: Machine,
     constants: Constants,
@@ -100,7 +100,9 @@ def _share(machine: Machine, fitted: float) -> float:
     return 1.0 if is_measured and machine.hardware.generation == "cpu" else fitted
 
 
-def all_to_all_s(group: Group, size_bytes: float, machine: Machine, constants: Constants) -> float:
+def all_to_all_s(
+    group: GroupShape, size_bytes: float, machine: Machine, constants: Constants
+) -> float:
     """Return the seconds of an all-to-all in which each rank sends ``size_bytes`` in all.
 
     A rank keeps 1/ranks. What goes to other nodes passes its own card; the rest its NVLink.
@@ -117,7 +119,7 @@ def all_to_all_s(group: Group, size_bytes: float, machine: Machine, constants: C
     return 2 * _launch_s(machine, crosses) + seconds
 
 
-def send_s(group: Group, size_bytes: float, machine: Machine, constants: Constants) -> float:
+def send_s(group: GroupShape, size_bytes: float, machine: Machine, constants: Constants) -> float:
     """Return the seconds until a message of one rank has arrived at its neighbour in ``group``."""
     if group.ranks <= 1:
         return 0.0

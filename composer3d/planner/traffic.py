@@ -132,7 +132,7 @@ def traffic(recipe: Recipe, pp_rank: int = 0) -> dict[Axis, dict[Operation, Traf
 
 def flows(recipe: Recipe, pp_rank: int = 0) -> list[Flow]:
     """Return the same as ``traffic``, by purpose and phase."""
-    return _Rank(recipe, pp_rank).flows()
+    return _RankTraffic(recipe, pp_rank).flows()
 
 
 # How tp cuts a parameter: by rows, by columns, not at all (every rank has the whole gradient), not
@@ -194,7 +194,7 @@ class _Gathers(NamedTuple):
     backward: int
 
 
-class _Rank:
+class _RankTraffic:
     """The traffic of one pipeline rank."""
 
     def __init__(self, recipe: Recipe, pp_rank: int) -> None:

@@ -21,7 +21,7 @@ from composer3d.recipe.values import (
 )
 
 _TEXT_LIMIT = 256 << 10  # characters; a resolved recipe has about 10,000
-_SHOWN_LIMIT = 80  # characters of a value
+_SHOWN_LIMIT = 60  # characters of a value
 
 
 class Change(NamedTuple):

@@ -31,7 +31,7 @@ MOST_PROBLEMS = 100  # reported for one recipe
 _VALUE = "value"  # the key of an override's value, while it is parsed
 
 
-class Document(NamedTuple):
+class ParsedRecipe(NamedTuple):
     """The parsed text of a recipe.
 
     Attributes:
@@ -51,7 +51,7 @@ class Document(NamedTuple):
 
 
 # What ``resolve.load`` reads: a file, or a document whose content was checked before.
-Source = str | os.PathLike[str] | Document
+Source = str | os.PathLike[str] | ParsedRecipe
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Draft:
     def name(self) -> str:
         """The name of the recipe, for messages."""
         source = self.source
-        return source.name if isinstance(source, Document) else one_line(os.fspath(source))
+        return source.name if isinstance(source, ParsedRecipe) else one_line(os.fspath(source))
 
     def place(self, key: str) -> str:
         """Return the prefix of an error about ``key``.
@@ -117,7 +117,7 @@ class Draft:
             RecipeError: a file cannot be read, the architecture cannot be imported, or there are
                 too many problems. The error includes the problems that were found before.
         """
-        documents: list[Document] = []
+        documents: list[ParsedRecipe] = []
         unreadable: RecipeError | None = None
         try:
             for document in _documents(self.source):
@@ -136,7 +136,7 @@ class Draft:
             raise RecipeError([*self.problems, *error.lines]) from None
 
     def _choose_architecture(
-        self, documents: Sequence[Document], sets: Sequence[str], may_import: bool
+        self, documents: Sequence[ParsedRecipe], sets: Sequence[str], may_import: bool
     ) -> None:
         """Set the fields of [model] to those of the architecture that the recipe names.
 
@@ -169,7 +169,7 @@ class Draft:
             ) from None
         self.entries = entries_of(self.tables)
 
-    def _add_document(self, document: Document) -> None:
+    def _add_document(self, document: ParsedRecipe) -> None:
         for table, content in document.tables.items():
             place = document.place(table)
             if table == OPEN_POINTS:
@@ -187,7 +187,7 @@ class Draft:
                 for name, value in content.items():
                     self._add_value(f"{table}.{name}", value, document.place(table, name))
 
-    def _refuse_open_points(self, content: object, document: Document, place: str) -> None:
+    def _refuse_open_points(self, content: object, document: ParsedRecipe, place: str) -> None:
         """Report each open point of a draft, of a base as well. No override settles one."""
         if not isinstance(content, dict):
             self.problems.append(
@@ -273,12 +273,12 @@ class Draft:
         return [key for key in self.entries if key.startswith(f"{table}.")]
 
 
-def _documents(source: Source) -> Iterator[Document]:
+def _documents(source: Source) -> Iterator[ParsedRecipe]:
     """Yield the recipe's file, then its base, then the base of that one, and so on.
 
     Raises RecipeError if a file cannot be read or a ``base`` is wrong.
     """
-    if isinstance(source, Document):
+    if isinstance(source, ParsedRecipe):
         yield source
         return
     path = os.fspath(source)
@@ -321,7 +321,7 @@ def _documents(source: Source) -> Iterator[Document]:
             )
 
 
-def parse_document(content: bytes | str, name: str) -> Document:
+def parse_document(content: bytes | str, name: str) -> ParsedRecipe:
     """Parse the text of a recipe. Nothing that it names is opened or imported.
 
     Args:
@@ -332,7 +332,7 @@ def parse_document(content: bytes | str, name: str) -> Document:
         RecipeError: the content is not TOML, or holds more than any recipe.
     """
     try:
-        return Document(name, *parse_toml_with_lines(content))
+        return ParsedRecipe(name, *parse_toml_with_lines(content))
     except TomlError as error:
         if error.line is None:
             raise RecipeError(f"{name}: cannot be read as TOML: {error.problem}") from None

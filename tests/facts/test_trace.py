@@ -10,21 +10,25 @@ import pytest
 
 from composer3d.facts import trace
 from composer3d.facts.errors import UserError
-from composer3d.facts.trace import Event, Head
+from composer3d.facts.trace import TracedEvent, TraceHead
 
 Rows = list[dict[str, Any]]
 
 FIRST = [
-    Event("0F0", 0.1, 0.2),
-    Event("messages", 0.2, 0.35),
-    Event("0B0", 0.35, 0.5),
-    Event("gradients", 0.5, 0.6),
+    TracedEvent("0F0", 0.1, 0.2),
+    TracedEvent("messages", 0.2, 0.35),
+    TracedEvent("0B0", 0.35, 0.5),
+    TracedEvent("gradients", 0.5, 0.6),
 ]
-SECOND = [Event("messages", 0.1, 0.21), Event("1F0", 0.21, 0.3), Event("1B0", 0.3, 0.34)]
+SECOND = [
+    TracedEvent("messages", 0.1, 0.21),
+    TracedEvent("1F0", 0.21, 0.3),
+    TracedEvent("1B0", 0.3, 0.34),
+]
 
 
-def head(pp_rank: int, step: int = 3, started_unix_s: float = 1e9) -> Head:
-    return Head(
+def head(pp_rank: int, step: int = 3, started_unix_s: float = 1e9) -> TraceHead:
+    return TraceHead(
         step=step,
         pp_rank=pp_rank,
         pp=2,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
-from composer3d.facts.trace import Event
+from composer3d.facts.trace import TracedEvent
 from composer3d.runtime.torch_private import around_pipeline_work
 
 _ROUNDS = 8
@@ -83,7 +83,7 @@ class Recording:
     """
 
     clock: SharedClock
-    events: list[Event] = field(default_factory=list)
+    events: list[TracedEvent] = field(default_factory=list)
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def record(
     watch.finish()
     offset_s = recording.clock.offset_s
     recording.events += [
-        Event(name, watch.seconds(begin) + offset_s, watch.seconds(end) + offset_s)
+        TracedEvent(name, watch.seconds(begin) + offset_s, watch.seconds(end) + offset_s)
         for name, begin, end in marks
     ]
 
