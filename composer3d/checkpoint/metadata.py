@@ -494,7 +494,7 @@ def _check_files(folder: Path, storage: Iterable[StorageInfo]) -> None:
 # Reading tensors.
 
 
-def read_part(
+def _read_part(
     file: BinaryIO, info: StorageInfo, entry: TensorStorageMetadata, sizes: torch.Size
 ) -> Tensor:
     """Read one part of a tensor into new memory on the CPU.
@@ -519,7 +519,7 @@ def read_part(
     return part
 
 
-def open_part(folder: Path, info: StorageInfo) -> BinaryIO:
+def _open_part(folder: Path, info: StorageInfo) -> BinaryIO:
     """Open the file that stores a part. Raises OSError if it is a link or cannot be read."""
     return open_plain(folder / info.relative_path, follow_links=False)
 
@@ -541,8 +541,8 @@ def read_whole(folder: Path, metadata: Metadata, name: str) -> Tensor:
     whole: Tensor | None = None
     for chunk in entry.chunks:
         info = metadata.storage_data[_part_key(name, chunk.offsets)]
-        with open_part(folder, info) as file:
-            part = read_part(file, info, entry, chunk.sizes)
+        with _open_part(folder, info) as file:
+            part = _read_part(file, info, entry, chunk.sizes)
         if part.shape == entry.size:
             return part
         if whole is None:
@@ -630,7 +630,7 @@ class CheckedReader(StorageReader):
             for info, item in items:
                 if info.relative_path != open_path:
                     stack.close()
-                    file = stack.enter_context(open_part(self._folder, info))
+                    file = stack.enter_context(_open_part(self._folder, info))
                     open_path = info.relative_path
                 self._read(file, info, item, planner)
         done: torch.futures.Future[None] = torch.futures.Future()
@@ -650,7 +650,7 @@ class CheckedReader(StorageReader):
                     _part_key(name, chunk.offsets): chunk.sizes for chunk in entry.chunks
                 }
             key = _part_key(name, item.storage_index.offset)
-            part = read_part(file, info, entry, self._part_sizes[name][key])
+            part = _read_part(file, info, entry, self._part_sizes[name][key])
             target = planner.resolve_tensor(item).detach()
             target.copy_(part[_slices(item.storage_offsets, item.lengths)])
             planner.commit_tensor(item, target)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 # The limit of processes per core in a CPU job. With more, even a short trial would be too slow.
-PROCESSES_PER_CORE = 16
+_PROCESSES_PER_CORE = 16
 
 
 # Loads the recipe of a job for a number of processes.
@@ -84,16 +84,16 @@ def require_cores(resolved: Resolved) -> None:
     """Refuse a CPU job with too many processes for this machine.
 
     Raises:
-        RecipeError: there are more than ``PROCESSES_PER_CORE`` processes per core, and
+        RecipeError: there are more than ``_PROCESSES_PER_CORE`` processes per core, and
             ``run.oversubscribe`` is false.
     """
     recipe = resolved.recipe
     cores = launch.usable_cores()
-    most = PROCESSES_PER_CORE * cores
+    most = _PROCESSES_PER_CORE * cores
     if recipe.world_size > most and not recipe.run.oversubscribe:
         raise RecipeError(
             f"{resolved.place('mesh.dp_shard')}: the mesh needs {recipe.world_size} processes, but "
-            f"this machine has {cores} cores: at most {most} processes, {PROCESSES_PER_CORE} a "
+            f"this machine has {cores} cores: at most {most} processes, {_PROCESSES_PER_CORE} a "
             "core, are started on them; change [mesh], or set run.oversubscribe = true"
         )
 

@@ -25,7 +25,7 @@ def _shorten(argument: str) -> str:
     return one_line(argument, _SHOWN)
 
 
-def choice_of(choices: Sequence[str]) -> Callable[[str], str]:
+def _choice_of(choices: Sequence[str]) -> Callable[[str], str]:
     """Return a ``type`` for ``add_argument`` that accepts ``choices``, and suggests the nearest."""
 
     def choice(text: str) -> str:
@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
     def add_argument(self, *names: Any, **keywords: Any) -> argparse.Action:
         """Add an argument as argparse does. A wrong one of ``choices`` gets a suggestion."""
         if "choices" in keywords and "type" not in keywords:
-            keywords["type"] = choice_of(keywords["choices"])
+            keywords["type"] = _choice_of(keywords["choices"])
         return self.note(super().add_argument(*names, **keywords))
 
     def note(self, argument: argparse.Action) -> argparse.Action:

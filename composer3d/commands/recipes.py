@@ -123,7 +123,7 @@ class ListedRecipe(NamedTuple):
     description: str
 
 
-def row_of(name: str) -> ListedRecipe:
+def _row_of(name: str) -> ListedRecipe:
     """Describe a recipe. Its files are not opened."""
     path = FOLDER / f"{name}.toml"
     recipe = load(path, check_files=False).recipe
@@ -156,7 +156,7 @@ def _description_of(text: str) -> str:
 
 
 def _list(*, as_json: bool) -> int:
-    rows = [row_of(name) for name in names()]
+    rows = [_row_of(name) for name in names()]
     if as_json:
         answer: dict[str, Any] = {"ok": True, "recipes": [row._asdict() for row in rows]}
         print(json.dumps(answer))
@@ -224,9 +224,9 @@ def copy(path: Path, dest: str | None) -> list[Path]:
             f"{one_line(target)}: name a folder that exists, or a file that ends with .toml"
         )
     contents = {target: path.read_bytes()}
-    for file in needed_files(path):
+    for file in _needed_files(path):
         contents.setdefault(target.with_name(file.name), file.read_bytes())
-    if target.name in {file.name for file in needed_files(path)}:
+    if target.name in {file.name for file in _needed_files(path)}:
         raise UserError(
             f"{one_line(target)}: the recipe inherits from a file of this name; give the copy "
             "another name"
@@ -251,7 +251,7 @@ def copy(path: Path, dest: str | None) -> list[Path]:
     return made
 
 
-def needed_files(path: Path) -> list[Path]:
+def _needed_files(path: Path) -> list[Path]:
     """Return the bases of a recipe of composer3d, and the files of its pipeline schedules."""
     files: list[Path] = []
     place: Path | None = path

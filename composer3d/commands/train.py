@@ -145,7 +145,7 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
         arguments["claimed"] = str(claimed)
     for restart in range(most + 1):
         earlier_reports, earlier_kills = _lost_reports(recipe), shortage.kernel_kills()
-        earlier_checkpoint = newest_checkpoint(recipe)
+        earlier_checkpoint = _newest_checkpoint(recipe)
         result = launch.run_ranks(train_rank, arguments, processes=processes)
         reports = _lost_reports(recipe) - earlier_reports
         was_killed = signal.SIGKILL in result.died.values()
@@ -155,7 +155,7 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
             ]
         lines = describe_failures(result, recipe, next(iter(reports), None))
         is_over = not result.is_lost or restart == most
-        is_hopeless = result.lacked_memory and newest_checkpoint(recipe) == earlier_checkpoint
+        is_hopeless = result.lacked_memory and _newest_checkpoint(recipe) == earlier_checkpoint
         loss = None if is_over or claimed is None else describe_loss(claimed, recipe.run.folder)
         if loss is not None:
             lines.append(loss)
@@ -171,7 +171,7 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
         say(lines)
         if is_over or is_hopeless or loss is not None:
             break
-        if newest_checkpoint(recipe) is not None:
+        if _newest_checkpoint(recipe) is not None:
             # The recipe may ask to begin anew, which was done.
             arguments["sets"] = (*sets, "checkpoint.resume=auto")
     cleanup.close()
@@ -195,7 +195,7 @@ def step_of_finished_run(recipe: Recipe) -> int | None:
     cut off, or if the recipe has changed the seed, the data or the model. Training then resumes as
     the recipe says, or reports the error.
     """
-    folder = checkpoint_folder(recipe)
+    folder = _checkpoint_folder(recipe)
     names = [path.name for path in folder.glob("step-*") if _STEP_FOLDER.fullmatch(path.name)]
     if recipe.checkpoint.resume != "auto" or not names:
         return None
@@ -266,9 +266,9 @@ def resume_advice(recipe: Recipe) -> str:
 
     The text names the newest checkpoint of the run, or the folder in which there is none.
     """
-    newest = newest_checkpoint(recipe)
+    newest = _newest_checkpoint(recipe)
     if newest is None:
-        folder = checkpoint_folder(recipe)
+        folder = _checkpoint_folder(recipe)
         return f"there is no checkpoint in {folder}: the same command starts anew"
     return f"the newest checkpoint is {newest}: {way_to_go_on(recipe)} from it"
 
@@ -315,14 +315,14 @@ def _write_trace(recipe: Recipe, rank: int, trace: bytes, moment: str) -> str | 
     return str(path)
 
 
-def checkpoint_folder(recipe: Recipe) -> Path:
+def _checkpoint_folder(recipe: Recipe) -> Path:
     """Return the folder of the run's checkpoints."""
     return recipe.run.folder / "checkpoints"
 
 
-def newest_checkpoint(recipe: Recipe) -> Path | None:
+def _newest_checkpoint(recipe: Recipe) -> Path | None:
     """Return the run's newest checkpoint with a manifest, which is written last, or None."""
-    whole = [path.parent for path in checkpoint_folder(recipe).glob("step-*/manifest.json")]
+    whole = [path.parent for path in _checkpoint_folder(recipe).glob("step-*/manifest.json")]
     return max((path for path in whole if _STEP_FOLDER.fullmatch(path.name)), default=None)
 
 

@@ -111,7 +111,7 @@ def list_files(path: Path, suffix: str = "", skip: Container[str] = ()) -> list[
             with os.scandir(folder) as entries:
                 visible = [entry for entry in entries if not entry.name.startswith(".")]
         except OSError as error:
-            refuse_unreadable(error, Path(folder))
+            _refuse_unreadable(error, Path(folder))
         # Without this check, a folder that may be listed but not entered would seem to be empty.
         if not os.access(folder, os.X_OK):
             raise DataError(
@@ -188,7 +188,7 @@ def read_documents(
                 f"{one_line(path)}: cannot be decompressed: {error}; copy it again, or move it away"
             ) from None
         except OSError as error:
-            refuse_unreadable(error, path)
+            _refuse_unreadable(error, path)
 
 
 def _require_unchanged(file: SourceFile, content: BinaryIO | None) -> None:
@@ -332,7 +332,7 @@ def refuse_long(place: str, size: int, longest: int) -> NoReturn:
     )
 
 
-def refuse_unreadable(error: OSError, file: Path) -> NoReturn:
+def _refuse_unreadable(error: OSError, file: Path) -> NoReturn:
     """Raise DataError: ``file`` cannot be read, for the reason in ``error``."""
     raise DataError(
         f"{one_line(file)}: cannot be read: {error.strerror}; make it readable or move it away"
@@ -346,5 +346,5 @@ def identify(file: Path, kind: Literal["text"] | TableKind) -> SourceFile:
             return SourceFile(file, *identify_dataset(file), kind)
         status = file.stat()
     except OSError as error:
-        refuse_unreadable(error, file)
+        _refuse_unreadable(error, file)
     return SourceFile(file, status.st_size, status.st_mtime_ns, kind)

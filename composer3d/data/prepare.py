@@ -71,7 +71,7 @@ from composer3d.runtime.progress import Progress
 _BATCH_BYTES = 512 << 10  # of text
 _BATCH_DOCUMENTS = 1 << 14  # each takes about 1000 bytes of memory, even if it is empty
 
-SHARD_TOKENS = 100_000_000
+_SHARD_TOKENS = 100_000_000
 
 # The folders to make: the one that is named, or two in it.
 _WHOLE, _TRAIN, _VALIDATION = "", "train", "validation"
@@ -97,7 +97,7 @@ def prepare(
     eod: str | None = None,
     field: str | None = None,
     processes: int | None = None,
-    shard_tokens: int = SHARD_TOKENS,
+    shard_tokens: int = _SHARD_TOKENS,
     split: float | None = None,
     examples: Examples | None = None,
     max_expansion: int = MAX_EXPANSION,

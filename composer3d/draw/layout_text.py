@@ -9,7 +9,7 @@ from composer3d.draw.terminal import Style
 from composer3d.facts.text import bytes_text
 from composer3d.runtime.ranks import coordinates
 
-MOST_RANKS = 16  # that are listed
+_MOST_RANKS = 16  # that are listed
 
 
 def render(layout: NodeLayout, style: Style) -> str:
@@ -29,8 +29,8 @@ def _stages(layout: NodeLayout) -> list[str]:
 def _ranks(layout: NodeLayout, style: Style) -> list[str]:
     """List ranks by node. Of a large job, the first node, the second one and the last are shown."""
     mesh = layout.recipe.mesh
-    shown = fold(layout.nodes, max(3, MOST_RANKS // layout.gpus_per_node)).shown
-    if layout.recipe.world_size <= MOST_RANKS:
+    shown = fold(layout.nodes, max(3, _MOST_RANKS // layout.gpus_per_node)).shown
+    if layout.recipe.world_size <= _MOST_RANKS:
         shown = tuple(range(layout.nodes))
     lines = []
     for index, node in enumerate(shown):

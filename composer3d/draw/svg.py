@@ -13,7 +13,7 @@ FONT = "Helvetica, Arial, 'DejaVu Sans', sans-serif"
 
 # The width of a character as a share of the font size: digits and lower case letters in the widest
 # of the fonts above.
-CHARACTER_WIDTH = 0.64
+_CHARACTER_WIDTH = 0.64
 
 Anchor = Literal["start", "middle", "end"]
 
@@ -143,7 +143,7 @@ class Picture:
 
 def text_width(words: str, size: float) -> float:
     """Return about the width of a line of text; it is rather too large than too small."""
-    return CHARACTER_WIDTH * size * len(words)
+    return _CHARACTER_WIDTH * size * len(words)
 
 
 def wrap(words: str, size: float, width: float) -> list[str]:

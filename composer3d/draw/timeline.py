@@ -23,13 +23,13 @@ from composer3d.planner.simulate import Bubble, ClosedForm, Send, Span, bubble, 
 
 LABEL_WIDTH, COUNT_WIDTH = 62, 62  # left of the rows, and right of them
 ROW_HEIGHT, ROW_GAP = 24, 9
-OVERVIEW_ROW_HEIGHT = 7
-FONT_SIZE = 9  # of the numbers of micro-batches
-MOST_STRIPS = 4
+_OVERVIEW_ROW_HEIGHT = 7
+_FONT_SIZE = 9  # of the numbers of micro-batches
+_MOST_STRIPS = 4
 
 # The colours of Okabe and Ito, which people with any colour vision can tell apart.
-COLOURS = {"F": "#56B4E9", "B": "#D55E00", "I": "#E69F00", "W": "#009E73"}
-NAMES = {
+_COLOURS = {"F": "#56B4E9", "B": "#D55E00", "I": "#E69F00", "W": "#009E73"}
+_NAMES = {
     "F": "forward",
     "B": "backward",
     "I": "backward: gradients of inputs",
@@ -172,8 +172,8 @@ def draw(
     """Return an SVG picture of schedules, one below the other, on the same scale of time.
 
     If a schedule is too long for legible numbers, all schedules have an overview on the same scale,
-    and each is cut into strips on a scale of its own. If there are more than ``MOST_STRIPS``, those
-    in the middle are left out, and the picture says so.
+    and each is cut into strips on a scale of its own. If there are more than ``_MOST_STRIPS``,
+    those in the middle are left out, and the picture says so.
 
     Args:
         timelines: at least one.
@@ -217,7 +217,7 @@ def _legible_s(timeline: Timeline) -> float:
         for span in row
         for action in span.cell
     )
-    return _plot_width() * short_s / (text_width("0" * digits, FONT_SIZE) + 1)
+    return _plot_width() * short_s / (text_width("0" * digits, _FONT_SIZE) + 1)
 
 
 def _plot_width() -> float:
@@ -243,8 +243,8 @@ def _timeline(
     shown = strips
     if overview_s is not None:
         y = _overview(picture, timeline, y, overview_s, unit)
-    if len(strips) > MOST_STRIPS:
-        half = MOST_STRIPS // 2
+    if len(strips) > _MOST_STRIPS:
+        half = _MOST_STRIPS // 2
         shown = [*strips[:half], *strips[-half:]]
     for index, strip in enumerate(shown):
         if index and strip.start_s > shown[index - 1].end_s:
@@ -267,15 +267,15 @@ def _overview(
     """Draw the whole schedule without numbers, on the scale of the longest one."""
     whole = _Strip(0.0, timeline.end_s)
     scale = _Scale(MARGIN + LABEL_WIDTH, whole, _plot_width() / longest_s)
-    pitch = OVERVIEW_ROW_HEIGHT + 1
+    pitch = _OVERVIEW_ROW_HEIGHT + 1
     picture.text(
         MARGIN + LABEL_WIDTH - 8, y + 10, "whole step", size=10, anchor="end", ink=QUIET_INK
     )
     for row in timeline.spans:
         width = timeline.end_s * scale.pixels_per_s
-        picture.rectangle(Area(scale.x, y, width, OVERVIEW_ROW_HEIGHT), fill=IDLE)
+        picture.rectangle(Area(scale.x, y, width, _OVERVIEW_ROW_HEIGHT), fill=IDLE)
         for span in row:
-            _cell(picture, span, scale, y, OVERVIEW_ROW_HEIGHT, timeline, unit, numbers=False)
+            _cell(picture, span, scale, y, _OVERVIEW_ROW_HEIGHT, timeline, unit, numbers=False)
         y += pitch
     return y + 14
 
@@ -338,16 +338,16 @@ def _cell(
         if numbers:
             tip = f"{_sentence(action)}, {unit.of(span.start_s):.6g} to {unit.of(span.end_s):.6g}"
         stroke = "#ffffff" if numbers else None
-        fill = _mix(COLOURS[action.kind], timeline.shades[action.stage])
+        fill = _mix(_COLOURS[action.kind], timeline.shades[action.stage])
         picture.rectangle(box, fill=fill, stroke=stroke, stroke_width=0.8, tip=tip)
         label = str(action.micro_batch)
-        if numbers and text_width(label, FONT_SIZE) <= width:
-            base = box.middle_y + 0.36 * FONT_SIZE
-            picture.text(box.middle_x, base, label, size=FONT_SIZE, anchor="middle", ink="#000000")
+        if numbers and text_width(label, _FONT_SIZE) <= width:
+            base = box.middle_y + 0.36 * _FONT_SIZE
+            picture.text(box.middle_x, base, label, size=_FONT_SIZE, anchor="middle", ink="#000000")
 
 
 def _sentence(action: Action) -> str:
-    return f"stage {action.stage}, {NAMES[action.kind]}, micro-batch {action.micro_batch}"
+    return f"stage {action.stage}, {_NAMES[action.kind]}, micro-batch {action.micro_batch}"
 
 
 def _mix(colour: str, share: float) -> str:
@@ -424,9 +424,9 @@ def _legend(picture: Picture, y: float, timelines: Sequence[Timeline]) -> float:
     x = float(MARGIN)
     for kind in "FBIW":
         if kind in kinds:
-            picture.rectangle(Area(x, y, 16, 12), fill=COLOURS[kind])
-            picture.text(x + 22, y + 10, NAMES[kind], size=12)
-            x += 22 + text_width(NAMES[kind], 12) + 14
+            picture.rectangle(Area(x, y, 16, 12), fill=_COLOURS[kind])
+            picture.text(x + 22, y + 10, _NAMES[kind], size=12)
+            x += 22 + text_width(_NAMES[kind], 12) + 14
     idle = [("idle", IDLE)]
     if any(timeline.waits for timeline in timelines):
         idle = [(words, WAIT_COLOURS[name]) for name, words in WAITS.items()]

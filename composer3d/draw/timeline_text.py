@@ -9,12 +9,12 @@ from composer3d.facts.schedules import Action
 from composer3d.planner.simulate import Span
 
 # Of the 256 colours of terminals, those nearest to the colours of the picture.
-COLOURS = {"F": 74, "B": 166, "I": 178, "W": 36}
-LEGEND = (
+_COLOURS = {"F": 74, "B": 166, "I": 178, "W": 36}
+_LEGEND = (
     "F forward, B backward, I and W its halves (gradients of inputs, of weights), {idle} idle; "
     "{number}; the later stages of a rank have small letters"
 )
-MOST_STRIPS = 3
+_MOST_STRIPS = 3
 
 
 def render(timelines: Sequence[Timeline], style: Style, unit: TimeUnit) -> str:
@@ -27,7 +27,7 @@ def render(timelines: Sequence[Timeline], style: Style, unit: TimeUnit) -> str:
     columns = style.width - label_width - 2
     scale = _detailed_scale(timelines)
     longest_s = max(timeline.end_s for timeline in timelines)
-    is_detailed = ceil(longest_s * scale - 1e-9) <= MOST_STRIPS * columns
+    is_detailed = ceil(longest_s * scale - 1e-9) <= _MOST_STRIPS * columns
     if not is_detailed:
         scale = columns / longest_s
 
@@ -51,7 +51,7 @@ def render(timelines: Sequence[Timeline], style: Style, unit: TimeUnit) -> str:
     number = "the number is the micro-batch"
     if not is_detailed:
         number = "a column is what the rank does at that time"
-    lines.append(LEGEND.format(idle="·" if style.has_unicode else ".", number=number))
+    lines.append(_LEGEND.format(idle="·" if style.has_unicode else ".", number=number))
     return "\n".join(lines) + "\n"
 
 
@@ -96,7 +96,7 @@ def _detailed_row(
         begin, end = round(span.start_s * scale), round(span.end_s * scale)
         fill = "─" if style.has_unicode else "-"
         words = _label(span, timeline)[: max(0, end - begin)].ljust(end - begin, fill)
-        colour = COLOURS[span.cell[0].kind]
+        colour = _COLOURS[span.cell[0].kind]
         columns[begin:end] = [(character, colour) for character in words]
     return columns
 
@@ -110,7 +110,7 @@ def _compact_row(
         end = ceil(span.end_s * scale - 0.5)
         action = span.cell[0]
         for column in range(max(0, begin), min(total, end)):
-            columns[column] = (_letter(action, timeline), COLOURS[action.kind])
+            columns[column] = (_letter(action, timeline), _COLOURS[action.kind])
     return columns
 
 

@@ -15,7 +15,7 @@ MOST_TEXT = 300  # characters of a document's own words in a message
 # Of every format but TOML. 1e30 written as an integer stands in the tokenizer_config.json of many
 # models.
 MOST_DEPTH = 100
-MOST_BITS = 128
+_MOST_BITS = 128
 
 Path = tuple[str | int, ...]
 
@@ -31,10 +31,10 @@ class BoundsError(ValueError):
     def __init__(self, path: Path, problem: str) -> None:
         self.path = path
         self.problem = problem
-        super().__init__(f"'{name_of(path)}' {problem}" if path else f"it {problem}")
+        super().__init__(f"'{_name_of(path)}' {problem}" if path else f"it {problem}")
 
 
-def check_values(tree: Any, *, most_depth: int = MOST_DEPTH, most_bits: int = MOST_BITS) -> None:
+def check_values(tree: Any, *, most_depth: int = MOST_DEPTH, most_bits: int = _MOST_BITS) -> None:
     """Check the values of a document, in a loop without recursion.
 
     Args:
@@ -80,7 +80,7 @@ def _int_words(value: int) -> str:
     return str(value) if value.bit_length() <= 200 else f"one of {value.bit_length():,} bits"
 
 
-def name_of(path: Path) -> str:
+def _name_of(path: Path) -> str:
     """Return the place of a value as messages show it, such as ``model.dim``, cut if it is long."""
     return shorten(".".join(map(str, path)), 80)
 

@@ -18,7 +18,7 @@ from composer3d.facts.bounds import MOST_DEPTH, check_values
 from composer3d.facts.text import in_quotes, shorten
 
 MIB = 1 << 20
-_MOST_DIGITS = 38  # of an integer in JSON; it has at most ``MOST_BITS``
+_MOST_DIGITS = 38  # of an integer in JSON; ``bounds`` allows no more bits
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 _KINDS = {

@@ -11,11 +11,11 @@ import unicodedata
 from datetime import timedelta
 from typing import Any
 
-NAME_BYTES = 200  # A file system accepts 255; suffixes are appended to the name.
+_NAME_BYTES = 200  # A file system accepts 255; suffixes are appended to the name.
 NAME_RULE = (
     "must not be empty, must not begin with . - or a space, must not end with . or a space, must "
     "not contain / or \\ or characters that are not printable, must not be a name that Windows "
-    f"reserves, and must have at most {NAME_BYTES} bytes in UTF-8"
+    f"reserves, and must have at most {_NAME_BYTES} bytes in UTF-8"
 )
 _LONGEST_LINE = 4096  # characters of a path or a key in a message
 _RESERVED = {"con", "prn", "aux", "nul"} | {
@@ -106,7 +106,7 @@ def is_name(value: str) -> bool:
         value.isprintable()
         and not value.startswith((".", "-", " "))
         and not value.endswith((".", " "))
-        and 0 < len(value.encode()) <= NAME_BYTES
+        and 0 < len(value.encode()) <= _NAME_BYTES
         and "/" not in value
         and "\\" not in value
         and value.partition(".")[0].rstrip().lower() not in _RESERVED

@@ -36,7 +36,7 @@ CHUNK_BYTES = 64 << 20
 AGAIN = "make the folder again with composer3d prepare"
 
 Dtype = Literal["uint16", "uint32"]
-ITEM_BYTES = {"uint16": 2, "uint32": 4}
+_ITEM_BYTES = {"uint16": 2, "uint32": 4}
 _START_BYTES = 8  # an entry of documents.bin is an int64
 
 _MOST_MANIFEST_BYTES = 64 << 20  # enough for the digests of 100 TB, or for 100,000 shards
@@ -293,7 +293,7 @@ def _parse(folder: Path, document: Any) -> TokenManifest:
     dtype = facts["dtype"]
     if dtype not in get_args(Dtype):
         raise ValueError(f"dtype is {short_json(dtype)}, not uint16 or uint32")
-    vocab = _whole(facts, "vocab", 1, 1 << 8 * ITEM_BYTES[dtype])
+    vocab = _whole(facts, "vocab", 1, 1 << 8 * _ITEM_BYTES[dtype])
     tokens = _whole(facts, "tokens", 1, _MOST)
     documents = _whole(facts, "documents", 1, tokens)
     learned = _whole(facts, "learned", 1, tokens) if has_mask else None
@@ -324,7 +324,7 @@ def _parse(folder: Path, document: Any) -> TokenManifest:
         shards = _shards(facts["shards"], tokens, documents, has_mask=has_mask)
     sizes = {}
     for shard in shards:
-        sizes[shard.tokens_file] = shard.tokens * ITEM_BYTES[dtype]
+        sizes[shard.tokens_file] = shard.tokens * _ITEM_BYTES[dtype]
         sizes[shard.documents_file] = (shard.documents + 1) * _START_BYTES
         if shard.mask_file is not None:
             sizes[shard.mask_file] = shard.tokens

@@ -13,7 +13,7 @@ from composer3d.planner.setup import Machine
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
-LAUNCH_S = 20e-6  # a collective kernel, without any data
+_LAUNCH_S = 20e-6  # a collective kernel, without any data
 _STEP_S = 3e-6  # for each doubling of an all-reduce's group inside a node
 _STEP_BETWEEN_NODES_S = 10e-6  # the same between nodes, where trees are used
 _HOP_IN_NODE_S = 0.3e-6
@@ -75,16 +75,16 @@ def collective_s(
         if measured_s is not None:
             latency = measured_s * log2(ranks)
         elif operation == "all_reduce":
-            latency = LAUNCH_S + 2 * _STEP_S * log2(ranks)
+            latency = _LAUNCH_S + 2 * _STEP_S * log2(ranks)
         else:
-            latency = LAUNCH_S + _HOP_IN_NODE_S * ranks
+            latency = _LAUNCH_S + _HOP_IN_NODE_S * ranks
         return messages * latency + moved / ring
     if measured_s is not None:
         latency = measured_s * log2(ranks)
     elif operation == "all_reduce":
-        latency = LAUNCH_S + _STEP_BETWEEN_NODES_S * log2(ranks)
+        latency = _LAUNCH_S + _STEP_BETWEEN_NODES_S * log2(ranks)
     else:
-        latency = LAUNCH_S + constants.hop_s * (ranks - 1)
+        latency = _LAUNCH_S + constants.hop_s * (ranks - 1)
     # Every node's cards carry the whole once.
     cards = machine.nic_bytes_s * _share(machine, constants.nic_share) * group.in_node(machine)
     return messages * latency + moved / min(ring, cards)
@@ -133,4 +133,4 @@ def send_s(group: GroupShape, size_bytes: float, machine: Machine, constants: Co
 def _launch_s(machine: Machine, crosses: bool) -> float:
     """Return the time of a message without data."""
     measured_s = machine.nic_latency_s if crosses else machine.latency_s
-    return LAUNCH_S if measured_s is None else measured_s
+    return _LAUNCH_S if measured_s is None else measured_s

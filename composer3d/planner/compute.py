@@ -241,14 +241,14 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool) -> Work
     forward_products = seconds(products)
     input_products = seconds([product.input_gradient() for product in products])
     weight_products = sum(
-        product_s(product.weight_gradient(), rate.weight, rate, gradient_bytes(setup))
+        product_s(product.weight_gradient(), rate.weight, rate, _gradient_bytes(setup))
         for product in products
     )
     attend_forward, attend_backward = attend_s(setup, rate)
     traffic = constants.fused_traffic
     if not setup.software.fuses_elementwise:
         traffic = constants.eager_traffic
-    elementwise = elementwise_bytes(setup, has_experts=has_experts) / rate.memory * traffic
+    elementwise = _elementwise_bytes(setup, has_experts=has_experts) / rate.memory * traffic
     # Only the products of outputs and of input gradients round their operands.
     rounding = input_rounding = 0.0
     if setup.precision.weight_products is not None:
@@ -295,7 +295,7 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool) -> Work
     )
 
 
-def gradient_bytes(setup: Setup) -> float:
+def _gradient_bytes(setup: Setup) -> float:
     """Return the bytes that move for each element of a weight's gradient in one micro-batch.
 
     A sum over micro-batches is read and written: by the product itself, or by a further kernel,
@@ -374,7 +374,7 @@ def _rounded_bytes(product: Product) -> float:
     return product.copies * (2 + 2 + 1) * product.depth * (product.rows + product.columns)
 
 
-def elementwise_bytes(setup: Setup, *, has_experts: bool) -> float:
+def _elementwise_bytes(setup: Setup, *, has_experts: bool) -> float:
     """Return the memory traffic of a block's elementwise work in forward, in bytes, in 16 bits.
 
     For each element of the residual stream: two norms (read, write) and two additions (read twice,

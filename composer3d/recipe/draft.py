@@ -25,9 +25,9 @@ from composer3d.recipe.values import (
     type_of,
 )
 
-MOST_BYTES = 256 << 10  # in a recipe and its bases together; a long recipe has a few thousand
-MOST_BASES = 32
-MOST_PROBLEMS = 100  # reported for one recipe
+_MOST_BYTES = 256 << 10  # in a recipe and its bases together; a long recipe has a few thousand
+_MOST_BASES = 32
+_MOST_PROBLEMS = 100  # reported for one recipe
 _VALUE = "value"  # the key of an override's value, while it is parsed
 
 
@@ -194,7 +194,7 @@ class Draft:
                 f"{place}: '{OPEN_POINTS}' is the table of the open points of a draft; remove it"
             )
             return
-        for key, point in list(content.items())[:MOST_PROBLEMS]:
+        for key, point in list(content.items())[:_MOST_PROBLEMS]:
             shown = point if isinstance(point, str) else as_short_toml(point)
             self.problems.append(
                 f"{document.place(OPEN_POINTS, key)}: open point "
@@ -264,9 +264,9 @@ class Draft:
 
         self.problems.append(f"{place}: unknown {noun} '{one_line(key, MOST_TEXT)}'; {advice}")
         self.invalid_keys.update(meant_keys)
-        if len(self.problems) >= MOST_PROBLEMS:
+        if len(self.problems) >= _MOST_PROBLEMS:
             raise RecipeError(
-                f"{place}: the recipe has {MOST_PROBLEMS} problems up to here; fix them first"
+                f"{place}: the recipe has {_MOST_PROBLEMS} problems up to here; fix them first"
             )
 
     def _keys_of(self, table: str) -> list[str]:
@@ -288,16 +288,16 @@ def _documents(source: Source) -> Iterator[ParsedRecipe]:
     while True:
         name = one_line(path)
         try:
-            content = read_plain(path, limit=MOST_BYTES)
+            content = read_plain(path, limit=_MOST_BYTES)
         except OSError as error:
             raise RecipeError(f"{blame}{name}: {error.strerror}") from None
         except ValueError as error:  # the name contains a NUL byte, or UTF-8 cannot encode it
             raise RecipeError(f"{blame}{name}: no file has such a name ({error})") from None
 
         total_bytes += len(content)
-        if total_bytes > MOST_BYTES:
+        if total_bytes > _MOST_BYTES:
             raise RecipeError(
-                f"{blame}{name}: the recipe and its bases are larger than {MOST_BYTES:_} bytes"
+                f"{blame}{name}: the recipe and its bases are larger than {_MOST_BYTES:_} bytes"
             )
         document = parse_document(content, name)
         base = document.tables.get("base")
@@ -315,9 +315,10 @@ def _documents(source: Source) -> Iterator[ParsedRecipe]:
         blame = f"{place}: base cannot be read: "
         if os.path.realpath(path) in seen:
             raise RecipeError(f"{place}: base = {shown_base} makes a cycle; remove one base")
-        if len(seen) > MOST_BASES:
+        if len(seen) > _MOST_BASES:
             raise RecipeError(
-                f"{place}: base = {shown_base} is base number {len(seen)}; use at most {MOST_BASES}"
+                f"{place}: base = {shown_base} is base number {len(seen)}; use at most "
+                f"{_MOST_BASES}"
             )
 
 

@@ -41,7 +41,7 @@ WriteReport = Callable[[str], str | None]
 WriteTrace = Callable[[str], str | None]
 
 
-class FirstError(NamedTuple):
+class _FirstError(NamedTuple):
     """The error with which a collective failed on a rank.
 
     Attributes:
@@ -188,7 +188,7 @@ class PeerWatch:
 
     def _search(self, error: BaseException, advice: str) -> LostPeersError:
         try:
-            first_error = FirstError(time.time(), _first_line(error))
+            first_error = _FirstError(time.time(), _first_line(error))
             with self._lock:
                 self._store.set(f"error/{self._rank}", json.dumps(first_error))
                 self._store.set(f"here/{self._rank}", situation_of_error(error).to_json())
@@ -358,11 +358,11 @@ class PeerWatch:
             time.sleep(0.1)
         return found
 
-    def _collect_errors(self) -> dict[int, FirstError]:
+    def _collect_errors(self) -> dict[int, _FirstError]:
         """Return the errors of the ranks whose collectives have failed so far."""
         with self._lock:
             return {
-                rank: FirstError(*json.loads(self._store.get(f"error/{rank}")))
+                rank: _FirstError(*json.loads(self._store.get(f"error/{rank}")))
                 for rank in range(self._size)
                 if self._store.check([f"error/{rank}"])
             }

@@ -30,7 +30,7 @@ class SharedClock(NamedTuple):
     started_unix_s: float
 
 
-def share_clock(group: dist.ProcessGroup, device: torch.device) -> SharedClock:
+def _share_clock(group: dist.ProcessGroup, device: torch.device) -> SharedClock:
     """Measure the offset of this rank's clock from that of rank 0 of ``group``.
 
     In each round, rank 0 reads its clock before one all-reduce and after another one, and the other
@@ -96,14 +96,14 @@ def record(
     the current stream: a wait is the time in which the stream waits for a message. The host waits
     for the GPU before the first action and after the last one, and never between them.
 
-    Collective over ``group``: see ``share_clock``.
+    Collective over ``group``: see ``_share_clock``.
 
     Args:
         stages: all stages of this rank.
         group: the ranks of the pipeline.
         device: the device of this rank.
     """
-    recording = Recording(share_clock(group, device))
+    recording = Recording(_share_clock(group, device))
     watch = _GpuWatch(device) if device.type == "cuda" else _HostWatch()
     marks: list[tuple[str, Any, Any]] = []
 
