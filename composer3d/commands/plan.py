@@ -201,8 +201,8 @@ def find_device(name: str) -> hardware.Hardware:
     if row is None:
         known = ", ".join(device.name for device in hardware.DEVICES)
         raise DeviceError(
-            f"--gpu {name[:80]}: unknown device; known are {known} and CPU; or name a TOML file "
-            "with a row of your own"
+            f"--gpu {one_line(name, 80)}: unknown device; known are {known} and CPU; or name a "
+            "TOML file with a row of your own"
         )
     return row
 

@@ -5,7 +5,7 @@ The end of a process is one number: the signal that ended it, or minus its exit 
 
 import signal
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from composer3d.recipe.schema import MeshTable
 from composer3d.runtime.ranks import describe_rank, describe_several
@@ -55,8 +55,7 @@ def describe_died(ends: Mapping[int, int], mesh: MeshTable) -> list[str]:
     """
     lines = []
     for end, ranks in _ranks_by_end(ends).items():
-        names = describe_several(ranks, lambda rank: describe_rank(rank, mesh))
-        lines.append(f"{names} {describe_end(end, len(ranks))}")
+        lines.append(f"{_names_of(ranks, mesh)} {describe_end(end, len(ranks))}")
     return lines
 
 
@@ -69,10 +68,13 @@ def describe_left(ends: Mapping[int, int], mesh: MeshTable) -> list[str]:
     """
     lines = []
     for end, ranks in _ranks_by_end(ends).items():
-        names = describe_several(ranks, lambda rank: describe_rank(rank, mesh))
         words = describe_end(end, len(ranks)) if end else "ended"
-        lines.append(f"{names} {words} before the others")
+        lines.append(f"{_names_of(ranks, mesh)} {words} before the others")
     return lines
+
+
+def _names_of(ranks: Sequence[int], mesh: MeshTable) -> str:
+    return describe_several(ranks, lambda rank: describe_rank(rank, mesh))
 
 
 def _ranks_by_end(ends: Mapping[int, int]) -> dict[int, list[int]]:
