@@ -134,7 +134,10 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "step 10^30": (field(step=10**30), f"step is {10**30}, but must be an integer from 0 to 2^53"),
     "step true": (field(step=True), "step is True, but must be an integer"),
     "step 1.5": (field(step=1.5), "step is 1.5, but must be an integer"),
-    "step text": (field(step="x" * 10**6), f"step is '{'x' * 59}, but must be an integer"),
+    "step text": (
+        field(step="x" * 10**6),
+        f"step is '{'x' * 60}... (1,000,000 characters)', but must be an integer",
+    ),
     "no ranks": (field(world_size=0), "world_size is 0, but must be an integer from 1 to 2^53"),
     "history of one list": (field(history={"losses": [1.0]}), WRONG_HISTORY),
     "history of texts": (field(history={"losses": ["1"], "norms": [1.0]}), WRONG_HISTORY),
