@@ -107,12 +107,20 @@ def _as_unread(module_forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return forward
 
 
-def set_loss_chunks(model: nn.Module, plan: ShardingPlan, chunks: int) -> None:
+def set_loss_chunks(
+    model: nn.Module, plan: ShardingPlan, chunks: int, *, keeps_gradients: bool
+) -> None:
     """Make the heads of ``model`` compute the loss in ``chunks`` parts of a micro-batch's tokens.
 
-    Only one part's logits are in memory at a time. Backward computes them again, with the
-    collectives of ``vocab.cross_entropy``. It sums the gradient of the head's weight in float32 or
-    wider, in memory that it allocates.
+    Only one part's logits are in memory at a time. The gradient of the head's weight is summed in
+    float32 or wider, in memory that is allocated for it.
+
+    Args:
+        model: the whole model.
+        plan: its plan.
+        chunks: the number of parts.
+        keeps_gradients: forward computes the gradients with the loss. Otherwise backward computes
+            the logits again, with the collectives of ``vocab.cross_entropy``.
 
     Raises:
         PlanError: ``chunks`` is above 1, and the model has no head with the attribute ``chunks``.
@@ -126,4 +134,4 @@ def set_loss_chunks(model: nn.Module, plan: ShardingPlan, chunks: int) -> None:
             "`chunks`; use memory.loss_chunks = 1"
         )
     for head in heads:
-        head.chunks = chunks
+        head.chunks, head.keeps_gradients = chunks, keeps_gradients

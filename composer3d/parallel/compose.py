@@ -18,6 +18,7 @@ from composer3d.parallel.pipeline import stage_cut, zero_bubble
 from composer3d.parallel.pipeline.ties import Ties, check_ties, find_ties, split_ties, tie
 from composer3d.parallel.stages import Stage, Stages
 from composer3d.parallel.tensor import styles as tensor
+from composer3d.planner.schedule import keeps_gradients_of_loss
 from composer3d.recipe.schema import CompileTable, MemoryTable, ParallelTable, PrecisionTable
 from composer3d.runtime.mesh import Mesh
 
@@ -85,19 +86,24 @@ def compose(
         activation = activation.to(getattr(torch, precision.compute))
     ties = find_ties(model)
     router_sizes = sizes_of_routers(model)
-    checkpointing.set_loss_chunks(model, plan, memory.loss_chunks)
 
     # c. Form the groups of experts and of FSDP. All ranks take part, whatever stages they hold.
     expert.form_groups(plan, mesh)
     shard_meshes = fsdp.meshes_of(mesh, plan, parallel, precision, memory)
     check_ties(ties, mesh, sharded=shard_meshes is not None)
 
-    # d. Decide which rank holds which stages.
+    # d. Decide which rank holds which stages, and so in which order they run.
     placement = pipeline.place_stages(mesh.sizes.pp, parallel, step.micro_batches)
     if mesh.sizes.pp > 1:
         stage_cut.check_every_stage_trains(model, sum(map(len, placement.stages)), parallel)
     defers = mesh.sizes.pp > 1 and SCHEDULES[parallel.schedule].splits_backward
     step_tokens = step.micro_batch * step.micro_batches * step.seq_len * mesh.batch_ranks
+    checkpointing.set_loss_chunks(
+        model,
+        plan,
+        memory.loss_chunks,
+        keeps_gradients=keeps_gradients_of_loss(mesh.sizes.pp, parallel, step.micro_batches),
+    )
     dw_builders = []
 
     # 1. Pipeline: cut into stages before anything wraps a module. All later steps then touch only

@@ -413,5 +413,5 @@ def head_work(setup: Setup, constants: Constants) -> Work:
         forward + loss,
         product_s(product.input_gradient(), rate.head, rate) + loss,
         product_s(product.weight_gradient(), rate.head, rate),
-        forward + loss if setup.loss_chunks > 1 else 0.0,
+        forward + loss if setup.repeats_loss else 0.0,
     )

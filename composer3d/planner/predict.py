@@ -13,6 +13,7 @@ from composer3d.models.table import Row
 from composer3d.planner.constants import SHIPPED, Constants
 from composer3d.planner.matrices import newton_schulz_flops
 from composer3d.planner.memory import GIB, RankMemory, predict_memory
+from composer3d.planner.schedule import keeps_gradients_of_loss
 from composer3d.planner.setup import (
     BatchSizes,
     BlockMatrices,
@@ -191,6 +192,8 @@ def of_recipe(
         recompute=recompute[memory.checkpointing.mode],
         recompute_every=memory.checkpointing.every,
         loss_chunks=memory.loss_chunks,
+        repeats_loss=memory.loss_chunks > 1
+        and not keeps_gradients_of_loss(mesh.pp, parallel, recipe.micro_batches),
         matrices=_matrices(recipe.model, recipe.optim),
         trained=trained_of(recipe),
     )

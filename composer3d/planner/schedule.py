@@ -46,6 +46,27 @@ def recipe_actions(pp: int, parallel: ParallelTable, micro_batches: int) -> list
     return actions(parallel.schedule, pp, parallel.stages_per_rank, micro_batches)
 
 
+def keeps_gradients_of_loss(pp: int, parallel: ParallelTable, micro_batches: int) -> bool:
+    """Return whether each loss has its backward before the next forward of the last stage.
+
+    ``memory.loss_chunks`` then computes gradients with the loss: those of one micro-batch exist at
+    a time.
+
+    Args:
+        pp, parallel, micro_batches: as for ``recipe_actions``, which says what is raised.
+    """
+    rows = recipe_actions(pp, parallel, micro_batches)
+    last = max(action.stage for row in rows for cell in row for action in cell)
+    waiting = most = 0
+    for row in rows:
+        for cell in row:
+            for action in cell:
+                if action.stage == last and action.kind != "W":
+                    waiting += 1 if action.kind == "F" else -1
+                    most = max(most, waiting)
+    return most == 1
+
+
 def actions(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> list[list[Cell]]:
     """Return the cells that each pipeline rank runs in a step, in its order.
 

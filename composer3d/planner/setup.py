@@ -367,6 +367,7 @@ class Setup:
         recompute_every: ``recompute`` holds for the first of every so many blocks of a stage. The
             other blocks repeat nothing.
         loss_chunks: the number of parts of a micro-batch whose logits exist at once.
+        repeats_loss: backward computes the logits of several parts again.
         matrices: those that the optimizer orthogonalises; None: none.
         trained: the parameters that train. Only ``moments`` reads it: the gradients and the state
             of the optimizer are theirs. Activations and time are those of training all.
@@ -385,6 +386,7 @@ class Setup:
     recompute: Recompute = "none"
     recompute_every: int = 1
     loss_chunks: int = 1
+    repeats_loss: bool = False
     matrices: Matrices | None = None
     trained: Trained = EVERYTHING
 

@@ -23,7 +23,7 @@ from composer3d.models.registry import architecture
 from composer3d.models.shape import DecoderShape
 from composer3d.models.table import Row
 from composer3d.planner.matrices import CutParameter, rounds_of_units
-from composer3d.planner.schedule import recipe_actions
+from composer3d.planner.schedule import keeps_gradients_of_loss, recipe_actions
 from composer3d.planner.stages import StageLayers, stage_layers, stages_by_rank
 from composer3d.planner.trained import is_trained
 from composer3d.recipe.matrices import matrices_of
@@ -313,12 +313,14 @@ class _RankTraffic:
     def _loss(self) -> None:
         """Collectives of ``tensor.vocab.cross_entropy``, or of gathered logits.
 
-        With several chunks, backward computes each chunk's logits and loss again.
+        With several chunks, backward computes each chunk's logits and loss again, unless forward
+        has computed their gradients.
         """
         tp, chunks = self.mesh.tp, self.recipe.memory.loss_chunks
         chunk_tokens = -(-self.tokens // chunks)
         parts = -(-self.tokens // chunk_tokens)
-        phases: list[Phase] = ["forward"] if chunks == 1 else ["forward", "backward"]
+        repeats = chunks > 1 and not keeps_gradients_of_loss(self.mesh.pp, self.parallel, self.m)
+        phases: list[Phase] = ["forward", "backward"] if repeats else ["forward"]
         for phase in phases:
             if self.parallel.loss_parallel:
                 for purpose, numbers in (("maxima of logits", 1), ("sums of the softmax", 2)):

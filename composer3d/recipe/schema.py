@@ -322,8 +322,8 @@ class MemoryTable:
     )
     loss_chunks: int = key(
         1,
-        "number of chunks of a micro-batch; logits are computed one chunk at a time, and again in "
-        "backward; above 1 the head's gradient is summed in float32, which costs memory",
+        "number of chunks of a micro-batch; logits are computed one chunk at a time, with their "
+        "gradients; above 1 the head's gradient is summed in float32, which costs memory",
         between(1, 1 << 16),
         words="loss in {} chunks",
         in_proof=at_most(3),

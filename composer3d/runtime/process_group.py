@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer3d.facts.errors import DeviceError, MachineError, MeshError, UserError, of_os_error
 from composer3d.facts.text import one_line
-from composer3d.runtime import devices, environment
+from composer3d.runtime import devices, environment, open_files
 from composer3d.runtime.environment import STORE_VARIABLE
 from composer3d.runtime.meeting import wait_for_host, wait_in_store
 from composer3d.runtime.shortage import lacks_memory, no_memory
@@ -122,9 +122,12 @@ def open_store(*, timeout_s: float = 600.0) -> dist.Store:
 
     Raises:
         MeshError: under torchrun, ranks or the store are missing after ``timeout_s``.
+        MachineError: this process may not open as many files as it needs connections.
     """
     rank, size = environment.rank(), environment.world_size()
     timeout = timedelta(seconds=timeout_s)
+    is_host = rank == 0 and not environment.uses_store_of_agent()
+    open_files.allow(rank, size, hosts_store=is_host)
 
     if environment.has_launcher():
         file_store = dist.FileStore(os.environ[STORE_VARIABLE], size)
@@ -138,7 +141,6 @@ def open_store(*, timeout_s: float = 600.0) -> dist.Store:
         return dist.HashStore()
 
     deadline_s = time.monotonic() + timeout_s
-    is_host = rank == 0 and not environment.uses_store_of_agent()
     shown = f"{address[0]}:{address[1]}"
     try:
         wait_for_host(*address, is_host=is_host, deadline_s=deadline_s)
@@ -387,6 +389,33 @@ def form_group(
         return cast(dist.ProcessGroup, group)
 
     return _form(form, lambda group: [group])
+
+
+def form_disjoint_groups(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """Form groups that share no rank, each as ``form_group``. Collective over all ranks.
+
+    NCCL splits one communicator for all of them; gloo forms one after the other.
+
+    Args:
+        groups: the ranks of each group, the same on all ranks.
+
+    Returns:
+        The group that has this rank; None if none has it.
+    """
+    rank, backend = dist.get_rank(), dist.get_backend()
+
+    def form() -> dist.ProcessGroup | None:
+        if backend == "nccl":
+            return dist.split_group(split_ranks=[list(ranks) for ranks in groups])
+        own = None
+        for ranks in groups:
+            # A group of a fake world that lacks this rank would be thrown away.
+            if rank in ranks or backend != "fake":
+                formed = dist.new_group(list(ranks))
+                own = formed if rank in ranks else own
+        return own
+
+    return _form(form, lambda group: [] if group is None else [group])
 
 
 def form_mesh(make: Callable[[], DeviceMesh]) -> DeviceMesh:

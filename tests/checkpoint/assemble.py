@@ -3,8 +3,6 @@
 Each function returns instructions that leave one value on the stack.
 """
 
-from pathlib import Path
-
 PLACE = "torch.distributed.checkpoint.metadata"
 FILES = "torch.distributed.checkpoint.filesystem"
 
@@ -119,15 +117,21 @@ def metadata(
     return b"\x80\x02" + before + object_of(f"{PLACE}.Metadata", state) + after + b"."
 
 
-def sound_metadata(folder: Path, **around: bytes) -> bytes:
-    """Metadata of one sound tensor, w, of 2 x 3 float32 numbers in two parts.
+HALVES = (chunk((0, 0), (1, 3)), chunk((1, 0), (1, 3)))
+STORED = {index("w", 0, 0): info(), index("w", 1, 0): info(begin=100)}
+# The parts of SOUND are in this file, which has this content.
+DATA_FILE, DATA = "__0_0.distcp", bytes(200)
 
-    The file that holds the parts is made as well.
 
-    Args:
-        around: ``before`` and ``after`` of ``metadata``.
-    """
-    (folder / "__0_0.distcp").write_bytes(bytes(200))
-    shape = entry((2, 3), chunk((0, 0), (1, 3)), chunk((1, 0), (1, 3)))
-    stored = {index("w", 0, 0): info(), index("w", 1, 0): info(begin=100)}
-    return metadata({text("w"): shape}, stored, **around)
+def metadata_of_w(
+    *parts: bytes,
+    shape: tuple[int, ...] = (2, 3),
+    stored: dict[bytes, bytes] = STORED,
+    **around: bytes,
+) -> bytes:
+    """Metadata of one tensor, w. ``around``: ``before`` and ``after`` of ``metadata``."""
+    return metadata({text("w"): entry(shape, *parts)}, stored, **around)
+
+
+# Metadata of one sound tensor of 2 x 3 float32 numbers in two parts.
+SOUND = metadata_of_w(*HALVES)

@@ -27,6 +27,7 @@ from composer3d.checkpoint.manifest import (
 from composer3d.facts.errors import CheckpointError, UserError
 from composer3d.models.llama.shape import PRESETS
 from composer3d.recipe.schema import Model
+from tests.checkpoint.odd_files import NO_PLAIN_FILE, replace_by
 
 FULL = Manifest(
     step=3,
@@ -50,6 +51,13 @@ def folder(tmp_path: Path) -> Path:
     files = {name: file_entry(path / name) for name in ("a", "b")}
     write(path, replace(FULL, files=files))
     return path
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        read(folder)
+    (line,) = caught.value.lines
+    return line
 
 
 def test_manifest_is_read_as_it_was_written(folder: Path) -> None:
@@ -93,14 +101,27 @@ def field(**changed: Any) -> bytes:
 
 
 HEX = "0" * 32
-WRONG_FILES = (
-    "the content of files is wrong; it must be an object from paths within the folder to size and "
-    "digest (XXH3-128)"
+ANOTHER_FORMAT = (
+    "is not of format 1, the only one that this composer3d reads; use a newer composer3d"
 )
-WRONG_HISTORY = (
-    "the content of history is wrong; it must be an object of losses and norms, lists of equally "
-    "many finite numbers, and bad_in_a_row, an integer from 0 to 2^53"
+
+
+def wrong(name: str, form: str) -> str:
+    return f"the content of {name} is wrong; it must be {form}"
+
+
+WRONG_FILES = wrong("files", "an object from paths within the folder to size and digest (XXH3-128)")
+WRONG_HISTORY = wrong(
+    "history",
+    "an object of losses and norms, lists of equally many finite numbers, and bad_in_a_row, an "
+    "integer from 0 to 2^53",
 )
+WRONG_LAYOUT = wrong("layout", "an object of integers from 0 to 2^53")
+WRONG_MODEL = wrong("model", "an object of numbers, texts, true, false")
+WRONG_DATA = wrong("data", "")
+WRONG_TENSORS = wrong("tensors", "an object from names to shape and dtype")
+NO_STEP = "step is {}, but must be an integer from 0 to 2^53"
+NO_RECIPE = "but must be a text of at most 2^20 characters"
 WRONG: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "cannot be used: Expecting value"),
     "pickle": (b"\x80\x04cposix\nsystem\n", "cannot be used: 'utf-8' codec can't decode"),
@@ -108,18 +129,9 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "deep within": (b'{"a":' * 100_000, "cannot be used: it nests too deep"),
     "list": (b"[]", "cannot be used: its content does not match its digest"),
     "text": (b'"x"', "cannot be used: its content does not match its digest"),
-    "later": (
-        field(format=2),
-        "is not of format 1, the only one that this composer3d reads; use a newer composer3d",
-    ),
-    "no format": (
-        changed_manifest(lambda content: content.pop("format")),
-        "is not of format 1, the only one that this composer3d reads; use a newer composer3d",
-    ),
-    "true format": (
-        field(format=True),
-        "is not of format 1, the only one that this composer3d reads; use a newer composer3d",
-    ),
+    "later": (field(format=2), ANOTHER_FORMAT),
+    "no format": (changed_manifest(lambda content: content.pop("format")), ANOTHER_FORMAT),
+    "true format": (field(format=True), ANOTHER_FORMAT),
     "lacking": (
         changed_manifest(lambda content: content.pop("tensors")),
         "cannot be used: it lacks tensors",
@@ -130,13 +142,13 @@ WRONG: dict[str, tuple[bytes, str]] = {
         field(lr=-math.inf),
         "cannot be used: it holds -Infinity, which JSON does not have",
     ),
-    "step -1": (field(step=-1), "step is -1, but must be an integer from 0 to 2^53"),
-    "step 10^30": (field(step=10**30), f"step is {10**30}, but must be an integer from 0 to 2^53"),
-    "step true": (field(step=True), "step is True, but must be an integer"),
-    "step 1.5": (field(step=1.5), "step is 1.5, but must be an integer"),
+    "step -1": (field(step=-1), NO_STEP.format(-1)),
+    "step 10^30": (field(step=10**30), NO_STEP.format(10**30)),
+    "step true": (field(step=True), NO_STEP.format(True)),
+    "step 1.5": (field(step=1.5), NO_STEP.format(1.5)),
     "step text": (
         field(step="x" * 10**6),
-        f"step is '{'x' * 60}... (1,000,000 characters)', but must be an integer",
+        NO_STEP.format(f"'{'x' * 60}... (1,000,000 characters)'"),
     ),
     "no ranks": (field(world_size=0), "world_size is 0, but must be an integer from 1 to 2^53"),
     "history of one list": (field(history={"losses": [1.0]}), WRONG_HISTORY),
@@ -149,25 +161,13 @@ WRONG: dict[str, tuple[bytes, str]] = {
         field(layout=5),
         "layout is 5, but must be an object of integers from 0 to 2^53",
     ),
-    "layout texts": (
-        field(layout={"pp": "2"}),
-        "the content of layout is wrong; it must be an object of integers",
-    ),
-    "layout negative": (
-        field(layout={"pp": -2}),
-        "the content of layout is wrong; it must be an object of integers",
-    ),
-    "model list": (
-        field(model=[1]),
-        "the content of model is wrong; it must be an object of numbers, texts, true, false",
-    ),
-    "model nested": (field(model={"model.dim": [8]}), "the content of model is wrong; it must be"),
-    "model wide": (field(model={"model.dim": 10**30}), "the content of model is wrong; it must be"),
-    "recipe": (field(recipe=None), "recipe is None, but must be a text of at most 2^20 characters"),
-    "recipe of a book": (
-        field(recipe="x" * (2**20 + 1)),
-        "but must be a text of at most 2^20 characters",
-    ),
+    "layout texts": (field(layout={"pp": "2"}), WRONG_LAYOUT),
+    "layout negative": (field(layout={"pp": -2}), WRONG_LAYOUT),
+    "model list": (field(model=[1]), WRONG_MODEL),
+    "model nested": (field(model={"model.dim": [8]}), WRONG_MODEL),
+    "model wide": (field(model={"model.dim": 10**30}), WRONG_MODEL),
+    "recipe": (field(recipe=None), f"recipe is None, {NO_RECIPE}"),
+    "recipe of a book": (field(recipe="x" * (2**20 + 1)), NO_RECIPE),
     "data text": (
         field(data="gASVJAAAAAAAAACMBXBvc2l4"),
         "data is 'gASVJAAAAAAAAACMBXBvc2l4', but must be null, or an object of",
@@ -179,77 +179,28 @@ WRONG: dict[str, tuple[bytes, str]] = {
         )
         for value in (-1, "x", 1e30, None, 2**53 + 1, True, [1])
     },
-    "data digest": (field(data={"digest": 5}), "the content of data is wrong; it must be"),
-    "data seed": (field(data={"seed": "0"}), "the content of data is wrong; it must be"),
-    "data rows": (field(data={"global_batch": -4}), "the content of data is wrong; it must be"),
-    "data nested": (field(data={"extra": {"a": 1}}), "the content of data is wrong; it must be"),
+    "data digest": (field(data={"digest": 5}), WRONG_DATA),
+    "data seed": (field(data={"seed": "0"}), WRONG_DATA),
+    "data rows": (field(data={"global_batch": -4}), WRONG_DATA),
+    "data nested": (field(data={"extra": {"a": 1}}), WRONG_DATA),
     "lr text": (field(lr="1e-5"), "lr is '1e-5', but must be null or a finite number"),
-    "files list": (
-        field(files=[]),
-        WRONG_FILES,
-    ),
-    **{
-        f"files {value!r:.40}": (
-            field(files={"a": value}),
-            WRONG_FILES,
-        )
-        for value in (
-            5,
-            [5],
-            [5, HEX, 5],
-            [-1, HEX],
-            ["5", HEX],
-            [5, "0"],
-            [5, "G" * 32],
-            [5, None],
-            [5.0, HEX],
-        )
-    },
-    **{
-        f"file called {name!r:.20}": (
-            field(files={name: [5, HEX]}),
-            WRONG_FILES,
-        )
-        for name in (
-            "",
-            ".",
-            "..",
-            "../a",
-            "/etc/passwd",
-            "a/../../b",
-            "a//b",
-            "./a",
-            "a/",
-            "a\0",
-            "a\x1b[2J",
-            FILE,
-        )
-    },
-    "tensors": (
-        field(tensors=[1]),
-        "the content of tensors is wrong; it must be an object from names to shape and dtype",
-    ),
-    **{
-        f"tensor {value!r:.20}": (
-            field(tensors={"w": value}),
-            "the content of tensors is wrong; it must be an object from names to shape and dtype",
-        )
-        for value in (
-            5,
-            [[1]],
-            [[-1], "float32"],
-            [[1.5], "float32"],
-            [[True], "float32"],
-            [[1], 5],
-            ["1", "float32"],
-        )
-    },
+    "files list": (field(files=[]), WRONG_FILES),
+    "tensors": (field(tensors=[1]), WRONG_TENSORS),
 }
+# Wrong entries of files and tensors, and wrong names of files.
+ENTRIES = [5, [5], [5, HEX, 5], [-1, HEX], ["5", HEX], [5, "0"], [5, "G" * 32], [5, None]]
+NAMES = ["", ".", "..", "../a", "/etc/passwd", "a/../../b", "a//b", "./a", "a/", "a\0", "a\x1b[2J"]
+SPECS = [5, [[1]], [[-1], "float32"], [[1.5], "float32"], [[True], "float32"], [[1], 5]]
+for entry in [*ENTRIES, [5.0, HEX]]:
+    WRONG[f"files {entry!r:.40}"] = field(files={"a": entry}), WRONG_FILES
+for name in [*NAMES, FILE]:
+    WRONG[f"file called {name!r:.20}"] = field(files={name: [5, HEX]}), WRONG_FILES
+for spec in [*SPECS, ["1", "float32"]]:
+    WRONG[f"tensor {spec!r:.20}"] = field(tensors={"w": spec}), WRONG_TENSORS
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_manifests_are_refused(tmp_path: Path, case: str) -> None:
-    content, message = WRONG[case]
+@pytest.mark.parametrize(("content", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_manifests_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / FILE).write_bytes(content)
     with pytest.raises(UserError) as caught:
         read(tmp_path)
@@ -288,57 +239,40 @@ def test_a_manifest_that_is_too_large_is_not_written(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+@pytest.mark.parametrize("kind", NO_PLAIN_FILE)
 def test_manifest_is_a_plain_file(folder: Path, kind: str) -> None:
-    (folder / FILE).rename(folder.parent / "elsewhere")
-    if kind == "link":
-        (folder / FILE).symlink_to("../elsewhere")
-    elif kind == "pipe":
-        os.mkfifo(folder / FILE)
-    else:
-        (folder / FILE).mkdir()
-    message = {"link": "is a symbolic link", "pipe": "is a named pipe", "folder": "is a folder"}[
-        kind
-    ]
-    with pytest.raises(CheckpointError, match=f"{FILE} cannot be used: it {message}"):
+    replace_by(kind, folder / FILE)
+    with pytest.raises(CheckpointError, match=f"{FILE} cannot be used: it {NO_PLAIN_FILE[kind]}"):
         read(folder)
 
 
 def test_error_of_the_system_is_quoted(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 300)
-    with pytest.raises(CheckpointError) as caught:
-        read(folder)
-    assert caught.value.lines == (
-        f"{folder / FILE} cannot be used: File name too long; copy the checkpoint again",
+    assert refusal(folder) == (
+        f"{folder / FILE} cannot be used: File name too long; copy the checkpoint again"
     )
 
 
 def test_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        read(tmp_path)
-    assert caught.value.lines == (
-        f"{tmp_path} is not a checkpoint: it has no manifest.json; name a step-* folder",
+    assert refusal(tmp_path) == (
+        f"{tmp_path} is not a checkpoint: it has no manifest.json; name a step-* folder"
     )
 
 
 def test_each_kind_of_damage_is_named(folder: Path) -> None:
     manifest = read(folder)
-    (folder / "a").write_bytes(b"a" * 99)
-    assert find_damage(folder, manifest) == [
-        f"{folder / 'a'} has 99 bytes, but the manifest says 100"
-    ]
-    (folder / "a").write_bytes(b"a" * 99 + b"\x60")
-    assert find_damage(folder, manifest) == [
-        f"{folder / 'a'} has another digest than the manifest says"
-    ]
+    a, c = folder / "a", folder / "c"
+    a.write_bytes(b"a" * 99)
+    assert find_damage(folder, manifest) == [f"{a} has 99 bytes, but the manifest says 100"]
+    a.write_bytes(b"a" * 99 + b"\x60")
+    assert find_damage(folder, manifest) == [f"{a} has another digest than the manifest says"]
     assert find_damage(folder, manifest, ["b"]) == []
-    (folder / "a").unlink()
-    (folder / "c").touch()
-    assert find_damage(folder, manifest) == [
-        f"{folder / 'a'} cannot be read (No such file or directory)",
-        f"{folder / 'c'} is not in the manifest",
-    ]
-    assert find_damage(folder, manifest, ["b"]) == [f"{folder / 'c'} is not in the manifest"]
+    a.unlink()
+    c.touch()
+    missing = f"{a} cannot be read (No such file or directory)"
+    unknown = f"{c} is not in the manifest"
+    assert find_damage(folder, manifest) == [missing, unknown]
+    assert find_damage(folder, manifest, ["b"]) == [unknown]
 
 
 def test_each_piece_of_a_checked_file_is_reported(folder: Path) -> None:

@@ -7,7 +7,7 @@ import pickle
 import resource
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -45,8 +47,13 @@ from composer3d.facts.errors import CheckpointError
 from composer3d.runtime.torch_private import StorageInfo
 from tests.checkpoint import assemble as asm
 from tests.checkpoint.assemble import (
+    DATA,
+    DATA_FILE,
     FILES,
+    HALVES,
     PLACE,
+    SOUND,
+    STORED,
     call,
     chunk,
     colliding_ints,
@@ -55,13 +62,14 @@ from tests.checkpoint.assemble import (
     index,
     info,
     metadata,
+    metadata_of_w,
     name,
     number,
     object_of,
-    sound_metadata,
     text,
     tuple_of,
 )
+from tests.checkpoint.odd_files import NO_PLAIN_FILE, replace_by
 
 
 class Call:
@@ -82,9 +90,18 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def written(folder: Path, content: bytes) -> Path:
+def written(folder: Path, content: bytes = SOUND) -> Path:
+    """Write metadata, and the file that holds the parts of SOUND."""
+    (folder / DATA_FILE).write_bytes(DATA)
     (folder / METADATA).write_bytes(content)
     return folder
+
+
+def specs(folder: Path) -> dict[str, Any]:
+    return tensor_specs(read_metadata(folder), "x")
+
+
+SOUND_SPECS = {"w": ((2, 3), "float32")}
 
 
 def refused(folder: Path) -> str:
@@ -125,9 +142,7 @@ def test_checkpoint_of_torch_is_loaded(tmp_path: Path, alone: None) -> None:
 
 def test_metadata_assembled_by_hand_is_sound(tmp_path: Path) -> None:
     """Each of the attacks below differs from it in one detail."""
-    assert tensor_specs(read_metadata(written(tmp_path, sound_metadata(tmp_path))), "x") == {
-        "w": ((2, 3), "float32")
-    }
+    assert specs(written(tmp_path)) == SOUND_SPECS
 
 
 def tiled_metadata() -> Metadata:
@@ -186,15 +201,14 @@ def test_garbage_collector_is_paused(
 ) -> None:
     seen: list[bool] = []
     fill = metadata_module.fills
-    monkeypatch.setattr(
-        metadata_module, "fills", lambda *args: seen.append(gc.isenabled()) or fill(*args)
-    )
+    noted = lambda *args: seen.append(gc.isenabled()) or fill(*args)  # noqa: E731
+    monkeypatch.setattr(metadata_module, "fills", noted)
     before = gc.isenabled()
     try:
         gc.enable() if enabled else gc.disable()
-        read_metadata(written(tmp_path, sound_metadata(tmp_path)))
+        read_metadata(written(tmp_path))
         assert gc.isenabled() == enabled
-        refused(written(tmp_path, sound_metadata(tmp_path)[:-1]))
+        refused(written(tmp_path, SOUND[:-1]))
         assert gc.isenabled() == enabled
     finally:
         gc.enable() if before else gc.disable()
@@ -202,37 +216,35 @@ def test_garbage_collector_is_paused(
 
 
 def test_strides_of_a_later_torch_are_ignored(tmp_path: Path) -> None:
-    later = sound_metadata(tmp_path).replace(
-        asm.properties(), asm.properties(tuple_of(number(3), number(1)))
-    )
-    assert len(later) > len(sound_metadata(tmp_path))
-    assert tensor_specs(read_metadata(written(tmp_path, later)), "x") == {"w": ((2, 3), "float32")}
-    too_many = sound_metadata(tmp_path).replace(
-        asm.properties(), asm.properties(tuple_of(), tuple_of())
-    )
+    strides = tuple_of(number(3), number(1))
+    later = SOUND.replace(asm.properties(), asm.properties(strides))
+    assert len(later) > len(SOUND)
+    assert specs(written(tmp_path, later)) == SOUND_SPECS
+    too_many = SOUND.replace(asm.properties(), asm.properties(tuple_of(), tuple_of()))
     assert "'w' has no properties of a tensor" in refused(written(tmp_path, too_many))
 
 
 def test_an_enum_may_be_pickled_by_its_name(tmp_path: Path) -> None:
     """Python 3.11.2 does so. Nothing is looked up."""
-    by_name = call(
-        "builtins.getattr", name(f"{PLACE}._MEM_FORMAT_ENCODING"), text("TORCH_CONTIGUOUS_FORMAT")
-    )
-    whole = sound_metadata(tmp_path).replace(
-        call(f"{PLACE}._MEM_FORMAT_ENCODING", number(0)), by_name
-    )
+    enum = f"{PLACE}._MEM_FORMAT_ENCODING"
+    by_name = call("builtins.getattr", name(enum), text("TORCH_CONTIGUOUS_FORMAT"))
+    whole = SOUND.replace(call(enum, number(0)), by_name)
     assert by_name in whole
-    assert tensor_specs(read_metadata(written(tmp_path, whole)), "x") == {"w": ((2, 3), "float32")}
+    assert specs(written(tmp_path, whole)) == SOUND_SPECS
 
 
 # Attacks that run code in torch.
 
 
+def saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
 def program(marker: Path) -> bytes:
     """Return a file of ``torch.save`` that makes ``marker`` if torch unpickles it."""
-    file = io.BytesIO()
-    torch.save(Call(os.system, f"touch {marker}"), file)
-    return file.getvalue()
+    return saved(Call(os.system, f"touch {marker}"))
 
 
 def test_enum_disguised_as_a_tensor_runs_nothing(tmp_path: Path, alone: None) -> None:
@@ -242,7 +254,6 @@ def test_enum_disguised_as_a_tensor_runs_nothing(tmp_path: Path, alone: None) ->
     """
     marker, kind = tmp_path / "marker", f"{PLACE}._MEM_FORMAT_ENCODING"
     content = program(marker)
-    (tmp_path / "__0_0.distcp").write_bytes(content)
     bases = tuple_of(name(f"{PLACE}.TensorStorageMetadata"), name(f"{PLACE}.BytesStorageMetadata"))
     fields = dict_of(properties=asm.properties(), size=asm.sizes(2), chunks=b"]")
     where = object_of(f"{PLACE}.MetadataIndex", dict_of(fqn=text("w"), offset=b"N", index=b"N"))
@@ -252,11 +263,13 @@ def test_enum_disguised_as_a_tensor_runs_nothing(tmp_path: Path, alone: None) ->
         after=asm.set_attributes(name(kind), __bases__=bases),
     )
     before = type(TensorProperties().__getstate__()[3]).__bases__
-    assert "gives a state to a value that cannot have one" in refused(written(tmp_path, attack))
+    written(tmp_path, attack)
+    (tmp_path / DATA_FILE).write_bytes(content)
+    assert "gives a state to a value that cannot have one" in refused(tmp_path)
     assert type(TensorProperties().__getstate__()[3]).__bases__ == before
-    assert "something else in place of a TensorStorageMetadata" in refused(
-        written(tmp_path, attack.replace(asm.set_attributes(name(kind), __bases__=bases), b""))
-    )
+    without = attack.replace(asm.set_attributes(name(kind), __bases__=bases), b"")
+    (tmp_path / METADATA).write_bytes(without)
+    assert "something else in place of a TensorStorageMetadata" in refused(tmp_path)
     # The readers refuse objects as well, should one ever get past the metadata.
     read = Metadata({"w": BytesStorageMetadata()}, storage_data={})
     item = ReadItem(
@@ -274,53 +287,39 @@ def test_enum_disguised_as_a_tensor_runs_nothing(tmp_path: Path, alone: None) ->
     assert marker.exists()
 
 
+ATTACKED = [
+    f"{PLACE}.Metadata",
+    f"{PLACE}.TensorStorageMetadata",
+    f"{PLACE}.TensorProperties",
+    f"{FILES}._StorageInfo",
+    "torch.Size",
+    "torch.float32",
+    "torch.serialization._get_layout",
+    "pathlib.PosixPath",
+    "builtins.getattr",
+]
+
+
+def state_of_the_attacked() -> list[Any]:
+    layout = torch.serialization._get_layout
+    found = [Metadata.__init__, TensorProperties.__setstate__, layout, Path.rename]
+    return [found, dir(torch.Size), dir(torch.float32), dict(vars(layout))]
+
+
 @pytest.mark.parametrize("way", ["slots", "state", "items", "call of the class"])
-@pytest.mark.parametrize(
-    "target",
-    [
-        f"{PLACE}.Metadata",
-        f"{PLACE}.TensorStorageMetadata",
-        f"{PLACE}.TensorProperties",
-        f"{FILES}._StorageInfo",
-        "torch.Size",
-        "torch.float32",
-        "torch.serialization._get_layout",
-        "pathlib.PosixPath",
-        "builtins.getattr",
-    ],
-)
+@pytest.mark.parametrize("target", ATTACKED)
 def test_nothing_changes_a_class_or_function(tmp_path: Path, target: str, way: str) -> None:
-    found = [
-        Metadata.__init__,
-        TensorProperties.__setstate__,
-        torch.serialization._get_layout,
-        Path.rename,
-    ]
-    before = [found, dir(torch.Size), dir(torch.float32), vars(torch.serialization._get_layout)]
+    before = state_of_the_attacked()
+    size, one = name("torch.Size"), number(1)
+    of_class = tuple_of(dict_of(), dict_of(__class__=name(target)))
     change = {
-        "slots": asm.set_attributes(
-            name(target), __init__=name("torch.Size"), rename=number(1), cache=number(1)
-        ),
-        "state": name(target) + dict_of(__init__=name("torch.Size"), cache=dict_of()) + b"b0",
+        "slots": asm.set_attributes(name(target), __init__=size, rename=one, cache=one),
+        "state": name(target) + dict_of(__init__=size, cache=dict_of()) + b"b0",
         "items": name(target) + text("cache") + b"Ns0",
-        "call of the class": name(target)
-        + b")\x81"
-        + tuple_of(dict_of(), dict_of(__class__=name(target)))
-        + b"b0",
+        "call of the class": name(target) + b")\x81" + of_class + b"b0",
     }[way]
-    refused(written(tmp_path, sound_metadata(tmp_path, before=change)))
-    after = [
-        Metadata.__init__,
-        TensorProperties.__setstate__,
-        torch.serialization._get_layout,
-        Path.rename,
-    ]
-    assert [
-        after,
-        dir(torch.Size),
-        dir(torch.float32),
-        vars(torch.serialization._get_layout),
-    ] == before
+    refused(written(tmp_path, metadata_of_w(*HALVES, before=change)))
+    assert state_of_the_attacked() == before
 
 
 @pytest.mark.parametrize(
@@ -338,15 +337,12 @@ def test_a_call_is_refused_and_not_carried_out(
     tmp_path: Path, place: Any, function: Any, path: str
 ) -> None:
     marker = tmp_path / "marker"
-    argument = (
-        f"touch {marker}"
-        if function is os.system
-        else f"__import__('pathlib').Path({str(marker)!r}).touch()"
-    )
+    argument = f"__import__('pathlib').Path({str(marker)!r}).touch()"
+    if function is os.system:
+        argument = f"touch {marker}"
     content = pickle.dumps(place(Call(function, argument)))
-    assert f"it names '{path}', which is refused: nothing of it was run" in refused(
-        written(tmp_path, content)
-    )
+    line = refused(written(tmp_path, content))
+    assert f"it names '{path}', which is refused: nothing of it was run" in line
     assert not marker.exists()
     if function is not torch.load:
         pickle.loads(content)
@@ -355,7 +351,7 @@ def test_a_call_is_refused_and_not_carried_out(
 
 def test_reader_does_not_read_the_metadata_again(tmp_path: Path) -> None:
     """Torch gets the metadata that were checked, even if the file has changed since."""
-    read = read_metadata(written(tmp_path, sound_metadata(tmp_path)))
+    read = read_metadata(written(tmp_path))
     written(tmp_path, b"junk")
     assert CheckedReader(tmp_path, read).read_metadata() is read
 
@@ -370,51 +366,45 @@ def test_objects_that_torch_would_unpickle_are_named() -> None:
 
 # Metadata that contradict themselves or the files.
 
-W = (chunk((0, 0), (1, 3)), chunk((1, 0), (1, 3)))
-TWO = {index("w", 0, 0): info(), index("w", 1, 0): info(begin=100)}
-WRONG: dict[str, tuple[bytes | Callable[[Path], bytes], str]] = {
-    "no parts": (
-        metadata({text("w"): entry((2, 3))}, {}),
-        "the parts of 'w' do not hold each element of (2, 3) exactly once",
-    ),
-    "a gap": (
-        metadata({text("w"): entry((2, 3), W[0])}, {index("w", 0, 0): info()}),
-        "the parts of 'w' do not hold each element of (2, 3) exactly once",
-    ),
+
+def stored_with(second: bytes) -> bytes:
+    """Sound metadata, but for the place of the second part."""
+    return metadata_of_w(*HALVES, stored={**STORED, index("w", 1, 0): second})
+
+
+FIRST_ALONE = {index("w", 0, 0): info()}
+NOT_ONCE = "the parts of 'w' do not hold each element of (2, 3) exactly once"
+NO_SHAPE = "a shape that no tensor has"
+NO_TENSOR = "something else in place of a TensorStorageMetadata"
+NO_NAME = "a tensor whose name is not a text"
+NO_RANGE = "'w' has no valid range of bytes in '__0_0.distcp'"
+OVERLAP = "'__0_0.distcp' has 200 bytes, but parts of tensors overlap in it or end beyond it"
+WRONG: dict[str, tuple[bytes, str]] = {
+    "no parts": (metadata_of_w(stored={}), NOT_ONCE),
+    "a gap": (metadata_of_w(HALVES[0], stored=FIRST_ALONE), NOT_ONCE),
     "an overlap": (
-        metadata(
-            {text("w"): entry((2, 3), *W, chunk((0, 1), (2, 1)))},
-            {**TWO, index("w", 0, 1): info("b")},
+        metadata_of_w(
+            *HALVES, chunk((0, 1), (2, 1)), stored={**STORED, index("w", 0, 1): info("b")}
         ),
-        "the parts of 'w' do not hold each element of (2, 3) exactly once",
+        NOT_ONCE,
     ),
-    "an overlap and a gap": (
-        metadata({text("w"): entry((2, 3), chunk((0, 0), (1, 3)), chunk((0, 0), (1, 3)))}, TWO),
-        "the parts of 'w' do not hold each element of (2, 3) exactly once",
-    ),
-    "beyond the shape": (
-        metadata({text("w"): entry((2, 3), W[0], chunk((1, 1), (1, 3)))}, TWO),
-        "the parts of 'w' do not hold each element of (2, 3) exactly once",
-    ),
-    "other dimensions": (
-        metadata({text("w"): entry((2, 3), chunk((0,), (6,)))}, TWO),
-        "the parts of 'w' do not hold each element of (2, 3) exactly once",
-    ),
+    "an overlap and a gap": (metadata_of_w(HALVES[0], HALVES[0]), NOT_ONCE),
+    "beyond the shape": (metadata_of_w(HALVES[0], chunk((1, 1), (1, 3))), NOT_ONCE),
+    "other dimensions": (metadata_of_w(chunk((0,), (6,))), NOT_ONCE),
     "two empty parts": (
-        metadata(
-            {text("w"): entry((2, 3), *W, chunk((2, 0), (0, 3)), chunk((2, 0), (0, 3)))},
-            {**TWO, index("w", 2, 0): info("b"), index("v", 2, 0): info("b")},
+        metadata_of_w(
+            *HALVES,
+            *[chunk((2, 0), (0, 3))] * 2,
+            stored={**STORED, index("w", 2, 0): info("b"), index("v", 2, 0): info("b")},
         ),
         "two parts of 'w' begin at (2, 0)",
     ),
     "a part that is not stored": (
-        metadata(
-            {text("w"): entry((2, 3), *W)}, {index("w", 0, 0): info(), index("v", 0, 0): info("b")}
-        ),
+        metadata_of_w(*HALVES, stored={**FIRST_ALONE, index("v", 0, 0): info("b")}),
         "the part of 'w' at (1, 0) is stored nowhere",
     ),
     "more parts than are stored": (
-        metadata({text("w"): entry((2, 3), *W)}, {index("w", 0, 0): info()}),
+        metadata_of_w(*HALVES, stored=FIRST_ALONE),
         "its tensors have more parts than the 1 that are stored",
     ),
     "an object that is not stored": (
@@ -422,107 +412,62 @@ WRONG: dict[str, tuple[bytes | Callable[[Path], bytes], str]] = {
         "its tensors have more parts than the 0 that are stored",
     ),
     "stored twice": (
-        metadata({text("w"): entry((2, 3), *W)}, {**TWO, index("w", 0, 0) + b"q\x00": info()}),
+        metadata_of_w(*HALVES, stored={**STORED, index("w", 0, 0) + b"q\x00": info()}),
         "it stores a part of 'w' twice",
     ),
     "stored and no part": (
-        metadata({text("w"): entry((2, 3), *W)}, {**TWO, index("v", 0, 0): info("b")}),
+        metadata_of_w(*HALVES, stored={**STORED, index("v", 0, 0): info("b")}),
         "it stores a part of 'v' that no tensor has",
     ),
     "too few bytes": (
-        metadata(
-            {text("w"): entry((2, 30), chunk((0, 0), (2, 30)))},
-            {index("w", 0, 0): info(length=200)},
+        metadata_of_w(
+            chunk((0, 0), (2, 30)), shape=(2, 30), stored={index("w", 0, 0): info(length=200)}
         ),
         "the part of 'w' at (0, 0) has 200 bytes of 240",
     ),
     "sizes beyond all": (
-        metadata(
-            {text("w"): entry((2**61, 3), chunk((0, 0), (2**61, 3)))}, {index("w", 0, 0): info()}
-        ),
+        metadata_of_w(chunk((0, 0), (2**61, 3)), shape=(2**61, 3), stored=FIRST_ALONE),
         f"has 100 bytes of {12 * 2**61:,}",
     ),
-    "endless sizes": (
-        metadata({text("w"): entry((2**62,), chunk((0,), (2**62,)))}, TWO),
-        "a shape that no tensor has",
-    ),
-    "negative sizes": (
-        metadata({text("w"): entry((-1,), chunk((0,), (-1,)))}, TWO),
-        "a shape that no tensor has",
-    ),
+    "endless sizes": (metadata_of_w(chunk((0,), (2**62,)), shape=(2**62,)), NO_SHAPE),
+    "negative sizes": (metadata_of_w(chunk((0,), (-1,)), shape=(-1,)), NO_SHAPE),
     "a truth as a size": (
-        lambda folder: sound_metadata(folder).replace(
-            asm.sizes(2, 3), call("torch.Size", tuple_of(b"\x88", number(3)))
-        ),
-        "a shape that no tensor has",
+        SOUND.replace(asm.sizes(2, 3), call("torch.Size", tuple_of(b"\x88", number(3)))),
+        NO_SHAPE,
     ),
-    "65 dimensions": (metadata({text("w"): entry((1,) * 65)}, {}), "a shape that no tensor has"),
-    "shared bytes": (
-        metadata(
-            {text("w"): entry((2, 3), *W)},
-            {index("w", 0, 0): info(), index("w", 1, 0): info(begin=99)},
-        ),
-        "'__0_0.distcp' has 200 bytes, but parts of tensors overlap in it or end beyond it",
-    ),
-    "beyond the file": (
-        metadata({text("w"): entry((2, 3), *W)}, {**TWO, index("w", 1, 0): info(begin=101)}),
-        "'__0_0.distcp' has 200 bytes, but parts of tensors overlap in it or end beyond it",
-    ),
-    "before the file": (
-        metadata({text("w"): entry((2, 3), *W)}, {**TWO, index("w", 1, 0): info(begin=-1)}),
-        "'w' has no valid range of bytes in '__0_0.distcp'",
-    ),
-    "no bytes": (
-        metadata({text("w"): entry((2, 3), *W)}, {**TWO, index("w", 1, 0): info(length=0)}),
-        "'w' has no valid range of bytes in '__0_0.distcp'",
-    ),
+    "65 dimensions": (metadata_of_w(shape=(1,) * 65, stored={}), NO_SHAPE),
+    "shared bytes": (stored_with(info(begin=99)), OVERLAP),
+    "beyond the file": (stored_with(info(begin=101)), OVERLAP),
+    "before the file": (stored_with(info(begin=-1)), NO_RANGE),
+    "no bytes": (stored_with(info(length=0)), NO_RANGE),
     "transformed": (
-        lambda folder: sound_metadata(folder).replace(
+        SOUND.replace(
             text("offset") + number(100),
             text("transform_descriptors") + b"]" + text("offset") + number(100),
         ),
         "'w' is transformed (compressed), which composer3d does not read",
     ),
-    "sparse": (
-        lambda folder: sound_metadata(folder).replace(b"strided", b"striped"),
-        "'w' is not a dense tensor",
-    ),
-    "an entry of a number": (
-        metadata({text("w"): number(3)}, {}),
-        "something else in place of a TensorStorageMetadata",
-    ),
+    "sparse": (SOUND.replace(b"strided", b"striped"), "'w' is not a dense tensor"),
+    "an entry of a number": (metadata({text("w"): number(3)}, {}), NO_TENSOR),
     "an entry of another class": (
-        lambda folder: sound_metadata(folder).replace(
-            b"TensorStorageMetadata", b"ChunkStorageMetadata"
-        ),
-        "something else in place of a TensorStorageMetadata",
+        SOUND.replace(b"TensorStorageMetadata", b"ChunkStorageMetadata"),
+        NO_TENSOR,
     ),
     "parts of another class": (
-        lambda folder: sound_metadata(folder).replace(b"\nChunkStorageMetadata", b"\nStorageMeta"),
+        SOUND.replace(b"\nChunkStorageMetadata", b"\nStorageMeta"),
         "something else in place of a ChunkStorageMetadata",
     ),
-    "a name that is a number": (
-        metadata({number(1): entry((2, 3), *W)}, TWO),
-        "a tensor whose name is not a text",
-    ),
-    "a text without end": (
-        metadata({text("w"): entry((2, 3), *W)}, TWO, before=text("x" * 4001)),
-        "it holds a text",
-    ),
+    "a name that is a number": (metadata({number(1): entry((2, 3), *HALVES)}, STORED), NO_NAME),
+    "a text without end": (metadata_of_w(*HALVES, before=text("x" * 4001)), "it holds a text"),
     "a name without end": (
-        metadata({text("w" * 1001): entry((2, 3), *W)}, TWO),
-        "a tensor whose name is not a text",
+        metadata({text("w" * 1001): entry((2, 3), *HALVES)}, STORED),
+        NO_NAME,
     ),
     "arguments of a class": (
-        lambda folder: sound_metadata(folder).replace(
-            b"\nMetadataIndex\n)\x81", b"\nMetadataIndex\nN\x85\x81"
-        ),
+        SOUND.replace(b"\nMetadataIndex\n)\x81", b"\nMetadataIndex\nN\x85\x81"),
         "something else in place of a MetadataIndex",
     ),
-    "no dtype": (
-        lambda folder: sound_metadata(folder).replace(name("torch.float32"), name("torch.Size")),
-        "'w' has no dtype",
-    ),
+    "no dtype": (SOUND.replace(name("torch.float32"), name("torch.Size")), "'w' has no dtype"),
     "no fields": (
         object_of(f"{PLACE}.Metadata", tuple_of(number(1))) + b".",
         "a Metadata whose fields have no names",
@@ -530,12 +475,11 @@ WRONG: dict[str, tuple[bytes | Callable[[Path], bytes], str]] = {
     "no Metadata": (b"\x80\x04].", "something else in place of a Metadata"),
     "another class": (call(f"{PLACE}.StorageMeta") + b".", "something else in place of a Metadata"),
     "empty": (b"", "it has 0 bytes, and at least 1"),
-    "cut off": (lambda folder: sound_metadata(folder)[:-50], "it is cut off"),
+    "cut off": (SOUND[:-50], "it is cut off"),
     **{
         f"a file called {file!r:.20}": (
-            metadata(
-                {text("w"): entry((2, 3), *W)},
-                {index("w", 0, 0): info(file), index("w", 1, 0): info(begin=9)},
+            metadata_of_w(
+                *HALVES, stored={index("w", 0, 0): info(file), index("w", 1, 0): info(begin=9)}
             ),
             "which is not a file of the folder",
         )
@@ -544,13 +488,9 @@ WRONG: dict[str, tuple[bytes | Callable[[Path], bytes], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_metadata_is_refused(tmp_path: Path, case: str) -> None:
-    content, message = WRONG[case]
-    (tmp_path / "__0_0.distcp").write_bytes(bytes(200))
-    assert message in refused(
-        written(tmp_path, content(tmp_path) if callable(content) else content)
-    )
+@pytest.mark.parametrize(("content", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_metadata_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    assert message in refused(written(tmp_path, content))
 
 
 def test_a_list_of_parts_under_many_names_costs_little(tmp_path: Path) -> None:
@@ -559,39 +499,23 @@ def test_a_list_of_parts_under_many_names_costs_little(tmp_path: Path) -> None:
     part = chunk((0,), (0,)) + memo + b"j" + memo[1:]
     shared = entry((0,), part, *[b"j" + memo[1:]] * count) + b"r\x01\x00\x00\x00"
     again = {text(f"w{at}"): b"j\x01\x00\x00\x00" for at in range(count)}
+    written(tmp_path, metadata({text("w"): shared, **again}, STORED))
     began = time.process_time()
-    assert "it lists 9,001 tensors and 2 parts in" in refused(
-        written(tmp_path, metadata({text("w"): shared, **again}, TWO))
-    )
+    assert "it lists 9,001 tensors and 2 parts in" in refused(tmp_path)
     assert time.process_time() - began < 5
 
 
-@pytest.mark.parametrize("file", ["__0_0.distcp", METADATA])
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "nothing"])
+@pytest.mark.parametrize("file", [DATA_FILE, METADATA])
+@pytest.mark.parametrize("kind", [*NO_PLAIN_FILE, "nothing"])
 def test_files_are_plain_and_in_the_folder(tmp_path: Path, kind: str, file: str) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    written(folder, sound_metadata(folder))
-    place = folder / file
-    place.rename(tmp_path / "elsewhere")
-    if kind == "link":
-        place.symlink_to(tmp_path / "elsewhere")
-    elif kind == "pipe":
-        os.mkfifo(place)
-    elif kind == "folder":
-        place.mkdir()
+    replace_by(kind, written(folder) / file)
     line = refused(folder)
     if kind == "nothing":
-        message = "No such file"
-    elif file != METADATA:
-        message = "which is not a plain file"
+        assert "No such file" in line
     else:
-        message = {
-            "link": "is a symbolic link",
-            "pipe": "is a named pipe",
-            "folder": "is a folder",
-        }[kind]
-    assert message in line
+        assert (NO_PLAIN_FILE[kind] if file == METADATA else "which is not a plain file") in line
 
 
 @pytest.mark.parametrize(
@@ -610,7 +534,15 @@ def test_metadata_that_claims_to_be_huge_is_not_read(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024  # KiB
 
 
-@pytest.mark.parametrize("spoil", ["another shape", "another dtype", "another file", "a program"])
+SPOILT = {
+    "another shape": (torch.ones(3, 2, dtype=torch.bfloat16), "a part is .3, 2."),
+    "another dtype": (torch.ones(2, 3), "torch.float32, but should be"),
+    "another file": (None, "not an archive"),
+    "a program": (None, "posix.system"),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
 def test_a_part_that_differs_from_the_metadata_is_not_loaded(
     tmp_path: Path, alone: None, spoil: str
 ) -> None:
@@ -618,23 +550,15 @@ def test_a_part_that_differs_from_the_metadata_is_not_loaded(
     folder = save(tmp_path / "folder")
     read = read_metadata(folder)
     where = read.storage_data["a:(0, 0)"]
-    other = {
-        "another shape": torch.ones(3, 2, dtype=torch.bfloat16),
-        "another dtype": torch.ones(2, 3),
-    }.get(spoil)
-    file = io.BytesIO()
-    torch.save(other, file)
-    content = {"another file": b"x" * where.length, "a program": program(marker)}.get(
-        spoil, file.getvalue()
-    )
+    other, message = SPOILT[spoil]
+    if spoil == "another file":
+        content = b"x" * where.length
+    elif spoil == "a program":
+        content = program(marker)
+    else:
+        content = saved(other)
     (folder / where.relative_path).write_bytes(content)
     where.offset, where.length = 0, len(content)
-    message = {
-        "another shape": "a part is .3, 2.",
-        "another dtype": "torch.float32, but should be",
-        "another file": "not an archive",
-        "a program": "posix.system",
-    }[spoil]
     target = {"a": STATE["a"].clone()}
     with pytest.raises(dcp.api.CheckpointException, match=message):
         dcp.load(target, storage_reader=CheckedReader(folder, read), planner=TensorLoadPlanner())
@@ -647,46 +571,52 @@ def test_a_part_that_differs_from_the_metadata_is_not_loaded(
 # The parts of a tensor.
 
 
-def counted(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+Part = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def counted(shape: tuple[int, ...], boxes: list[Part]) -> bool:
     """Do the same as ``fills``, by counting every element."""
     counts = torch.zeros(shape, dtype=torch.int64)
     for offsets, sizes in boxes:
-        if any(
-            begin + size > most for begin, size, most in zip(offsets, sizes, shape, strict=True)
-        ):
+        ends = [at + size for at, size in zip(offsets, sizes, strict=True)]
+        if any(end > most for end, most in zip(ends, shape, strict=True)):
             return False
-        counts[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))] += 1
+        counts[tuple(map(slice, offsets, ends))] += 1
     return bool((counts == 1).all())
 
 
-@pytest.mark.parametrize("dims", [0, 1, 2, 3])
-def test_fills_agrees_with_counting(dims: int) -> None:
-    """Sound grids, and grids with a box moved, doubled, dropped, grown or shrunk."""
-    draw = torch.Generator().manual_seed(dims)
-    some = lambda most: int(torch.randint(most, (), generator=draw))  # noqa: E731
-    seen = set()
-    for _ in range(600):
-        edges = [sorted({0, *(some(6) for _ in range(2)), 5}) for _ in range(dims)]
-        sides = [list(pairwise(each)) for each in edges]
-        boxes = [
-            (tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in product(*sides)
-        ]
-        change, at = some(6), some(len(boxes))
-        offsets, sizes = boxes[at]
-        if change == 1:
-            boxes.append(boxes[at])
-        elif change == 2:
-            del boxes[at]
-        elif change == 3 and dims:
-            boxes[at] = (tuple(some(5) for _ in offsets), sizes)
-        elif change == 4:
-            boxes[at] = (offsets, tuple(some(6) for _ in sizes))
-        elif change == 5:
-            boxes[at] = boxes[some(len(boxes))]
-        shape = (5,) * dims
-        seen.add(fills(shape, boxes))
-        assert fills(shape, boxes) == counted(shape, boxes), (shape, boxes)
-    assert seen == {True, False}
+@st.composite
+def grids(draw: st.DrawFn) -> list[Part]:
+    """A sound grid of boxes in a cube with sides of 5."""
+    sides = []
+    for _ in range(draw(st.integers(0, 3))):
+        cuts = draw(st.sets(st.integers(1, 4), max_size=2))
+        sides.append(list(pairwise(sorted({0, 5, *cuts}))))
+    return [(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in product(*sides)]
+
+
+@settings(max_examples=600)
+@given(grid=grids(), data=st.data())
+def test_fills_agrees_with_counting(grid: list[Part], data: st.DataObject) -> None:
+    """Sound grids, and grids with a box moved, doubled, dropped, replaced, grown or shrunk."""
+    dims = len(grid[0][0])
+    shape, places = (5,) * dims, st.integers(0, len(grid) - 1)
+    assert fills(shape, grid)
+    assert not fills(shape, [*grid, grid[data.draw(places)]])
+    assert not fills(shape, grid[1:])
+
+    offsets, sizes = grid[data.draw(places)]
+    corners = st.tuples(*[st.integers(0, 4)] * dims)
+    extents = st.tuples(*[st.integers(0, 5)] * dims)
+    changed = list(grid)
+    changed[data.draw(places)] = data.draw(
+        st.one_of(
+            st.tuples(corners, st.just(sizes)),
+            st.tuples(st.just(offsets), extents),
+            st.sampled_from(grid),
+        )
+    )
+    assert fills(shape, changed) == counted(shape, changed), (shape, changed)
 
 
 def test_many_parts_are_checked_in_time() -> None:
@@ -730,9 +660,9 @@ def colliding_offsets(count: int) -> list[tuple[int, int]]:
 def test_parts_of_one_hash_cost_little(tmp_path: Path) -> None:
     """The time would grow with the square of the number of parts: 5 s for these 6,000."""
     stored = {index("w", *offsets): info() for offsets in colliding_offsets(6000)}
-    content = written(tmp_path, metadata({text("w"): entry((2, 3), *W)}, stored))
+    written(tmp_path, metadata_of_w(*HALVES, stored=stored))
     began = time.process_time()
-    assert "the part of 'w' at (0, 0) is stored nowhere" in refused(content)
+    assert "the part of 'w' at (0, 0) is stored nowhere" in refused(tmp_path)
     assert time.process_time() - began < 2
 
 
@@ -771,8 +701,8 @@ def test_what_real_files_need(
     for part in range(n_parts):
         with (tmp_path / f"__{part}_0.distcp").open("wb") as file:
             file.truncate(1000 * n_tensors)
-    read = read_metadata(written(tmp_path, large_metadata(n_tensors, n_parts, dims)))
-    assert len(read.storage_data) == n_tensors * n_parts
+    (tmp_path / METADATA).write_bytes(large_metadata(n_tensors, n_parts, dims))
+    assert len(read_metadata(tmp_path).storage_data) == n_tensors * n_parts
 
 
 def test_the_largest_job_can_be_loaded() -> None:

@@ -51,38 +51,42 @@ def load(path: Path, shape: tuple[int, int] = SHAPE) -> State:
         return full_state(stages, optimizer)
 
 
+def run_save(
+    pool: Pool, folder: Path, steps: list[int], keep: int, ranks: int = 1, **options: Any
+) -> list[State]:
+    """Save on some ranks; return the state of each."""
+    arguments = {"folder": folder, "steps": steps, "keep": keep, **options}
+    return pool.run(save, arguments, world_size=ranks)
+
+
 def refused(
     pool: Pool, function: Callable[..., Any], world_size: int, **arguments: Any
 ) -> list[tuple[str, ...]]:
     """Run a task that a CheckpointError must end on all ranks. Returns the lines of each rank."""
     with pytest.raises(WorkerError) as caught:
         pool.run(function, arguments, world_size=world_size)
-    assert set(caught.value.failures) == set(range(world_size)), caught.value
-    assert all(isinstance(error, CheckpointError) for error in caught.value.failures.values()), (
-        caught.value
-    )
-    return [
-        error.lines
-        for error in caught.value.failures.values()
-        if isinstance(error, CheckpointError)
-    ]
+    failures = caught.value.failures
+    assert set(failures) == set(range(world_size)), caught.value
+    lines = [error.lines for error in failures.values() if isinstance(error, CheckpointError)]
+    assert len(lines) == world_size, caught.value
+    return lines
 
 
 def test_the_newest_checkpoints_are_kept(pool: Pool, tmp_path: Path) -> None:
-    pool.run(save, {"folder": tmp_path, "steps": [2, 9, 10, 100], "keep": 2}, world_size=1)
+    run_save(pool, tmp_path, [2, 9, 10, 100], keep=2)
     assert names(tmp_path) == ["step-00000010", "step-00000100"]
-    pool.run(save, {"folder": tmp_path, "steps": [101, 102], "keep": 6}, world_size=1)
+    run_save(pool, tmp_path, [101, 102], keep=6)
     assert names(tmp_path) == ["step-00000010", "step-00000100", "step-00000101", "step-00000102"]
 
 
 def test_neither_the_last_save_nor_a_newer_one_is_removed(pool: Pool, tmp_path: Path) -> None:
     """A run that did not see newer checkpoints when it started must not remove them."""
-    pool.run(save, {"folder": tmp_path, "steps": [5, 7, 15, 20], "keep": 4}, world_size=1)
+    run_save(pool, tmp_path, [5, 7, 15, 20], keep=4)
     (tmp_path / "step-00000001-mine").mkdir()
-    pool.run(save, {"folder": tmp_path, "steps": [10], "keep": 2}, world_size=1)
+    run_save(pool, tmp_path, [10], keep=2)
     left = ["step-00000001-mine", *(f"step-{step:08d}" for step in (7, 10, 15, 20))]
     assert names(tmp_path) == left
-    pool.run(save, {"folder": tmp_path, "steps": [1], "keep": 1}, world_size=1)
+    run_save(pool, tmp_path, [1], keep=1)
     assert names(tmp_path) == ["step-00000001", *left]
 
 
@@ -121,25 +125,23 @@ def find_and_save(folder: Path, step: int, keep: int) -> tuple[str, list[str]]:
 
 
 def test_damaged_checkpoints_do_not_count_and_are_replaced(pool: Pool, tmp_path: Path) -> None:
-    pool.run(save, {"folder": tmp_path, "steps": [5, 10, 20], "keep": 3}, world_size=1)
+    run_save(pool, tmp_path, [5, 10, 20], keep=3)
     for damaged in ("step-00000010", "step-00000020"):
         (tmp_path / damaged / "__0_0.distcp").write_bytes(b"torn")
     # The one just saved and the newest whole one are kept. Newer damaged ones are left to the user.
-    found, left = pool.run(find_and_save, {"folder": tmp_path, "step": 7, "keep": 2}, world_size=1)[
-        0
-    ]
+    arguments = {"folder": tmp_path, "step": 7, "keep": 2}
+    ((found, left),) = pool.run(find_and_save, arguments, world_size=1)
     assert found == "step-00000005"
     assert left == ["step-00000005", "step-00000007", "step-00000010", "step-00000020"]
-    found, left = pool.run(
-        find_and_save, {"folder": tmp_path, "step": 20, "keep": 1}, world_size=1
-    )[0]
+    arguments = {"folder": tmp_path, "step": 20, "keep": 1}
+    ((found, left),) = pool.run(find_and_save, arguments, world_size=1)
     assert (found, left) == ("step-00000007", ["step-00000020"])
     assert pool.run(load, {"path": tmp_path / "step-00000020"}, world_size=1)
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(2, 2), (2, 1), (1, 2)])
 def test_state_is_loaded_bit_for_bit(pool: Pool, tmp_path: Path, saving: int, loading: int) -> None:
-    saved = pool.run(save, {"folder": tmp_path, "steps": [7], "keep": 1}, world_size=saving)
+    saved = run_save(pool, tmp_path, [7], keep=1, ranks=saving)
     path = tmp_path / "step-00000007"
     assert pool.run(load, {"path": path}, world_size=loading) == [saved[0]] * loading
     written = read(path)
@@ -148,17 +150,11 @@ def test_state_is_loaded_bit_for_bit(pool: Pool, tmp_path: Path, saving: int, lo
     assert written.files == {
         name: ((path / name).stat().st_size, digest_file(path / name)) for name in files
     }
-    entries = {"model.weight": (SHAPE, "float32"), "optim.weight.step": ((), "float32")}
-    entries |= {
-        f"optim.weight.{moment}": (SHAPE, "float32") for moment in ("exp_avg", "exp_avg_sq")
-    }
-    assert written.tensors == entries
-    assert (written.step, written.world_size, written.data, written.lr) == (
-        7,
-        saving,
-        {"at": 7},
-        0.1,
-    )
+    matrices = ("model.weight", "optim.weight.exp_avg", "optim.weight.exp_avg_sq")
+    expected = dict.fromkeys(matrices, (SHAPE, "float32"))
+    assert written.tensors == expected | {"optim.weight.step": ((), "float32")}
+    facts = (written.step, written.world_size, written.data, written.lr)
+    assert facts == (7, saving, {"at": 7}, 0.1)
 
 
 class Recorder:
@@ -189,7 +185,7 @@ def load_with_progress(path: Path) -> list[tuple[str, int, int]]:
 
 
 def test_rank_0_says_how_far_a_load_is(pool: Pool, tmp_path: Path) -> None:
-    pool.run(save, {"folder": tmp_path, "steps": [7], "keep": 1}, world_size=2)
+    run_save(pool, tmp_path, [7], keep=1, ranks=2)
     path = tmp_path / "step-00000007"
     first, second = pool.run(load_with_progress, {"path": path}, world_size=2)
     (check, checked, n_checked), (read, to_read, n_read) = first
@@ -200,33 +196,27 @@ def test_rank_0_says_how_far_a_load_is(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_leftovers_of_a_crash_are_removed(pool: Pool, tmp_path: Path) -> None:
-    for leftover in (
-        tmp_path / "step-00000004.tmp",
-        tmp_path / "step-00000004",
-        tmp_path / "step-00000003.old.tmp",
-    ):
-        leftover.mkdir()
-        (leftover / "junk").write_text("from before")
+    for leftover in ("step-00000004.tmp", "step-00000004", "step-00000003.old.tmp"):
+        (tmp_path / leftover).mkdir()
+        (tmp_path / leftover / "junk").write_text("from before")
     (tmp_path / "step-00000003-hf.tmp").mkdir()  # convert may be writing it
-    pool.run(save, {"folder": tmp_path, "steps": [4, 5], "keep": 2}, world_size=2)
+    run_save(pool, tmp_path, [4, 5], keep=2, ranks=2)
     assert names(tmp_path) == ["step-00000003-hf.tmp", "step-00000004", "step-00000005"]
     assert "junk" not in names(tmp_path / "step-00000004")
 
 
 def test_links_and_pipes_are_not_checkpoints(pool: Pool, tmp_path: Path) -> None:
     """They are ignored even under the name of one: a link could lead to anybody's checkpoint."""
-    pool.run(save, {"folder": tmp_path / "other", "steps": [30], "keep": 1}, world_size=1)
-    pool.run(save, {"folder": tmp_path / "run", "steps": [5], "keep": 1}, world_size=1)
+    run_save(pool, tmp_path / "other", [30], keep=1)
+    run_save(pool, tmp_path / "run", [5], keep=1)
     (tmp_path / "run/step-00000030").symlink_to(tmp_path / "other/step-00000030")
     (tmp_path / "run/step-00000007.tmp").symlink_to(tmp_path / "other/step-00000030")
     (tmp_path / "run/step-00000040").touch()
     os.mkfifo(tmp_path / "run/step-00000050")
-    assert pool.run(newest, {"folder": tmp_path / "run"}, world_size=1) == [
-        ["step-00000005", "step-00000005"]
-    ]
+    assert pool.run(newest, {"folder": tmp_path / "run"}, world_size=1) == [["step-00000005"] * 2]
     # A save replaces whatever has its name. The target of a link is left as it is.
     before = names(tmp_path / "other/step-00000030")
-    pool.run(save, {"folder": tmp_path / "run", "steps": [7, 30, 40], "keep": 9}, world_size=1)
+    run_save(pool, tmp_path / "run", [7, 30, 40], keep=9)
     assert names(tmp_path / "run") == [f"step-{step:08d}" for step in (5, 7, 30, 40, 50)]
     assert not (tmp_path / "run/step-00000030").is_symlink()
     assert names(tmp_path / "other/step-00000030") == before
@@ -268,12 +258,10 @@ def test_a_link_causes_one_warning(pool: Pool, tmp_path: Path) -> None:
 
 def test_a_folder_that_is_being_written_is_no_checkpoint(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(newest, {"folder": tmp_path / "absent"}, world_size=1) == [[None, None]]
-    pool.run(save, {"folder": tmp_path, "steps": [5], "keep": 2}, world_size=1)
+    run_save(pool, tmp_path, [5], keep=2)
     # As after a crash just before the rename.
     shutil.copytree(tmp_path / "step-00000005", tmp_path / "step-00000030.tmp")
-    assert pool.run(newest, {"folder": tmp_path}, world_size=1) == [
-        ["step-00000005", "step-00000005"]
-    ]
+    assert pool.run(newest, {"folder": tmp_path}, world_size=1) == [["step-00000005"] * 2]
 
 
 FILES = (".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json")
@@ -357,7 +345,7 @@ def search(folder: Path) -> None:
 
 
 def test_if_all_are_damaged_no_run_starts_anew(pool: Pool, tmp_path: Path) -> None:
-    pool.run(save, {"folder": tmp_path, "steps": [1, 2], "keep": 2}, world_size=1)
+    run_save(pool, tmp_path, [1, 2], keep=2)
     for path in tmp_path.iterdir():
         (path / ".metadata").unlink()
     assert refused(pool, search, 2, folder=tmp_path) == 2 * [
@@ -382,7 +370,7 @@ class Touch:
 def test_code_in_a_checkpoint_with_right_digests_is_refused(
     pool: Pool, tmp_path: Path, where: str
 ) -> None:
-    pool.run(save, {"folder": tmp_path, "steps": [1], "keep": 1}, world_size=1)
+    run_save(pool, tmp_path, [1], keep=1)
     path, marker = tmp_path / "step-00000001", tmp_path / "marker"
     if where == ".metadata":
         (path / where).write_bytes(pickle.dumps(Touch(marker)))
@@ -420,7 +408,7 @@ def test_objects_are_refused(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_checkpoint_of_another_model_is_refused_on_every_rank(pool: Pool, tmp_path: Path) -> None:
-    pool.run(save, {"folder": tmp_path, "steps": [1], "keep": 1}, world_size=1)
+    run_save(pool, tmp_path, [1], keep=1)
     path = tmp_path / "step-00000001"
     lines = refused(pool, load, 2, path=path, shape=(6, 3))
     assert lines == 2 * [
@@ -477,12 +465,7 @@ def save_and_fail(folder: Path, step: int, shape: tuple[int, int] = SHAPE, spoil
                     return path.replace(*args)
                 raise OSError(5, "Input/output error", spoil)
 
-            owners = {
-                "rename": Path,
-                "write": manifest,
-                "_sync_own_files": store,
-                "sync": store,
-            }
+            owners = {"rename": Path, "write": manifest, "_sync_own_files": store, "sync": store}
             setattr(owners[spoil], spoil, fail)
         Store(folder, keep=2).save(make_manifest(step), *make_job(seed=0, shape=shape))
 
@@ -493,7 +476,7 @@ def save_and_fail(folder: Path, step: int, shape: tuple[int, int] = SHAPE, spoil
 def test_save_that_fails_on_one_rank_fails_on_all(
     pool: Pool, tmp_path: Path, spoil: str, ranks: int
 ) -> None:
-    pool.run(save, {"folder": tmp_path, "steps": [1], "keep": 2}, world_size=2)
+    run_save(pool, tmp_path, [1], keep=2, ranks=2)
     message = refused(pool, save_and_fail, ranks, folder=tmp_path, step=2, spoil=spoil)
     prefix = "rank 1: " if ranks == 2 else ""
     assert message == ranks * [
@@ -532,9 +515,10 @@ def test_a_save_in_a_folder_that_is_replaced_says_so_and_removes_nothing(
     with pytest.raises(WorkerError) as caught:
         pool.run(save_while_the_folder_is_replaced, {"folder": folder}, world_size=2)
     errors = caught.value.failures
-    assert {rank: type(error) for rank, error in errors.items()} == dict.fromkeys(
-        range(2), TrainingError
-    )
+    assert {rank: type(error) for rank, error in errors.items()} == {
+        0: TrainingError,
+        1: TrainingError,
+    }
     assert "was removed or replaced while this job ran" in str(errors[1])
     assert names(folder / "step-00000002.tmp") == ["of another job"]
 
@@ -552,10 +536,10 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "disk"
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
-    if (
-        not shutil.which("mount")
-        or subprocess.run(command, capture_output=True, check=False).returncode
-    ):
+    can_mount = (
+        shutil.which("mount") and not subprocess.run(command, capture_output=True).returncode
+    )
+    if not can_mount:
         pytest.skip("a file system can only be mounted by root")
     yield path
     subprocess.run(["umount", str(path)], check=True)
@@ -564,26 +548,23 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def test_full_disk_keeps_the_last_checkpoint(pool: Pool, disk: Path) -> None:
     folder = disk / "run" / "checkpoints"
     shape = (160, 300)  # 576 kB with its moments
-    pool.run(save, {"folder": folder, "steps": [1], "keep": 2, "shape": shape}, world_size=2)
+    run_save(pool, folder, [1], keep=2, ranks=2, shape=shape)
+    failed = f"step 2 could not be saved in {folder}/step-00000002.tmp: rank "
+    newest_left = f"the newest checkpoint is {folder}/step-00000001: the same command goes on"
     for lines in refused(pool, save_and_fail, 2, folder=folder, step=2, shape=shape):
-        assert lines[0].startswith(
-            f"step 2 could not be saved in {folder}/step-00000002.tmp: rank "
-        )
+        assert lines[0].startswith(failed)
         assert "No space left on device" in lines[0]
-        assert (
-            lines[-1]
-            == f"the newest checkpoint is {folder}/step-00000001: the same command goes on from it"
-        )
+        assert lines[-1] == f"{newest_left} from it"
     assert names(folder) == ["step-00000001"]
     assert pool.run(newest, {"folder": folder}, world_size=1) == [["step-00000001"] * 2]
     # Once there is room again, the next save is whole.
     (folder / "step-00000001" / "manifest.json").unlink()
-    pool.run(save, {"folder": folder, "steps": [3], "keep": 1, "shape": (10, 10)}, world_size=2)
+    run_save(pool, folder, [3], keep=1, ranks=2, shape=(10, 10))
     assert names(folder) == ["step-00000003"]
 
 
 def test_read_only_folder_keeps_the_last_checkpoint(pool: Pool, disk: Path) -> None:
-    pool.run(save, {"folder": disk / "run", "steps": [1], "keep": 2}, world_size=1)
+    run_save(pool, disk / "run", [1], keep=2)
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     for lines in refused(pool, save_and_fail, 2, folder=disk / "run", step=2):
         assert "rank 0: writing: [Errno 30] Read-only file system" in lines[0]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from composer3d.convert.carried import CARRIED_NAMES
 from composer3d.convert.formats import Source, dtype_name, open_source
 from composer3d.convert.targets import write
 from composer3d.models.llama.shape import ModelShape
-from composer3d.models.moe.shape import MoeShape
+from composer3d.models.moe.shape import PRESETS, MoeShape
 
 SHAPE = ModelShape(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn=48, vocab=67, rope_theta=1e4)
 MIXTRAL = MoeShape(
@@ -44,6 +45,7 @@ QWEN_3 = MoeShape(
     dense_layers=1,
     moe_every=2,
 )
+DEEPSEEK = replace(PRESETS["debug-moe-shared"], n_layers=2)
 CARRIED = {
     "generation_config.json": b"{}",
     "special_tokens_map.json": b'{"a": 1}',

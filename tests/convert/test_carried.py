@@ -18,11 +18,6 @@ from tests.convert.sample_checkpoints import CARRIED, make_dcp, make_hf, same, t
 SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----"
 
 
-@pytest.fixture(autouse=True)
-def no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.fsync", lambda number: None)
-
-
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
     (tmp_path / "home").mkdir()

@@ -29,11 +29,6 @@ END = "<|endoftext|>"
 TEXT = "def f(x):\n    return 'äöü 中文 🙂' + str(x)\n"
 
 
-@pytest.fixture(autouse=True)
-def no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.fsync", lambda number: None)
-
-
 def run_recipe(path: str, out: str) -> None:
     """Train a recipe on one rank, to its end."""
     resolved = load(path, [f"run.out_dir={out}"])

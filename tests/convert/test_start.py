@@ -19,6 +19,7 @@ from composer3d.models.llama.shape import ModelShape
 from composer3d.models.llama.table import table
 from composer3d.parallel.init import local_part
 from composer3d.recipe.resolve import load
+from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
@@ -125,23 +126,36 @@ class Loaded(NamedTuple):
     bytes_read: int
 
 
-def load_on_rank(folder: str, sets: list[str]) -> Loaded:
-    """Load the weights in ``folder`` into the stages of one rank; compare them with the files."""
-    recipe = load(f"{folder}/x.toml", sets, check_files=False).recipe
+def load_and_compare(folder: str, recipe: Recipe, in_files: dict[str, Tensor]) -> Loaded:
+    """Load the weights in ``folder`` into the stages of this rank.
+
+    Args:
+        folder: of Hugging Face.
+        recipe: of the run.
+        in_files: what the folder holds, by our names.
+    """
     with pool_world() as device, pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "open_source", open_counting)
         patch.setattr(CountingTensor, "bytes_read", 0)
         stages = build_stages(recipe, Mesh.build(recipe.mesh, device))
         start.load_hf(folder, stages)
-        in_files, names = read_weights(Path(folder)), hf_names(recipe.model)
         wrong = []
         bytes_held = 0
         for name, parameter in stages.named_parameters():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            if not torch.equal(whole.detach(), in_files[names[name]].to(whole.dtype)):
+            if not torch.equal(whole.detach(), in_files[name].to(whole.dtype)):
                 wrong.append(name)
-            bytes_held += local_part(parameter)[0].numel() * in_files[names[name]].element_size()
+            bytes_held += local_part(parameter)[0].numel() * in_files[name].element_size()
         return Loaded(wrong, bytes_held, CountingTensor.bytes_read)
+
+
+def load_on_rank(folder: str, sets: list[str]) -> Loaded:
+    recipe = load(f"{folder}/x.toml", sets, check_files=False).recipe
+    by_their_names = read_weights(Path(folder))
+    names = hf_names(recipe.model)
+    return load_and_compare(
+        folder, recipe, {name: by_their_names[theirs] for name, theirs in names.items()}
+    )
 
 
 SHARDS = ["mesh.dp_shard=3", "data.global_batch=18"]

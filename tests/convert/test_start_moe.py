@@ -7,23 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
-from composer3d.convert import start
 from composer3d.convert.convert import convert
 from composer3d.convert.formats import open_source
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.moe.model import MoeLlama
 from composer3d.models.moe.shape import MoeShape
-from composer3d.parallel.init import local_part
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
-from composer3d.runtime.mesh import Mesh
-from composer3d.runtime.process_group import pool_world
-from composer3d.training.build import build_stages
 from tests.convert.sample_checkpoints import MIXTRAL, QWEN_3, make_hf, weights
 from tests.convert.test_export import run_recipe
-from tests.convert.test_start import CountingTensor, Loaded, open_counting
+from tests.convert.test_start import Loaded, load_and_compare
 
 # The data of a recipe is bytes.
 SHAPES = {"mixtral": replace(MIXTRAL, vocab=259), "qwen 3": replace(QWEN_3, vocab=260)}
@@ -39,22 +33,8 @@ def write_model(folder: Path, shape: MoeShape, *, is_packed: bool) -> None:
 
 
 def load_on_rank(folder: str, model: str, sets: list[str]) -> Loaded:
-    """Load the weights into the stages of one rank, and compare them with the files."""
     recipe = load(f"{folder}/x.toml", sets, check_files=False).recipe
-    expected = weights(SHAPES[model])
-    with pool_world() as device, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start, "open_source", open_counting)
-        patch.setattr(CountingTensor, "bytes_read", 0)
-        stages = build_stages(recipe, Mesh.build(recipe.mesh, device))
-        start.load_hf(f"{folder}/hf", stages)
-        wrong = []
-        bytes_held = 0
-        for name, parameter in stages.named_parameters():
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            if not torch.equal(whole.detach(), expected[name]):
-                wrong.append(name)
-            bytes_held += local_part(parameter)[0].numel() * 4
-        return Loaded(wrong, bytes_held, CountingTensor.bytes_read)
+    return load_and_compare(f"{folder}/hf", recipe, weights(SHAPES[model]))
 
 
 LAYOUTS: dict[str, tuple[int, str, list[str]]] = {
@@ -90,13 +70,10 @@ def test_a_recipe_takes_the_shape_and_sets_the_balance(tmp_path: Path) -> None:
     assert load(f"{tmp_path}/x.toml").recipe.model.balance_loss == 0
 
 
-def test_a_trained_model_generates_in_transformers(
-    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trained_model_generates_in_transformers(pool: Pool, tmp_path: Path) -> None:
     """Start from files that transformers made, train on ep 2, convert back."""
     from tests.models.moe.transformers_models import load_folder, make_folder
 
-    monkeypatch.setattr("os.fsync", lambda number: None)
     hf = make_folder(tmp_path / "hf", "qwen 3", vocab_size=256)
     (tmp_path / "text.txt").write_text("def f(x):\n    return x\n" * 40)
     (tmp_path / "x.toml").write_text(

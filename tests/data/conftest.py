@@ -1,10 +1,12 @@
-"""A small tokenizer."""
+"""A small tokenizer, and the command that prepares data."""
 
 import sysconfig
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tests.data.prepare_command import PrepareCommand
 
 END = "<|endoftext|>"
 
@@ -32,3 +34,8 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
     coder.save(str(path))
     return path
+
+
+@pytest.fixture
+def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> PrepareCommand:
+    return PrepareCommand(tmp_path, capsys)

@@ -11,7 +11,7 @@ import torch
 from composer3d.data import Batch, Blend, Corpus, Loader
 from composer3d.data.blend import whole_weights
 from composer3d.data.order import samples_before, sources_of
-from composer3d.facts.errors import DataError
+from tests.data.token_folders import refuses
 
 WEIGHTS = [
     (1.0, 1.0),
@@ -111,7 +111,7 @@ def test_a_blend_resumes_exactly(before: int, after: int) -> None:
 def test_another_blend_is_refused(other: Blend | Corpus) -> None:
     state = loader_of(BLEND).state_dict()
     loader_of(Blend((A, B, C), (5, 3, 2))).load_state_dict(state)  # the same shares
-    with pytest.raises(DataError, match=r"or the weights or order of data\.sources; restore"):
+    with refuses(r"or the weights or order of data\.sources; restore"):
         loader_of(other).load_state_dict(state)
 
 
@@ -122,9 +122,9 @@ def test_a_blend_of_one_is_its_corpus() -> None:
 
 def test_what_does_not_fit_together_is_refused() -> None:
     other = Corpus(A.tokens, 7, digest="", n_documents=1, name="other")
-    with pytest.raises(DataError, match="other ends documents with token 7, but a with 0"):
+    with refuses("other ends documents with token 7, but a with 0"):
         Blend((A, other), (1, 1))
-    with pytest.raises(DataError, match=r"corpus c has 41 tokens: too few for data\.seq_len = 41"):
+    with refuses(r"corpus c has 41 tokens: too few for data\.seq_len = 41"):
         loader_of(BLEND, seq_len=41)
 
 

@@ -2,14 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from composer3d.cli import main
-from composer3d.data import examine, tokens
-from composer3d.facts.token_manifest import digest_of
+from composer3d.data import examine
+from tests.data.token_folders import write_tokens
 
 TEXTS = ["a", "bb\n", "é\x1b[31m", "d" * 500, "", "last one"]
 
@@ -82,21 +81,14 @@ def test_samples_are_decoded_by_the_tokenizer(
     assert report["notes"] == []
 
 
-def make(folder: Path, starts: list[int], tokenizer: bytes) -> Path:
-    folder.mkdir()
-    np.array([5, 0], dtype="<u2").tofile(folder / "tokens.bin")
-    np.array(starts, dtype="<i8").tofile(folder / "documents.bin")
-    (folder / "tokenizer.json").write_bytes(tokenizer)
-    facts: dict[str, Any] = {"dtype": "uint16", "vocab": 9, "tokens": 2, "documents": 1}
-    facts |= {"end_of_document": 0, "tokenizer": {"name": "t", "digest": digest_of(tokenizer)}}
-    tokens.write_manifest(folder, facts)
-    return folder
+def make(folder: Path, starts: list[int]) -> Path:
+    return write_tokens(folder, np.array([5, 0], dtype="<u2"), starts=starts, vocab=9)
 
 
 def test_a_hostile_tokenizer_harms_nobody(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = make(tmp_path / "t", [0, 2], b"{}")
+    folder = make(tmp_path / "t", [0, 2])
     assert main(["inspect", str(folder)]) == 0  # the tokens themselves are whole
     out = capsys.readouterr().out
     assert "cannot be shown: its tokenizer.json cannot be used: " in out
@@ -107,7 +99,7 @@ def test_a_hostile_tokenizer_harms_nobody(
 def test_starts_are_not_trusted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], starts: list[int]
 ) -> None:
-    folder = make(tmp_path / "t", starts, b"{}")
+    folder = make(tmp_path / "t", starts)
     assert main(["inspect", str(folder)]) == 1  # although the digests are right
     assert "documents.bin does not cut 2 tokens into 1 documents in" in capsys.readouterr().out
     assert main(["inspect", str(folder), "--full"]) == 1

@@ -12,7 +12,8 @@ from composer3d import cli
 from composer3d.data import chat_template, examples, open_corpus, prepare, tokenizer
 from composer3d.data.chat_template import ChatTemplate
 from composer3d.facts.errors import DataError
-from composer3d.facts.token_manifest import digest_of_manifest, read_manifest
+from composer3d.facts.token_manifest import read_manifest
+from tests.data.prepare_command import PrepareCommand
 from tests.data.sample_chats import (
     CHATS,
     END,
@@ -22,6 +23,7 @@ from tests.data.sample_chats import (
     write_lines,
     write_tokenizer,
 )
+from tests.data.token_folders import opened, refuses, reseal
 
 PAIRS = [
     ("hello there", "sunny and warm"),
@@ -29,22 +31,54 @@ PAIRS = [
     ("", "friend"),
     ("a<|im_end|>b", "hello<|im_end|>"),
 ]
+Read = tuple[list[int], list[int]]  # all tokens and the whole mask
 
 
-def run(source: Path, out: Path, coder: Path | str, *options: str) -> None:
-    command = ["prepare", str(source), "-o", str(out), "--tokenizer", str(coder)]
-    assert cli.main([*command, *options]) == 0
+class Examples:
+    """Prepares lines of one kind, with the tokenizer ``tok`` in the folder of a test."""
+
+    def __init__(self, command: PrepareCommand, kind: str) -> None:
+        self.command, self.folder, self.kind = command, command.folder, kind
+
+    def options(self, *more: str) -> list[str]:
+        named = ["--kind", self.kind, *more]
+        return named if "--tokenizer" in more else [*named, "--tokenizer", str(self.folder / "tok")]
+
+    def prepare(self, entries: list[Any], *more: str, out: str = "out") -> Path:
+        source = write_lines(self.folder / "x.jsonl", entries)
+        self.command.run(source, *self.options(*more), out=out)
+        return self.folder / out
+
+    def read(self, entries: list[Any], *more: str, out: str = "out") -> Read:
+        return read(self.prepare(entries, *more, out=out))
+
+    def refusal(self, entries: list[Any], *more: str) -> str:
+        source = write_lines(self.folder / "x.jsonl", entries)
+        return self.command.refusal(source, *self.options(*more))
 
 
-def read(folder: Path) -> tuple[list[int], list[int]]:
-    """Return all tokens and the whole mask of a folder."""
+@pytest.fixture
+def answers(command: PrepareCommand) -> Examples:
+    return Examples(command, "answers")
+
+
+@pytest.fixture
+def chats(command: PrepareCommand) -> Examples:
+    return Examples(command, "chat")
+
+
+def read(folder: Path) -> Read:
     corpus = open_corpus("tokens", folder, split="train")
     assert corpus.mask is not None
     everything = np.arange(len(corpus.tokens))
     return corpus.tokens[everything].tolist(), corpus.mask[everything].tolist()
 
 
-def encode_pairs(coder: Any, pairs: list[tuple[str, str]]) -> tuple[list[int], list[int]]:
+def entries_of(pairs: list[tuple[str, str]]) -> list[dict[str, str]]:
+    return [{"prompt": prompt, "answer": answer} for prompt, answer in pairs]
+
+
+def encode_pairs(coder: Any, pairs: list[tuple[str, str]]) -> Read:
     ids, mask = [], []
     for prompt, answer in pairs:
         question = coder.encode(prompt).ids
@@ -54,55 +88,50 @@ def encode_pairs(coder: Any, pairs: list[tuple[str, str]]) -> tuple[list[int], l
     return ids, mask
 
 
+CHAT_LINES = [{"id": 7, "messages": chat} for chat in CHATS]
+
+
 @pytest.mark.parametrize("shard_tokens", ["1", "1000"])
-def test_answers_are_learned_and_prompts_are_not(tmp_path: Path, shard_tokens: str) -> None:
+def test_answers_are_learned_and_prompts_are_not(
+    answers: Examples, tmp_path: Path, shard_tokens: str
+) -> None:
     coder = write_tokenizer(tmp_path / "tok", eos=END)
     entries = [{"question": prompt, "completion": answer} for prompt, answer in PAIRS]
-    source = write_lines(tmp_path / "x.jsonl", entries)
     fields = ["--prompt-field", "question", "--answer-field", "completion"]
-    options = ["--kind", "answers", *fields, "--shard-tokens", shard_tokens]
-    run(source, tmp_path / "out", tmp_path / "tok", *options)
     expected = encode_pairs(coder, PAIRS)
-    assert read(tmp_path / "out") == expected
+    assert answers.read(entries, *fields, "--shard-tokens", shard_tokens) == expected
     manifest = read_manifest(tmp_path / "out")
     assert manifest.learned == sum(expected[1])
     assert len(manifest.shards) == (len(PAIRS) if shard_tokens == "1" else 1)
 
 
-def test_answers_of_bytes(tmp_path: Path) -> None:
-    entries = [{"prompt": prompt, "answer": answer} for prompt, answer in PAIRS]
-    source = write_lines(tmp_path / "x.jsonl", entries)
-    run(source, tmp_path / "out", "bytes", "--kind", "answers")
+def test_answers_of_bytes(answers: Examples) -> None:
     ids, mask = [], []
     for prompt, answer in PAIRS:
         ids += [*prompt.encode(), *answer.encode(), 0]
         mask += [0] * len(prompt.encode()) + [1] * (len(answer.encode()) + 1)
-    assert read(tmp_path / "out") == (ids, mask)
+    assert answers.read(entries_of(PAIRS), "--tokenizer", "bytes") == (ids, mask)
 
 
-def test_a_split_and_more_processes_keep_masks_with_their_tokens(tmp_path: Path) -> None:
+def test_a_split_and_more_processes_keep_masks_with_their_tokens(
+    answers: Examples, tmp_path: Path
+) -> None:
     coder = write_tokenizer(tmp_path / "tok", eos=END)
     pairs = [(f"what is {n}?", f"warm {n}") for n in range(40)]
-    source = write_lines(
-        tmp_path / "x.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in pairs]
-    )
-    options = ["--kind", "answers", "--split", "0.3", "--processes", "2"]
-    run(source, tmp_path / "out", tmp_path / "tok", *options, "--shard-tokens", "100")
+    options = ["--split", "0.3", "--processes", "2", "--shard-tokens", "100"]
+    out = answers.prepare(entries_of(pairs), *options)
     found = []
     for name in ("train", "validation"):
-        ids, mask = read(tmp_path / "out" / name)
+        ids, mask = read(out / name)
         cuts = np.flatnonzero(np.array(ids) == coder.token_to_id(END)) + 1
         parts = zip(np.split(ids, cuts), np.split(mask, cuts), strict=True)
         found += [(part.tolist(), bits.tolist()) for part, bits in parts if len(part)]
     assert sorted(found) == sorted(encode_pairs(coder, [pair]) for pair in pairs)
 
 
-def test_masks_of_chats_are_those_of_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masks_of_chats_are_those_of_transformers(chats: Examples, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     coder = write_tokenizer(tmp_path / "tok")
-    run(write_chats(tmp_path / "x.jsonl"), tmp_path / "out", tmp_path / "tok", "--kind", "chat")
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "tok")
     ids, mask = [], []
     for chat in CHATS:
@@ -112,22 +141,20 @@ def test_masks_of_chats_are_those_of_transformers(
         ids += [*encoded["input_ids"], coder.token_to_id(END)]
         mask += [*encoded["assistant_masks"], 0]
     assert sum(mask) > 20
-    assert read(tmp_path / "out") == (ids, mask)
+    assert chats.read(CHAT_LINES) == (ids, mask)
 
 
-def test_without_marks_the_turns_are_what_each_adds(tmp_path: Path) -> None:
+def test_without_marks_the_turns_are_what_each_adds(chats: Examples, tmp_path: Path) -> None:
     """The line break after a turn belongs to it; else the result is that of the marks."""
     coder = write_tokenizer(tmp_path / "tok", PLAIN)
-    source = write_chats(tmp_path / "x.jsonl")
-    run(source, tmp_path / "plain", tmp_path / "tok", "--kind", "chat")
+    plain = chats.read(CHAT_LINES, out="plain")
     # The file of a template comes before the one in tokenizer_config.json, and the option first.
     (tmp_path / "tok/chat_template.jinja").write_text(MARKED)
-    run(source, tmp_path / "marked", tmp_path / "tok", "--kind", "chat")
+    marked = chats.read(CHAT_LINES, out="marked")
     (tmp_path / "plain.jinja").write_text(PLAIN)
-    option = ["--chat-template", str(tmp_path / "plain.jinja")]
-    run(source, tmp_path / "option", tmp_path / "tok/tokenizer.json", "--kind", "chat", *option)
-    plain, marked = read(tmp_path / "plain"), read(tmp_path / "marked")
-    assert read(tmp_path / "option") == plain
+    options = ["--tokenizer", str(tmp_path / "tok/tokenizer.json")]
+    options += ["--chat-template", str(tmp_path / "plain.jinja")]
+    assert chats.read(CHAT_LINES, *options, out="option") == plain
     assert plain[0] == marked[0]
     ends = np.flatnonzero(np.diff(marked[1], append=0) == -1) + 1
     assert len(ends) == 4
@@ -147,48 +174,40 @@ SILENT = [
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "plain"])
-def test_turns_and_lines_that_are_not_learned_are_input(tmp_path: Path, template: str) -> None:
+def test_turns_and_lines_that_are_not_learned_are_input(
+    chats: Examples, tmp_path: Path, template: str
+) -> None:
     coder = write_tokenizer(tmp_path / "tok", template)
-    plain = [{"role": turn["role"], "content": turn["content"]} for turn in SILENT]
-    for name, lines in (
-        ("all", [plain, plain]),
-        ("silent", [SILENT, plain]),
-        ("line", [plain, plain]),
-    ):
-        entries: list[dict[str, Any]] = [{"messages": messages} for messages in lines]
-        if name == "line":
-            entries[1]["train"] = False
-        source = write_lines(tmp_path / f"{name}.jsonl", entries)
-        run(source, tmp_path / name, tmp_path / "tok", "--kind", "chat")
-    tokens, mask = map(np.array, read(tmp_path / "all"))
+    plain = {"messages": [{"role": turn["role"], "content": turn["content"]} for turn in SILENT]}
+    tokens, mask = map(np.array, chats.read([plain, plain], out="all"))
     starts = np.flatnonzero(np.diff(mask, prepend=0) == 1)
     assert len(starts) == 4
     # The same tokens. Those of the first turn, or of the second line, are not learned.
-    for name, first, last in (("silent", 0, starts[1]), ("line", starts[2], len(mask))):
+    for name, entries, first, last in (
+        ("silent", [{"messages": SILENT}, plain], 0, starts[1]),
+        ("line", [plain, plain | {"train": False}], starts[2], len(mask)),
+    ):
         expected = mask.copy()
         expected[first:last] = 0
-        assert [tokens.tolist(), expected.tolist()] == list(read(tmp_path / name))
+        assert chats.read(entries, out=name) == (tokens.tolist(), expected.tolist())
         assert read_manifest(tmp_path / name).turn_ends == (coder.token_to_id("<|im_end|>"),)
 
 
-def test_answers_of_lines_that_are_not_learned_are_input(tmp_path: Path) -> None:
-    entries: list[dict[str, Any]] = [{"prompt": "a", "answer": "bc"}] * 2
-    source = write_lines(tmp_path / "x.jsonl", [entries[0] | {"weight": 0}, entries[1]])
-    write_tokenizer(tmp_path / "tok", eos=END)
-    for coder, length in ((tmp_path / "tok", 5), ("bytes", 4)):
-        out = tmp_path / f"out{length}"
-        run(source, out, coder, "--kind", "answers")
-        assert read(out)[1] == [0] * (2 * length - 3) + [1] * 3
-
-
-def test_no_folder_is_made_in_which_nothing_is_learned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("coder", "length"), [("tok", 5), ("bytes", 4)])
+def test_answers_of_lines_that_are_not_learned_are_input(
+    answers: Examples, tmp_path: Path, coder: str, length: int
 ) -> None:
-    source = write_lines(tmp_path / "x.jsonl", [{"prompt": "a", "answer": "b", "train": False}])
-    command = ["prepare", str(source), "-o", str(tmp_path / "out"), "--kind", "answers"]
-    assert cli.main([*command, "--tokenizer", "bytes"]) == 2
-    assert "no token is learned, because all examples say" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.jsonl"]
+    write_tokenizer(tmp_path / "tok", eos=END)
+    entry: dict[str, Any] = {"prompt": "a", "answer": "bc"}
+    options = ["--tokenizer", "bytes"] if coder == "bytes" else []
+    _, mask = answers.read([entry | {"weight": 0}, entry], *options)
+    assert mask == [0] * (2 * length - 3) + [1] * 3
+
+
+def test_no_folder_is_made_in_which_nothing_is_learned(answers: Examples) -> None:
+    entry = {"prompt": "a", "answer": "b", "train": False}
+    line = answers.refusal([entry], "--tokenizer", "bytes")
+    assert "no token is learned, because all examples say" in line
 
 
 TWO_MARKS = MARKED.replace(
@@ -204,32 +223,27 @@ SHIFTED = (
 
 @pytest.mark.parametrize("template", [TWO_MARKS, SHIFTED], ids=["two", "shifted"])
 def test_marks_that_do_not_tell_turns_apart_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str
+    chats: Examples, tmp_path: Path, template: str
 ) -> None:
     write_tokenizer(tmp_path / "tok", template)
-    source = write_lines(tmp_path / "x.jsonl", [{"messages": SILENT}])
-    command = ["prepare", str(source), "-o", str(tmp_path / "out"), "--kind", "chat"]
-    assert cli.main([*command, "--tokenizer", str(tmp_path / "tok")]) == 2
-    (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"{source}:1: the chat template does not put one {{% generation %}} ")
+    before = f"{tmp_path}/x.jsonl:1: the chat template does not put one {{% generation %}} "
+    assert chats.refusal([{"messages": SILENT}]).startswith(before)
 
 
-def test_a_text_begins_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pairs = [
-        {"prompt": prompt, "answer": "warm"} for prompt in ("<s>hello", "<s><s>hello", "hello")
-    ]
-    source = write_lines(tmp_path / "pairs.jsonl", pairs)
+def test_a_text_begins_once(answers: Examples, chats: Examples, tmp_path: Path) -> None:
     coder = write_tokenizer(tmp_path / "tok", eos=END)
-    run(source, tmp_path / "pairs", tmp_path / "tok", "--kind", "answers")
+    prompts = ("<s>hello", "<s><s>hello", "hello")
+    source = write_lines(tmp_path / "x.jsonl", entries_of([(each, "warm") for each in prompts]))
+    shown = answers.command.errors(0, source, *answers.options(), out="pairs")
+    assert "note: 2 examples begin with the token that begins" in shown
     assert read(tmp_path / "pairs") == encode_pairs(coder, [("hello", "warm")] * 3)
-    assert "note: 2 examples begin with the token that begins" in capsys.readouterr().err
 
     chat = [{"role": "user", "content": "<s>a"}, {"role": "assistant", "content": "b"}]
     template = "{{ bos_token }}{{ messages[0].content }}{% generation %}{{ messages[1].content }}"
     write_tokenizer(tmp_path / "tok", template + "{{ eos_token }}{% endgeneration %}")
-    source = write_lines(tmp_path / "chats.jsonl", [{"messages": chat}])
-    run(source, tmp_path / "chats", tmp_path / "tok", "--kind", "chat")
-    assert "note: 1 examples begin with the token that begins" in capsys.readouterr().err
+    source = write_lines(tmp_path / "x.jsonl", [{"messages": chat}])
+    shown = chats.command.errors(0, source, *chats.options(), out="chats")
+    assert "note: 1 examples begin with the token that begins" in shown
     ids, mask = read(tmp_path / "chats")
     assert coder.decode(ids, skip_special_tokens=False) == "<s>ab<|im_end|>"
     assert mask == [0, 0, 1, 1]
@@ -260,7 +274,7 @@ def test_the_end_of_a_conversation_stands_nowhere_within_it(
     assert opened.end == coder.token_to_id(expected)
 
 
-def test_tokens_that_end_learned_turns_are_kept(tmp_path: Path) -> None:
+def test_tokens_that_end_learned_turns_are_kept(chats: Examples, tmp_path: Path) -> None:
     """Blanks may follow them. Others than special tokens, and turns that are not learned, do not
     count."""
     template = (
@@ -269,57 +283,54 @@ def test_tokens_that_end_learned_turns_are_kept(tmp_path: Path) -> None:
     )
     coder = write_tokenizer(tmp_path / "tok", template)
     contents = {"<|im_start|>": 1, "a": 1, "<s>": 0, "a<|im_end|> ": 1}
-    chats = [
+    entries = [
         {"messages": [{"role": "assistant", "content": content, "weight": weight}]}
         for content, weight in contents.items()
     ]
-    source = write_lines(tmp_path / "x.jsonl", chats)
-    options = ["--kind", "chat", "--eod", END, "--shard-tokens", "1", "--split", "0.5"]
-    run(source, tmp_path / "out", tmp_path / "tok", *options)
+    out = chats.prepare(entries, "--eod", END, "--shard-tokens", "1", "--split", "0.5")
     expected = sorted(map(coder.token_to_id, ("<|im_start|>", "<|im_end|>")))
     for split in ("train", "validation"):
-        assert read_manifest(tmp_path / "out" / split).turn_ends == tuple(expected)
+        assert read_manifest(out / split).turn_ends == tuple(expected)
 
 
-def test_a_conversation_that_ends_as_documents_do_gets_no_second_end(tmp_path: Path) -> None:
-    coder = write_tokenizer(tmp_path / "tok", MARKED.replace("{{ '\\n' }}", ""))
-    source = write_lines(tmp_path / "x.jsonl", [{"talk": CHATS[1][1:]}])
-    options = ["--kind", "chat", "--field", "talk", "--eod", "<|im_end|>"]
+def test_a_conversation_that_ends_as_documents_do_gets_no_second_end(
+    chats: Examples, tmp_path: Path
+) -> None:
+    without_break = MARKED.replace("{{ '\\n' }}", "")
+    coder = write_tokenizer(tmp_path / "tok", without_break)
+    entries = [{"talk": CHATS[1][1:]}]
+    options = ["--field", "talk", "--eod", "<|im_end|>"]
     # The user's turn ends with the same token.
-    assert cli.main(["prepare", str(source), "-o", str(tmp_path / "no"), "--tokenizer",
-                     str(tmp_path / "tok"), *options]) == 2  # fmt: skip
-    template = MARKED.replace("{{ '\\n' }}", "").replace("{% else %}{{ m.content }}{{ eos_token }}",
-                                                        "{% else %}{{ m.content }}")  # fmt: skip
-    write_tokenizer(tmp_path / "tok", template)
-    run(source, tmp_path / "out", tmp_path / "tok", *options)
-    ids, mask = read(tmp_path / "out")
+    chats.refusal(entries, *options)
+    ends_no_question = without_break.replace(
+        "{% else %}{{ m.content }}{{ eos_token }}", "{% else %}{{ m.content }}"
+    )
+    write_tokenizer(tmp_path / "tok", ends_no_question)
+    ids, mask = chats.read(entries, *options)
     assert ids.count(coder.token_to_id("<|im_end|>")) == 1
     assert ids[-1] == coder.token_to_id("<|im_end|>")
     assert mask[-1] == 1
 
 
-def test_tools_and_several_templates(tmp_path: Path) -> None:
-    template = "{{ tools | tojson }}" + MARKED
+def test_tools_and_several_templates(chats: Examples, tmp_path: Path) -> None:
     coder = write_tokenizer(tmp_path / "tok")
     config = json.loads((tmp_path / "tok/tokenizer_config.json").read_text())
     config["chat_template"] = [
         {"name": "rag", "template": "x"},
-        {"name": "default", "template": template},
+        {"name": "default", "template": "{{ tools | tojson }}" + MARKED},
     ]
     (tmp_path / "tok/tokenizer_config.json").write_text(json.dumps(config))
-    source = write_lines(tmp_path / "x.jsonl", [{"messages": CHATS[2], "tools": [{"a": "<é>"}]}])
-    run(source, tmp_path / "out", tmp_path / "tok", "--kind", "chat")
-    assert coder.decode(read(tmp_path / "out")[0]).startswith('[{"a": "<é>"}]')
+    ids, _ = chats.read([{"messages": CHATS[2], "tools": [{"a": "<é>"}]}])
+    assert coder.decode(ids).startswith('[{"a": "<é>"}]')
 
 
 def test_an_interrupted_prepare_of_examples_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    answers: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_tokenizer(tmp_path / "tok")
-    pairs = [{"prompt": f"what is {n}?", "answer": f"warm {n}"} for n in range(12)]
-    source = write_lines(tmp_path / "x.jsonl", pairs)
-    options = ["--kind", "answers", "--shard-tokens", "30"]
-    run(source, tmp_path / "whole", tmp_path / "tok", *options)
+    entries = entries_of([(f"what is {n}?", f"warm {n}") for n in range(12)])
+    options = ["--shard-tokens", "30"]
+    answers.prepare(entries, *options, out="whole")
 
     write = prepare.ShardWriter.write
     calls = 0
@@ -333,24 +344,25 @@ def test_an_interrupted_prepare_of_examples_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(prepare.ShardWriter, "write", fail)
-        command = ["prepare", str(source), "-o", str(tmp_path / "out"), "--tokenizer"]
-        assert cli.main([*command, str(tmp_path / "tok"), *options]) == 130
-    partial = tmp_path / "out.partial"
-    assert (partial / "mask-00001.bin").exists()
+        answers.command.errors(130, "x.jsonl", *answers.options(*options))
+    assert (tmp_path / "out.partial/mask-00001.bin").exists()
     # Other keys, or no mask, would give other bytes.
-    other = ["prepare", str(source), "-o", str(tmp_path / "out"), "--tokenizer",
-             str(tmp_path / "tok"), *options, "--answer-field", "prompt"]  # fmt: skip
-    assert cli.main(other) == 2
-    run(source, tmp_path / "out", tmp_path / "tok", *options)
-    names = {path.name for path in (tmp_path / "whole").iterdir()}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == names
-    for name in names:
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    other = answers.options(*options, "--answer-field", "prompt")
+    answers.command.refusal("x.jsonl", *other)
+    answers.command.run("x.jsonl", *answers.options(*options))
+    whole, again = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        for name in ("whole", "out")
+    )
+    assert again == whole
 
 
-def test_inspect_shows_what_is_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_what_is_learned(
+    chats: Examples, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_tokenizer(tmp_path / "tok")
-    run(write_chats(tmp_path / "x.jsonl"), tmp_path / "out", tmp_path / "tok", "--kind", "chat")
+    source = write_chats(tmp_path / "x.jsonl")
+    assert cli.main(chats.command.arguments(source, *chats.options())) == 0
     ids, mask = read(tmp_path / "out")
     assert f"out: {sum(mask)} tokens are learned (" in capsys.readouterr().out
     assert cli.main(["inspect", str(tmp_path / "out"), "--full"]) == 0
@@ -363,15 +375,8 @@ def test_inspect_shows_what_is_learned(tmp_path: Path, capsys: pytest.CaptureFix
     assert sum(sample["learned"] for sample in report["samples"]) == sum(mask)
 
 
-def seal(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change a manifest, and give it a digest that fits."""
-    manifest = json.loads((folder / "tokens.json").read_text())
-    change(manifest)
-    manifest["digest"] = digest_of_manifest(manifest)
-    (folder / "tokens.json").write_text(json.dumps(manifest))
-
-
-WRONG_MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+Change = Callable[[dict[str, Any]], Any]
+WRONG_MANIFESTS: dict[str, tuple[Change, str]] = {
     "no count": (lambda m: m.pop("learned"), "it lacks learned"),
     "none": (lambda m: m.update(learned=0), "learned is 0, not a whole number from 1 to 24"),
     "too many": (lambda m: m.update(learned=25), "learned is 25, not a whole number from 1 to 24"),
@@ -384,41 +389,41 @@ WRONG_MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
-def test_no_mask_is_trusted(tmp_path: Path) -> None:
-    source = write_lines(
-        tmp_path / "x.jsonl", [{"prompt": "0123456789", "answer": "abcdefghijklm"}]
-    )
-    for number, (change, message) in enumerate(WRONG_MANIFESTS.values()):
-        folder = tmp_path / str(number)
-        run(source, folder, "bytes", "--kind", "answers")
-        seal(folder, change)
-        with pytest.raises(DataError) as caught:
-            open_corpus("tokens", folder, split="train")
-        assert f"tokens.json cannot be used ({message}" in caught.value.lines[0]
+@pytest.fixture
+def masked(answers: Examples) -> Path:
+    """Token files of one short example."""
+    entry = {"prompt": "0123456789", "answer": "abcdefghijklm"}
+    return answers.prepare([entry], "--tokenizer", "bytes")
 
-    folder = tmp_path / "mask"
-    run(source, folder, "bytes", "--kind", "answers")
-    digest = open_corpus("tokens", folder, split="train").digest
-    mask = bytearray((folder / "mask-00000.bin").read_bytes())
-    for value, message in ((0, "is damaged"), (2, "holds a byte above 1")):
-        mask[-1] = value
-        (folder / "mask-00000.bin").write_bytes(mask)
-        if value == 2:
-            seal_mask(folder, mask)
-        with pytest.raises(DataError, match=message):
-            open_corpus("tokens", folder, split="train")
-    mask[-1] = 0
-    (folder / "mask-00000.bin").write_bytes(mask)
-    seal_mask(folder, mask)
+
+@pytest.mark.parametrize(("change", "message"), WRONG_MANIFESTS.values(), ids=WRONG_MANIFESTS)
+def test_no_count_or_file_of_a_mask_is_trusted(masked: Path, change: Change, message: str) -> None:
+    reseal(masked, change)
+    with pytest.raises(DataError) as caught:
+        opened(masked)
+    assert f"tokens.json cannot be used ({message}" in caught.value.lines[0]
+
+
+def test_no_mask_is_trusted(masked: Path) -> None:
+    def put_last(value: int, *, sealed: bool) -> None:
+        mask = (masked / "mask-00000.bin").read_bytes()[:-1] + bytes([value])
+        (masked / "mask-00000.bin").write_bytes(mask)
+        if sealed:
+            entry = {"digests": [prepare.digest_of(mask)]}
+            reseal(masked, lambda manifest: manifest["files"]["mask-00000.bin"].update(entry))
+
+    digest = opened(masked).digest
+    put_last(0, sealed=False)
+    with refuses("is damaged"):
+        opened(masked)
+    put_last(2, sealed=True)
+    with refuses("holds a byte above 1"):
+        opened(masked)
+    put_last(0, sealed=True)
     # A run cannot be resumed with another mask, and inspect finds that the count is wrong.
-    assert open_corpus("tokens", folder, split="train").digest != digest
-    assert cli.main(["inspect", str(folder)]) == 0
-    assert cli.main(["inspect", str(folder), "--full"]) == 1
-
-
-def seal_mask(folder: Path, mask: bytearray) -> None:
-    digests = [prepare.digest_of(mask)]
-    seal(folder, lambda manifest: manifest["files"]["mask-00000.bin"].update(digests=digests))
+    assert opened(masked).digest != digest
+    assert cli.main(["inspect", str(masked)]) == 0
+    assert cli.main(["inspect", str(masked), "--full"]) == 1
 
 
 LINES: dict[str, tuple[str, str, str]] = {
@@ -458,18 +463,15 @@ LINES: dict[str, tuple[str, str, str]] = {
 }
 
 
+@pytest.mark.parametrize(("kind", "line", "message"), LINES.values(), ids=LINES)
 def test_wrong_lines_are_refused_by_their_place(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: PrepareCommand, tmp_path: Path, kind: str, line: str, message: str
 ) -> None:
-    for kind, line, message in LINES.values():
-        write_tokenizer(tmp_path / "tok", eos=END if kind == "answers" else "<|im_end|>")
-        (tmp_path / "x.jsonl").write_text("\n" + line + "\n")
-        command = ["prepare", str(tmp_path / "x.jsonl"), "-o", str(tmp_path / "out")]
-        assert cli.main([*command, "--tokenizer", str(tmp_path / "tok"), "--kind", kind]) == 2
-        (error,) = capsys.readouterr().err.splitlines()
-        assert error.startswith(f"{tmp_path}/x.jsonl:2: ")
-        assert message in error
-        assert not (tmp_path / "out").exists()
+    write_tokenizer(tmp_path / "tok", eos=END if kind == "answers" else "<|im_end|>")
+    (tmp_path / "x.jsonl").write_text("\n" + line + "\n")
+    error = command.refusal("x.jsonl", *Examples(command, kind).options())
+    assert error.startswith(f"{tmp_path}/x.jsonl:2: ")
+    assert message in error
 
 
 OPTIONS: dict[str, tuple[list[str], str]] = {
@@ -494,43 +496,45 @@ OPTIONS: dict[str, tuple[list[str], str]] = {
 }
 
 
-def test_wrong_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("options", "message"), OPTIONS.values(), ids=OPTIONS)
+def test_wrong_options_are_refused(
+    command: PrepareCommand, tmp_path: Path, options: list[str], message: str
+) -> None:
     write_tokenizer(tmp_path / "tok", None)
     source = write_chats(tmp_path / "x.jsonl")
-    command = ["prepare", str(source), "-o", str(tmp_path / "out"), "--tokenizer",
-               str(tmp_path / "tok")]  # fmt: skip
-    for options, message in OPTIONS.values():
-        assert cli.main([*command, *options]) == 2
-        (error,) = capsys.readouterr().err.splitlines()
-        assert message in error
-    (tmp_path / "x.txt").write_text("a")
-    command[1] = str(tmp_path / "x.txt")
-    assert cli.main([*command, "--kind", "answers"]) == 2
-    assert "--kind answers reads JSONL, and this is text" in capsys.readouterr().err
-    (tmp_path / "x.parquet").write_text("a")
-    command[1] = str(tmp_path / "x.parquet")
-    assert cli.main([*command, "--kind", "chat"]) == 2
-    assert "--kind chat reads JSONL, and this is a table" in capsys.readouterr().err
-    trains = ["prepare", str(source), "-o", str(tmp_path / "out"), "--train-tokenizer", "300"]
-    assert cli.main([*trains, "--kind", "chat"]) == 2
-    assert "--train-tokenizer is not used with --kind chat" in capsys.readouterr().err
-    (tmp_path / "tok/tokenizer_config.json").write_text("[")
-    command[1] = str(source)
-    assert cli.main([*command, "--kind", "chat"]) == 2
-    assert "tokenizer_config.json: cannot be used: " in capsys.readouterr().err
+    named = [] if "--tokenizer" in options else ["--tokenizer", str(tmp_path / "tok")]
+    assert message in command.refusal(source, *options, *named)
 
 
-def test_a_tokenizer_that_fails_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_examples_are_read_from_jsonl_alone(
+    answers: Examples, chats: Examples, tmp_path: Path
 ) -> None:
+    write_tokenizer(tmp_path / "tok", None)
+    for kind, name, what in ((answers, "x.txt", "text"), (chats, "x.parquet", "a table")):
+        (tmp_path / name).write_text("a")
+        error = kind.command.refusal(name, *kind.options())
+        assert f"--kind {kind.kind} reads JSONL, and this is {what}" in error
+
+
+def test_a_tokenizer_of_chats_is_not_trained(command: PrepareCommand, tmp_path: Path) -> None:
+    source = write_chats(tmp_path / "x.jsonl")
+    error = command.refusal(source, "--train-tokenizer", "300", "--kind", "chat")
+    assert "--train-tokenizer is not used with --kind chat" in error
+
+
+def test_a_broken_tokenizer_config_is_named(chats: Examples, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tok", None)
+    (tmp_path / "tok/tokenizer_config.json").write_text("[")
+    assert "tokenizer_config.json: cannot be used: " in chats.refusal(CHAT_LINES)
+
+
+def test_a_tokenizer_that_fails_is_named(chats: Examples, tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok")
     content = json.loads((tmp_path / "tok/tokenizer.json").read_text())
     content["model"] = {"type": "WordLevel", "vocab": {END: 0}, "unk_token": "[UNK]"}
     content |= {"added_tokens": [], "pre_tokenizer": None, "post_processor": None}
     (tmp_path / "tok/tokenizer.json").write_text(json.dumps(content))
-    command = ["prepare", str(write_chats(tmp_path / "x.jsonl")), "-o", str(tmp_path / "out")]
-    assert cli.main([*command, "--tokenizer", str(tmp_path / "tok"), "--kind", "chat"]) == 2
-    (error,) = capsys.readouterr().err.splitlines()
+    error = chats.refusal(CHAT_LINES)
     assert "x.jsonl:1 or soon after: --tokenizer " in error
     assert "UNK" in error
 
@@ -538,7 +542,7 @@ def test_a_tokenizer_that_fails_is_named(
 def test_an_old_jinja_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tokenizer(tmp_path / "tok")
     monkeypatch.setattr(examples, "version", lambda name: "3.1.5")
-    with pytest.raises(DataError, match=r"needs the package jinja2, 3\.1\.6 or newer, and 3\.1\.5"):
+    with refuses(r"needs the package jinja2, 3\.1\.6 or newer, and 3\.1\.5"):
         examples.open_example_tokenizer(str(tmp_path / "tok"), None, examples.Chat())
 
 
@@ -589,19 +593,11 @@ HOSTILE: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize(("template", "message"), HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_template_is_one_line(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    template: str,
-    message: str,
+    chats: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, message: str
 ) -> None:
     monkeypatch.setattr(tokenizer, "_ENCODE_S", 0.0)
     write_tokenizer(tmp_path / "tok", template)
-    source = write_chats(tmp_path / "x.jsonl")
-    command = ["prepare", str(source), "-o", str(tmp_path / "out"), "--processes", "1"]
-    assert cli.main([*command, "--tokenizer", str(tmp_path / "tok"), "--kind", "chat"]) == 2
-    (error,) = capsys.readouterr().err.splitlines()
-    assert message in error
+    assert message in chats.refusal(CHAT_LINES, "--processes", "1")
 
 
 def test_a_template_can_write_no_file(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from composer3d.data.prompt_tokenizer import (
     make_prompt_tokenizer,
     open_prompt_tokenizer,
 )
-from composer3d.facts.errors import DataError
 from tests.data.conftest import END
 from tests.data.test_tokenizer import children, multiply, split, write
+from tests.data.token_folders import refuses
 
 TEXTS = ["def f():\n    return 1", "", "Grüße 🙂 an é", f"a {END} b", " x  y "]
 
@@ -90,16 +90,16 @@ def test_bytes_are_tokens() -> None:
 
 def test_a_tokenizer_that_fails_is_named(tmp_path: Path) -> None:
     opened = open_prompt_tokenizer(write(tmp_path, pre_tokenizer=split("(x+x+)+y")))
-    with pytest.raises(DataError, match=r"^--tokenizer \S+t\.json: it panics: Onig"):
+    with refuses(r"^--tokenizer \S+t\.json: it panics: Onig"):
         opened.encode(["x" * 100])
     opened.close()
     opened = open_prompt_tokenizer(write(tmp_path, decoder=multiply(1_000_000)))
-    with pytest.raises(DataError, match=r"^--tokenizer \S+t\.json: .*too much memory"):
+    with refuses(r"^--tokenizer \S+t\.json: .*too much memory"):
         opened.decode([0] * 10_000)
     opened.close()
-    with pytest.raises(DataError, match=r"--tokenizer \S+no: No such file"):
+    with refuses(r"--tokenizer \S+no: No such file"):
         open_prompt_tokenizer(str(tmp_path / "no"))
     (tmp_path / "wrong").write_text("{}")
-    with pytest.raises(DataError, match="give bytes, or the path of a tokenizer"):
+    with refuses("give bytes, or the path of a tokenizer"):
         open_prompt_tokenizer(str(tmp_path / "wrong"))
     assert children() == []

@@ -13,9 +13,9 @@ from composer3d import cli
 from composer3d.data import Batch, Blend, Corpus, Loader
 from composer3d.data.rows import FILLING, WholeDocumentRows
 from composer3d.data.tokens import document_bounds, open_tokens
-from composer3d.facts.errors import DataError
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.verify.data import whole_document_samples
+from tests.data.token_folders import refuses
 
 END = 9
 
@@ -179,14 +179,14 @@ def test_a_run_goes_on_and_keeps_its_samples() -> None:
 @pytest.mark.parametrize("packing", ["none", "documents"])
 def test_other_samples_are_refused(packing: str) -> None:
     whole, even = loader_of(corpus_of(TOKENS)), loader_of(corpus_of(TOKENS), packing=packing)
-    with pytest.raises(DataError, match=f"packing = {packing}, .* made with whole_documents"):
+    with refuses(f"packing = {packing}, .* made with whole_documents"):
         even.load_state_dict(whole.state_dict())
-    with pytest.raises(DataError, match=r"= whole_documents, .* made with documents or none"):
+    with refuses(r"= whole_documents, .* made with documents or none"):
         whole.load_state_dict(even.state_dict())
 
 
 def test_a_corpus_without_a_whole_document_is_refused() -> None:
-    with pytest.raises(DataError, match="test has no whole document"):
+    with refuses("test has no whole document"):
         loader_of(corpus_of([1, 2, 3, 4, 5, 6, 7]))
 
 
@@ -208,5 +208,5 @@ def test_the_documents_of_a_folder(tmp_path: Path, shards: int) -> None:
     content = bytearray(damaged.read_bytes())
     content[8:16] = bytes(8)  # the second document of the shard begins where the first one does
     damaged.write_bytes(content)
-    with pytest.raises(DataError, match=f"{damaged.name} does not cut"):
+    with refuses(f"{damaged.name} does not cut"):
         document_bounds(corpus)

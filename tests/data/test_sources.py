@@ -16,6 +16,7 @@ from composer3d.data import documents, open_corpus, sources
 from composer3d.data.documents import list_files
 from composer3d.facts.errors import DataError
 from composer3d.recipe import machine
+from tests.data.token_folders import refuses
 
 SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 
@@ -116,7 +117,7 @@ def test_python_holds_out_by_name_alone(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_byte_zero_is_refused_with_its_place(tmp_path: Path) -> None:
     write(tmp_path, {"a.txt": b"fine", "b.bin": b"abc\0def"})
-    with pytest.raises(DataError, match=r"b\.bin: byte 0 at offset 3 ") as caught:
+    with refuses(r"b\.bin: byte 0 at offset 3 ") as caught:
         train(tmp_path)
     assert str(tmp_path / "b.bin") in caught.value.lines[0]
 
@@ -146,7 +147,7 @@ def test_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     # Not chmod: root reads everything.
     monkeypatch.setattr(documents, "open_plain", denied)
-    with pytest.raises(DataError, match=r"a\.txt: cannot be read: Permission denied"):
+    with refuses(r"a\.txt: cannot be read: Permission denied"):
         train(tmp_path)
 
 
@@ -166,7 +167,7 @@ def test_a_read_that_fails_halfway_names_its_file(
         readline = read
 
     monkeypatch.setattr(documents, "open_plain", lambda file: Broken())
-    with pytest.raises(DataError, match=r"^\S+/a\.jsonl: cannot be read: Input/output error; make"):
+    with refuses(r"^\S+/a\.jsonl: cannot be read: Input/output error; make"):
         open_corpus(source, tmp_path, split="train")
 
 
@@ -176,7 +177,7 @@ def test_a_folder_that_may_not_be_entered_is_refused(
     write(tmp_path, {"a": b"x", "in/b": b"x"})
     # Root may enter any folder, so permissions would not do.
     monkeypatch.setattr(documents.os, "access", lambda path, mode: not str(path).endswith("in"))
-    with pytest.raises(DataError, match=r"^\S+/in: may not be entered; allow it, or"):
+    with refuses(r"^\S+/in: may not be entered; allow it, or"):
         train(tmp_path)
 
 
@@ -241,7 +242,7 @@ def test_a_line_that_holds_no_text_is_refused_with_its_place(
         tmp_path,
         {"a.jsonl": b'{"body": "fine"}\n', "b.jsonl": b'{"body": "fine"}\n\n' + line + b"\n"},
     )
-    with pytest.raises(DataError, match=rf"b\.jsonl:3: {problem}") as caught:
+    with refuses(rf"b\.jsonl:3: {problem}") as caught:
         open_corpus("jsonl", tmp_path, split="train", field="body")
     assert caught.value.lines[0].startswith(f"{tmp_path / 'b.jsonl'}:3: ")
     assert len(caught.value.lines) == 1
@@ -293,10 +294,9 @@ def test_folders_may_be_nested_deeper_than_python_recurses(
 
 
 def test_folders_beyond_the_longest_path_are_refused(deep: Callable[[int, str], Path]) -> None:
-    with pytest.raises(
-        DataError,
-        match=r" characters\): cannot be read: File name too long; "
-        r"make it readable or move it away$",
+    with refuses(
+        r" characters\): cannot be read: File name too long; "
+        r"make it readable or move it away$"
     ):
         train(deep(30, "d" * 200))
 
@@ -305,9 +305,7 @@ def test_folders_beyond_the_longest_path_are_refused(deep: Callable[[int, str], 
 @pytest.mark.parametrize("source", ["text", "jsonl"])
 def test_a_pipe_is_refused(tmp_path: Path, source: Any) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(
-        DataError, match=r"/pipe\.jsonl: cannot be read: is a named pipe, not a plain file; make it"
-    ):
+    with refuses(r"/pipe\.jsonl: cannot be read: is a named pipe, not a plain file; make it"):
         open_corpus(source, tmp_path / "pipe.jsonl", split="train")
     write(tmp_path, {"a.jsonl": b'{"text": "a"}'})
     # In a folder, a pipe is skipped.
@@ -318,9 +316,8 @@ def test_a_line_is_read_up_to_its_limit(tmp_path: Path, monkeypatch: pytest.Monk
     line = json.dumps({"text": "a" * 50}).encode() + b"\n"
     write(tmp_path, {"a.jsonl": line * 2 + b'{"text": "' + b"a" * 100})
     monkeypatch.setattr(documents, "_LINE_BYTES", len(line))
-    with pytest.raises(
-        DataError,
-        match=rf"/a\.jsonl:3: the line is longer than {len(line)} bytes, .*; cut it into several$",
+    with refuses(
+        rf"/a\.jsonl:3: the line is longer than {len(line)} bytes, .*; cut it into several$"
     ):
         open_corpus("jsonl", tmp_path, split="train")
 
@@ -332,7 +329,7 @@ def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "b.txt").symlink_to("a.txt")
     assert len(list_files(tmp_path)) == 2
     (tmp_path / "c.txt").symlink_to("missing")
-    with pytest.raises(DataError, match=r"c\.txt: is a link that leads nowhere; restore the file"):
+    with refuses(r"c\.txt: is a link that leads nowhere; restore the file"):
         list_files(tmp_path)
     assert list_files(tmp_path, ".jsonl") == []
 
@@ -342,16 +339,15 @@ def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
     remaining = documents.read_documents(list_files(tmp_path), None)
     assert next(remaining).text == b"x"
     (tmp_path / "b").unlink()
-    with pytest.raises(DataError, match=r"/b: cannot be read: No such file or directory; make it"):
+    with refuses(r"/b: cannot be read: No such file or directory; make it"):
         next(remaining)
 
 
 def test_a_text_beyond_the_limit_is_not_read(tmp_path: Path) -> None:
     with open(tmp_path / "a", "wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(
-        DataError,
-        match=r"/a: one document has 1_099_511_627_776 bytes, but at most 4_294_967_296 are read",
+    with refuses(
+        r"/a: one document has 1_099_511_627_776 bytes, but at most 4_294_967_296 are read"
     ):
         train(tmp_path)
 

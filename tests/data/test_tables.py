@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from composer3d import cli
 from composer3d.data import documents, prepare, tables
+from tests.data.prepare_command import PrepareCommand, write_texts
 
 TEXTS = [f"text {number} héllo 日本語 " * (number % 7 + 1) for number in range(150)]
 TEXTS[70] = ""  # no document
@@ -19,11 +19,6 @@ TEXTS[70] = ""  # no document
 @pytest.fixture(scope="module")
 def arrow() -> Any:
     return pytest.importorskip("pyarrow")
-
-
-def write_lines(file: Path, texts: list[str]) -> Path:
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return file
 
 
 def write_parquet(file: Path, columns: dict[str, Any], **options: Any) -> Path:
@@ -35,57 +30,45 @@ def write_parquet(file: Path, columns: dict[str, Any], **options: Any) -> Path:
     return file
 
 
-def command(source: Path, out: Path, *options: str) -> list[str]:
-    return ["prepare", str(source), "-o", str(out), "--tokenizer", "bytes", *options]
-
-
 def tokens_of(folder: Path) -> list[bytes]:
     return [path.read_bytes() for path in sorted(folder.glob("*.bin"))]
 
 
 @pytest.fixture
-def expected(tmp_path: Path) -> list[bytes]:
-    lines = write_lines(tmp_path / "x.jsonl", TEXTS)
-    assert cli.main(command(lines, tmp_path / "lines")) == 0
+def expected(command: PrepareCommand, tmp_path: Path) -> list[bytes]:
+    command.run(write_texts(tmp_path / "x.jsonl", TEXTS), out="lines")
     return tokens_of(tmp_path / "lines")
 
 
-@pytest.mark.parametrize(
-    "column", ["string", "large_string", "string_view", "dictionary"], ids=lambda name: name
-)
+@pytest.mark.parametrize("column", ["string", "large_string", "string_view", "dictionary"])
 def test_parquet_gives_the_tokens_of_jsonl(
-    arrow: Any, tmp_path: Path, expected: list[bytes], column: str
+    arrow: Any, command: PrepareCommand, tmp_path: Path, expected: list[bytes], column: str
 ) -> None:
-    kind = (
-        arrow.dictionary(arrow.int32(), arrow.string())
-        if column == "dictionary"
-        else getattr(arrow, column)()
-    )
-    texts = arrow.array(TEXTS).cast(kind)
-    source = write_parquet(
-        tmp_path / "x.parquet", {"id": range(len(TEXTS)), "text": texts}, row_group_size=80
-    )
-    assert cli.main(command(source, tmp_path / "out")) == 0
+    if column == "dictionary":
+        kind = arrow.dictionary(arrow.int32(), arrow.string())
+    else:
+        kind = getattr(arrow, column)()
+    columns = {"id": range(len(TEXTS)), "text": arrow.array(TEXTS).cast(kind)}
+    command.run(write_parquet(tmp_path / "x.parquet", columns, row_group_size=80))
     assert tokens_of(tmp_path / "out") == expected
 
 
 def test_a_column_of_another_name_and_a_folder_of_files(
-    arrow: Any, tmp_path: Path, expected: list[bytes]
+    arrow: Any, command: PrepareCommand, tmp_path: Path, expected: list[bytes]
 ) -> None:
     for name, texts in (("a", TEXTS[:100]), ("b", TEXTS[100:])):
         write_parquet(tmp_path / "in" / f"{name}.parquet", {"a.body": texts, "text": texts[::-1]})
-    assert cli.main(command(tmp_path / "in", tmp_path / "out", "--field", "a.body")) == 0
+    command.run("in", "--field", "a.body")
     assert tokens_of(tmp_path / "out") == expected
     # Tables may stand beside JSONL.
-    write_lines(tmp_path / "rest.jsonl", TEXTS[100:])
-    sources = [str(write_parquet(tmp_path / "c.parquet", {"text": TEXTS[:100]}))]
-    sources += [str(tmp_path / "rest.jsonl"), "-o", str(tmp_path / "mixed")]
-    assert cli.main(["prepare", *sources, "--tokenizer", "bytes"]) == 0
+    write_texts(tmp_path / "rest.jsonl", TEXTS[100:])
+    write_parquet(tmp_path / "c.parquet", {"text": TEXTS[:100]})
+    command.run(("c.parquet", "rest.jsonl"), out="mixed")
     assert tokens_of(tmp_path / "mixed") == expected
 
 
 def test_a_saved_dataset_gives_the_tokens_of_jsonl(
-    arrow: Any, tmp_path: Path, expected: list[bytes], capsys: pytest.CaptureFixture[str]
+    arrow: Any, command: PrepareCommand, tmp_path: Path, expected: list[bytes]
 ) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
@@ -93,33 +76,32 @@ def test_a_saved_dataset_gives_the_tokens_of_jsonl(
     mixed = datasets.Dataset.from_dict({"body": TEXTS[::-1], "id": list(range(len(TEXTS)))})
     # In another order than it was made, and in two files.
     mixed.select(range(len(TEXTS) - 1, -1, -1)).save_to_disk(str(source), num_shards=2)
-    assert cli.main(command(source, tmp_path / "out", "--field", "body")) == 0
+    command.run(source, "--field", "body")
     assert tokens_of(tmp_path / "out") == expected
 
     datasets.DatasetDict({"test": mixed, "train": mixed}).save_to_disk(str(tmp_path / "splits"))
-    assert cli.main(command(tmp_path / "splits", tmp_path / "no")) == 2
     error = f"holds several splits (test, train); give one of them, such as {tmp_path}/splits/test"
-    assert error in capsys.readouterr().err
+    assert error in command.refusal("splits", out="no")
     # Nothing outside of the folder is read.
     state = json.loads((source / "state.json").read_text())
     state["_data_files"][0]["filename"] = str(tmp_path / "out" / "tokens.bin")
     (source / "state.json").write_text(json.dumps(state))
-    assert cli.main(command(source, tmp_path / "no", "--field", "body")) == 2
-    assert "tokens.bin', which is no file of the folder" in capsys.readouterr().err
+    line = command.refusal(source, "--field", "body", out="no")
+    assert "tokens.bin', which is no file of the folder" in line
 
 
 @pytest.mark.parametrize("rows", [40, 130])  # of a group: some groups are passed over, or none
 def test_an_interrupted_prepare_goes_on_in_the_middle_of_a_table(
     arrow: Any,
+    command: PrepareCommand,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     rows: int,
 ) -> None:
     source = write_parquet(tmp_path / "x.parquet", {"text": TEXTS}, row_group_size=rows)
     monkeypatch.setattr(prepare, "_BATCH_BYTES", 100)
     options = ["--shard-tokens", "1500"]
-    assert cli.main(command(source, tmp_path / "whole", *options)) == 0
+    command.run(source, *options, out="whole")
     read = documents.read_rows
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
@@ -130,7 +112,7 @@ def test_an_interrupted_prepare_goes_on_in_the_middle_of_a_table(
 
     with monkeypatch.context() as patch:
         patch.setattr(documents, "read_rows", interrupted)
-        assert cli.main(command(source, tmp_path / "out", *options)) == 130
+        command.errors(130, source, *options)
     first_rows = []
 
     def noted(*arguments: Any, first: int) -> Any:
@@ -138,10 +120,9 @@ def test_an_interrupted_prepare_goes_on_in_the_middle_of_a_table(
         return read(*arguments, first=first)
 
     monkeypatch.setattr(documents, "read_rows", noted)
-    assert cli.main(command(source, tmp_path / "out", *options)) == 0
+    command.run(source, *options)
     assert first_rows[0] > 80
     assert tokens_of(tmp_path / "out") == tokens_of(tmp_path / "whole")
-    capsys.readouterr()
 
 
 @pytest.mark.parametrize(
@@ -159,56 +140,46 @@ def test_an_interrupted_prepare_goes_on_in_the_middle_of_a_table(
 )
 def test_a_table_without_texts_is_refused(
     arrow: Any,
+    command: PrepareCommand,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     columns: dict[str, Any],
     message: str,
 ) -> None:
     monkeypatch.setattr(tables, "_LONGEST_BYTES", 10)
-    source = write_parquet(tmp_path / "x.parquet", columns)
-    assert cli.main(command(source, tmp_path / "out")) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-    assert [path.name for path in tmp_path.iterdir()] == ["x.parquet"]
+    assert message in command.refusal(write_parquet(tmp_path / "x.parquet", columns))
 
 
 def test_damaged_tables_are_refused_with_one_line(
-    arrow: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arrow: Any, command: PrepareCommand, tmp_path: Path
 ) -> None:
     whole = write_parquet(tmp_path / "whole.parquet", {"text": TEXTS}).read_bytes()
     source = tmp_path / "x.parquet"
     for content in (b"", b"PAR1", whole[:-1], whole[: len(whole) // 2], whole[:100] + whole[120:]):
         source.write_bytes(content)
-        assert cli.main(command(source, tmp_path / "out")) == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        line = command.refusal(source)
         assert line.startswith(f"{source}: ")
         assert "copy it again" in line
-        assert not (tmp_path / "out.partial").exists()
 
     # A page with a checksum is compared with it.
     options = {"write_page_checksum": True, "compression": "none", "use_dictionary": False}
     whole = write_parquet(source, {"text": TEXTS}, **options).read_bytes()
     assert b"text 17 h" in whole
     source.write_bytes(whole.replace(b"text 17 h", b"text 18 h"))
-    assert cli.main(command(source, tmp_path / "out")) == 2
-    assert "copy it again" in capsys.readouterr().err
+    assert "copy it again" in command.refusal(source)
 
 
 def test_a_process_that_dies_or_asks_for_all_memory_is_reported(
-    arrow: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arrow: Any, command: PrepareCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "x" * (1 << 20)
     source = write_parquet(tmp_path / "x.parquet", {"text": [text] * 130})
     assert source.stat().st_size < 1 << 20
     monkeypatch.setattr(tables, "_MEMORY", 100 << 20)
-    assert cli.main(command(source, tmp_path / "out")) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = command.refusal(source)
     assert "too much memory" in line or "ends with status" in line
     monkeypatch.setattr(tables, "_MEMORY", 1 << 20)  # not even Python can run
-    assert cli.main(command(source, tmp_path / "out")) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{source}: ")
+    assert command.refusal(source).startswith(f"{source}: ")
 
 
 def test_a_row_group_need_not_fit_into_memory(
@@ -226,9 +197,9 @@ def test_a_row_group_need_not_fit_into_memory(
 @pytest.mark.parametrize("kind", ["parquet", "short rows", "gz", "zst", "blank lines"])
 def test_a_small_file_does_not_become_endless_text(
     arrow: Any,
+    command: PrepareCommand,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     kind: str,
 ) -> None:
     """The real limit begins at 64 MiB of text, which would take long here."""
@@ -245,42 +216,35 @@ def test_a_small_file_does_not_become_endless_text(
         source.write_bytes(zstandard.compress(lines))
     else:
         write_parquet(source, {"text": [text] * (200_000 if kind == "short rows" else 4_000)})
-    assert cli.main(command(source, tmp_path / "out")) == 2
-    error = capsys.readouterr().err
     assert re.fullmatch(
         rf"{source}: its [\d,]+ bytes hold more than [\d,]+ bytes of text, over 100 times as many, "
         r"as in a file that is made to fill the disk; if you trust it, raise --max-expansion of "
-        r"prepare \(now 100\)\n",
-        error,
+        r"prepare \(now 100\)",
+        command.refusal(source),
     )
-    assert not (tmp_path / "out").exists()
     if kind in ("parquet", "gz"):
-        arguments = command(source, tmp_path / "out", "--max-expansion", "5000")
-        assert cli.main(arguments) == 0
+        command.run(source, "--max-expansion", "5000")
 
 
 def test_a_missing_package_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: PrepareCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "x.parquet").write_bytes(b"x")
-    assert cli.main(command(tmp_path / "x.parquet", tmp_path / "out")) == 2
-    assert capsys.readouterr().err == (
+    assert command.refusal("x.parquet") == (
         f"{tmp_path}/x.parquet: reading it needs the package pyarrow; install it with "
-        "pip install 'composer3d[data]', or convert it to JSONL\n"
+        "pip install 'composer3d[data]', or convert it to JSONL"
     )
     (tmp_path / "set").mkdir()
     for name in ("state.json", "dataset_info.json"):
         (tmp_path / "set" / name).write_text("{}")
-    assert cli.main(command(tmp_path / "set", tmp_path / "out")) == 2
-    assert "needs the package datasets; install it with pip install 'composer3d[datasets]'" in (
-        capsys.readouterr().err
-    )
+    line = command.refusal("set")
+    assert "needs the package datasets; install it with pip install 'composer3d[datasets]'" in line
 
 
 def test_a_changed_table_is_refused(
-    arrow: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arrow: Any, command: PrepareCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_parquet(tmp_path / "x.parquet", {"text": TEXTS})
     identify = documents.identify
@@ -289,5 +253,4 @@ def test_a_changed_table_is_refused(
         return identify(*arguments)._replace(size=1)
 
     monkeypatch.setattr(prepare, "identify", changed)
-    assert cli.main(command(source, tmp_path / "out")) == 2
-    assert "x.parquet: has changed since prepare began" in capsys.readouterr().err
+    assert "x.parquet: has changed since prepare began" in command.refusal(source)

@@ -18,6 +18,7 @@ from composer3d import cli
 from composer3d.data.documents import Document
 from composer3d.data.tokenizer import open_tokenizer
 from composer3d.facts.errors import DataError
+from tests.data.token_folders import refuses
 
 
 def write(folder: Path, **changed: Any) -> str:
@@ -97,7 +98,7 @@ def test_a_tokenizer_that_fails_at_load_is_refused(
     tmp_path: Path, changed: dict[str, Any], message: str
 ) -> None:
     path = write(tmp_path, **changed)
-    with pytest.raises(DataError, match=rf"^--tokenizer {path}: {message}") as caught:
+    with refuses(rf"^--tokenizer {path}: {message}") as caught:
         open_tokenizer(path, None)
     assert len(caught.value.lines) == 1
     assert not children()
@@ -210,7 +211,7 @@ def test_a_document_ends_as_the_tokenizer_says(
         (tmp_path / name).write_text(json.dumps(content))
     for path in (tmp_path, tmp_path / "tokenizer.json"):
         if not end:
-            with pytest.raises(DataError, match="to end a document; name one of its tokens with"):
+            with refuses("to end a document; name one of its tokens with"):
                 open_tokenizer(str(path), None)
         else:
             opened = open_tokenizer(str(path), None)
@@ -246,7 +247,7 @@ def test_a_wrong_file_beside_the_tokenizer_is_named(bpe: Path, tmp_path: Path) -
     (tmp_path / "tokenizer.json").write_bytes(bpe.read_bytes())
     for content, problem in (("[", "Expecting value"), ("[]", "it is no object")):
         (tmp_path / "tokenizer_config.json").write_text(content)
-        with pytest.raises(DataError, match=rf"tokenizer_config.json: cannot be used: {problem}"):
+        with refuses(rf"tokenizer_config.json: cannot be used: {problem}"):
             open_tokenizer(str(tmp_path), None)
     opened = open_tokenizer(str(tmp_path), "<pad>")
     opened.close()
@@ -261,7 +262,7 @@ def test_a_tokenizer_is_a_plain_file_of_a_bounded_size(tmp_path: Path) -> None:
         ("pipe", "is a named pipe, not a plain file"),
         ("large", "is larger than 67,108,864 bytes"),
     ):
-        with pytest.raises(DataError, match=rf"^--tokenizer \S+/{name}: {message}.*; give bytes"):
+        with refuses(rf"^--tokenizer \S+/{name}: {message}.*; give bytes"):
             open_tokenizer(str(tmp_path / name), None)
 
 

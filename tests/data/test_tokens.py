@@ -13,14 +13,19 @@ import pytest
 import torch
 
 from composer3d.cli import main
-from composer3d.data import Loader, open_corpus, tokens
+from composer3d.data import Loader, tokens
 from composer3d.data.blend import Blend
 from composer3d.facts import token_manifest
 from composer3d.facts.errors import DataError
-from composer3d.facts.token_manifest import digest_of, digest_of_manifest
+from composer3d.facts.token_manifest import digest_of
+from tests.data.token_folders import opened, refuses, reseal, write_tokens
 
 N = 1_000
 CHUNK = 512  # bytes; tokens.bin has four chunks
+IDS = np.arange(N, dtype="<u2")
+FILES = ["tokens.bin", "documents.bin", "tokenizer.json"]
+# Cuts inside of samples, at their ends, and shards shorter than a sample.
+CUTS = [1, 37, 74, 75, 76, 500, 999]
 
 
 @pytest.fixture(autouse=True)
@@ -28,31 +33,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_manifest, "CHUNK_BYTES", CHUNK)
 
 
-def make(folder: Path, ids: np.ndarray, **changed: Any) -> Path:
-    """Make token files; ``changed`` are other facts of the manifest.
-
-    The last token is the one that ends documents.
-    """
-    folder.mkdir(parents=True)
-    starts = [0, *(np.flatnonzero(ids == ids[-1]) + 1)]
-    (folder / "tokens.bin").write_bytes(ids.tobytes())
-    (folder / "documents.bin").write_bytes(np.array(starts, dtype="<i8").tobytes())
-    (folder / "tokenizer.json").write_text("{}")
-    facts = {
-        "dtype": ids.dtype.name,
-        "vocab": int(ids.max()) + 1,
-        "tokens": len(ids),
-        "documents": len(starts) - 1,
-        "end_of_document": int(ids[-1]),
-    }
-    facts |= {"tokenizer": {"name": "t", "digest": digest_of(b"{}")}}
-    tokens.write_manifest(folder, {**facts, **changed})
-    return folder
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return make(tmp_path / "t", np.arange(N, dtype="<u2"))
+    return write_tokens(tmp_path / "t", IDS)
 
 
 def with_ends(ids: np.ndarray, cuts: list[int]) -> np.ndarray:
@@ -63,11 +46,9 @@ def with_ends(ids: np.ndarray, cuts: list[int]) -> np.ndarray:
 
 
 def make_shards(folder: Path, ids: np.ndarray, cuts: list[int]) -> Path:
-    """Make token files of several shards, cut at ``cuts``, from what ``with_ends`` returns.
-
-    Each shard is one document.
-    """
+    """Make token files of several shards, cut at ``cuts``. Each shard is one document."""
     folder.mkdir(parents=True)
+    ids = with_ends(ids, cuts)
     parts = np.split(ids, cuts)
     for number, part in enumerate(parts):
         (folder / f"tokens-{number:05}.bin").write_bytes(part.tobytes())
@@ -86,25 +67,27 @@ def make_shards(folder: Path, ids: np.ndarray, cuts: list[int]) -> Path:
     return folder
 
 
-def opened(folder: Path) -> Any:
-    return open_corpus("tokens", folder, split="train")
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    return make_shards(tmp_path / "t", IDS, CUTS)
+
+
+def loader_of(corpus: Any, seq_len: int, global_batch: int = 2, **options: Any) -> Loader:
+    sizes = {"seq_len": seq_len, "global_batch": global_batch}
+    return Loader(corpus, seed=1, batch_rank=0, batch_ranks=1, **sizes, **options)
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
 def test_a_loader_reads_rows_of_the_map(tmp_path: Path, dtype: str) -> None:
     step = 65 if dtype == "<u2" else 4_000_000  # the largest is beyond 15 and beyond 31 bits
-    corpus = opened(make(tmp_path / "t", (np.arange(N, dtype=np.int64) * step).astype(dtype)))
+    ids = (np.arange(N, dtype=np.int64) * step).astype(dtype)
+    corpus = opened(write_tokens(tmp_path / "t", ids))
     assert isinstance(corpus.tokens, np.memmap)
     assert corpus.tokens.dtype == np.dtype(dtype)
     seq_len, n_samples = 37, 27  # 27 x 37 = 999: the last sample ends with the last token
-    loader = Loader(
-        corpus, seq_len=seq_len, global_batch=n_samples, seed=1, batch_rank=0, batch_ranks=1
-    )
-    batch = next(loader)
-    rows = {
-        int(row[0]) // step: row
-        for row in torch.cat([batch.tokens_BT, batch.labels_BT[:, -1:]], dim=1)
-    }
+    batch = next(loader_of(corpus, seq_len, n_samples))
+    whole_rows = torch.cat([batch.tokens_BT, batch.labels_BT[:, -1:]], dim=1)
+    rows = {int(row[0]) // step: row for row in whole_rows}
     assert sorted(rows) == [sample * seq_len for sample in range(n_samples)]
     for first, row in rows.items():
         assert row.tolist() == [(first + i) * step for i in range(seq_len + 1)]
@@ -113,35 +96,24 @@ def test_a_loader_reads_rows_of_the_map(tmp_path: Path, dtype: str) -> None:
 
 
 def test_a_loader_refuses_too_few_tokens_and_other_data(tmp_path: Path, folder: Path) -> None:
-    order = {"global_batch": 2, "seed": 1, "batch_rank": 0, "batch_ranks": 1}
-    with pytest.raises(
-        DataError, match=rf"corpus \S+/t \(train\) has {N} tokens: too few for data.seq_len = {N}"
-    ):
-        Loader(opened(folder), seq_len=N, **order)
-    state = Loader(opened(folder), seq_len=N - 1, **order).state_dict()
-    same = make(
-        tmp_path / "same",
-        np.arange(N, dtype="<u2"),
-        tokenizer={"name": "moved", "digest": digest_of(b"{}")},
-    )
-    Loader(opened(same), seq_len=N - 1, **order).load_state_dict(state)
+    with refuses(rf"corpus \S+/t \(train\) has {N} tokens: too few for data.seq_len = {N}"):
+        loader_of(opened(folder), N)
+    state = loader_of(opened(folder), N - 1).state_dict()
+    moved = {"name": "moved", "digest": digest_of(b"{}")}
+    same = write_tokens(tmp_path / "same", IDS, tokenizer=moved)
+    loader_of(opened(same), N - 1).load_state_dict(state)
     # A checkpoint of an older composer3d has the digest of the files.
     content = {"digest": "1" * 32, "files": opened(folder).digest}
-    newer = make(tmp_path / "newer", np.arange(N, dtype="<u2"), content=content)
+    newer = write_tokens(tmp_path / "newer", IDS, content=content)
     assert opened(newer).digest == "1" * 32
-    Loader(opened(newer), seq_len=N - 1, **order).load_state_dict(state)
-    blends = [
-        Loader(Blend((opened(path),) * 2, (1.0, 2.0)), seq_len=N - 1, **order)
-        for path in (folder, newer)
-    ]
-    blends[1].load_state_dict(blends[0].state_dict())
-    other = make(tmp_path / "other", np.arange(1, N + 1, dtype="<u2"))
-    with pytest.raises(DataError, match="the data has changed since"):
-        Loader(opened(other), seq_len=N - 1, **order).load_state_dict(state)
-
-
-# Cuts inside of samples, at their ends, and shards shorter than a sample.
-CUTS = [1, 37, 74, 75, 76, 500, 999]
+    loader_of(opened(newer), N - 1).load_state_dict(state)
+    older_blend, newer_blend = (
+        loader_of(Blend((opened(path),) * 2, (1.0, 2.0)), N - 1) for path in (folder, newer)
+    )
+    newer_blend.load_state_dict(older_blend.state_dict())
+    other = write_tokens(tmp_path / "other", np.arange(1, N + 1, dtype="<u2"))
+    with refuses("the data has changed since"):
+        loader_of(opened(other), N - 1).load_state_dict(state)
 
 
 @pytest.mark.parametrize("most_maps", [1, 3, 128])
@@ -149,30 +121,26 @@ CUTS = [1, 37, 74, 75, 76, 500, 999]
 def test_samples_do_not_depend_on_the_shards(
     tmp_path: Path, most_maps: int, packing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids = with_ends(np.random.default_rng(0).integers(0, 50, N).astype("<u2"), CUTS)
-    order: dict[str, Any] = {"seq_len": 37, "global_batch": 9, "seed": 1, "packing": packing}
-    order |= {"batch_rank": 0, "batch_ranks": 1}
-    whole = Loader(opened(make(tmp_path / "whole", ids)), **order)
+    ids = np.random.default_rng(0).integers(0, 50, N).astype("<u2")
+    whole_folder = write_tokens(tmp_path / "whole", with_ends(ids, CUTS))
+    whole = loader_of(opened(whole_folder), 37, 9, packing=packing)
     monkeypatch.setattr(tokens, "MOST_MAPS", most_maps)
     folder = make_shards(tmp_path / "shards", ids, CUTS)
     corpus = tokens.open_tokens(folder, name="shards", most_maps=most_maps)
-    cut = Loader(corpus, **order)
+    cut = loader_of(corpus, 37, 9, packing=packing)
     for _ in range(6):  # two epochs
         for of_whole, of_cut in zip(next(whole), next(cut), strict=True):
             assert of_whole is of_cut is None or torch.equal(of_whole, of_cut)
     assert len(corpus.tokens) == N
     assert isinstance(corpus.tokens, tokens.ShardedTokens)
     assert len(corpus.tokens._maps) == min(most_maps, 8)
-    assert corpus.tokens[np.arange(N)].tolist() == ids.tolist()
+    assert corpus.tokens[np.arange(N)].tolist() == with_ends(ids, CUTS).tolist()
 
 
 def test_a_thousand_shards_open_few_files_and_quickly(tmp_path: Path) -> None:
-    cuts = list(range(20, 20_000, 20))
-    folder = make_shards(tmp_path / "t", with_ends(np.arange(20_000, dtype="<u2"), cuts), cuts)
+    folder = make_shards(tmp_path / "t", np.arange(20_000, dtype="<u2"), [*range(20, 20_000, 20)])
     start_s = time.process_time()
-    corpus = opened(folder)
-    loader = Loader(corpus, seq_len=64, global_batch=300, seed=0, batch_rank=0, batch_ranks=1)
-    batch = next(loader)
+    batch = next(loader_of(opened(folder), 64, 300))
     assert time.process_time() - start_s < 5
     assert torch.equal(batch.tokens_BT[:, 1:], batch.labels_BT[:, :-1])
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
@@ -182,8 +150,8 @@ def test_a_thousand_shards_open_few_files_and_quickly(tmp_path: Path) -> None:
 def test_a_start_reads_the_shards_of_the_first_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuts = list(range(100, 100_000, 100))
-    folder = make_shards(tmp_path / "t", with_ends(np.arange(100_000, dtype="<u4"), cuts), cuts)
+    ids = np.arange(100_000, dtype="<u4")
+    folder = make_shards(tmp_path / "t", ids, [*range(100, 100_000, 100)])
     verified: list[Any] = []
     mapped: list[str] = []
     whole = tokens._map_shard
@@ -197,7 +165,7 @@ def test_a_start_reads_the_shards_of_the_first_batch(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     corpus = opened(folder)
     assert (len(verified), mapped) == (16, [])
-    next(Loader(corpus, seq_len=64, global_batch=4, seed=0, batch_rank=0, batch_ranks=1))
+    next(loader_of(corpus, 64, 4))
     # A sample of 65 tokens is in one shard or in two.
     assert 4 <= len(mapped) <= 8
 
@@ -205,61 +173,27 @@ def test_a_start_reads_the_shards_of_the_first_batch(
 @pytest.mark.parametrize("name", ["tokens-00002.bin", "documents-00007.bin"])
 @pytest.mark.parametrize("full", [False, True])
 def test_a_damaged_shard_is_named(
-    tmp_path: Path, name: str, full: bool, capsys: pytest.CaptureFixture[str]
+    shards: Path, name: str, full: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = make_shards(tmp_path / "t", with_ends(np.arange(N, dtype="<u2"), CUTS), CUTS)
-    (flip(0) if full else cut)(folder / name)
-    assert main(["inspect", str(folder), *(["--full"] if full else [])]) == 1
+    (flip(0) if full else cut)(shards / name)
+    assert main(["inspect", str(shards), *(["--full"] if full else [])]) == 1
     problem = "is damaged between bytes 0 and 512" if full else "bytes, but tokens.json says"
     out = capsys.readouterr().out
     assert problem in out
-    lines = [line for line in out.splitlines() if line.startswith(str(folder))]
-    assert lines[0].startswith(f"{folder}/{name} ")
+    lines = [line for line in out.splitlines() if line.startswith(str(shards))]
+    assert lines[0].startswith(f"{shards}/{name} ")
     # Tokens are compared with the file of documents, so they too are in doubt if it is damaged.
     assert all(f"-{name[-9:]} " in line for line in lines)
     if not full:  # a start verifies all sizes, and 16 of the 18 parts
-        with pytest.raises(DataError, match=name):
-            opened(folder)
+        with refuses(name):
+            opened(shards)
 
 
-def test_a_shard_that_shrinks_during_a_run_is_refused(tmp_path: Path) -> None:
-    corpus = opened(make_shards(tmp_path / "t", with_ends(np.arange(N, dtype="<u2"), CUTS), CUTS))
-    cut(tmp_path / "t" / "tokens-00006.bin")
-    with pytest.raises(DataError, match=r"tokens-00006\.bin has 997 bytes, but"):
+def test_a_shard_that_shrinks_during_a_run_is_refused(shards: Path) -> None:
+    corpus = opened(shards)
+    cut(shards / "tokens-00006.bin")
+    with refuses(r"tokens-00006\.bin has 997 bytes, but"):
         corpus.tokens[np.array([600])]
-
-
-WRONG_SHARDS: dict[str, tuple[Any, str]] = {
-    "none": ([], "shards must be a list of 1 to 100000 objects"),
-    "an object": ({}, "shards must be a list of 1 to 100000 objects"),
-    "too few tokens": ([{"tokens": 999, "documents": 8}], "tokens is 1000, but its shards have"),
-    "too many documents": ([{"tokens": N, "documents": 9}], "documents is 8, but its shards have"),
-    "a shard of nothing": ([{"tokens": 0, "documents": 0}], "shards[0].tokens is 0, not a whole"),
-    "a negative one": (
-        [{"tokens": N, "documents": 8}, {"tokens": -1, "documents": 1}],
-        "shards[1].tokens is -1",
-    ),
-    "a name": (
-        [{"tokens": N, "documents": 8, "file": "/etc/passwd"}],
-        'shards[0] has "file", which does not belong there',
-    ),
-    "a file too many": ([{"tokens": N, "documents": 8}], 'files has "'),
-    "a file too few": (
-        [*[{"tokens": 100, "documents": 1}] * 7, *[{"tokens": 150, "documents": 1}] * 2],
-        "documents is 8, but its shards have 9",
-    ),
-}
-
-
-@pytest.mark.parametrize(("shards", "message"), WRONG_SHARDS.values(), ids=WRONG_SHARDS)
-def test_no_shard_of_a_manifest_is_trusted(tmp_path: Path, shards: Any, message: str) -> None:
-    folder = make_shards(tmp_path / "t", with_ends(np.arange(N, dtype="<u2"), CUTS), CUTS)
-    manifest = json.loads((folder / "tokens.json").read_text()) | {"shards": shards}
-    manifest["digest"] = digest_of_manifest(manifest)
-    (folder / "tokens.json").write_text(json.dumps(manifest))
-    with pytest.raises(DataError) as caught:
-        opened(folder)
-    assert f"tokens.json cannot be used ({message}" in caught.value.lines[0]
 
 
 def flip(at: int) -> Callable[[Path], None]:
@@ -279,94 +213,80 @@ def grow(file: Path) -> None:
     file.write_bytes(file.read_bytes() + b"\0")
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", "tokenizer.json"])
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (
-            flip(0),
-            rf"is damaged between bytes 0 and {CHUNK}: its digest there is not the one in "
-            rf"tokens.json;",
-        ),
-        (
-            flip(-1),
-            r"is damaged between bytes \d+ and \d+: its digest there is not the one in "
-            r"tokens.json;",
-        ),
-        (cut, r"has \d+ bytes, but tokens.json says \d+ bytes;"),
-        (grow, r"has \d+ bytes, but tokens.json says \d+ bytes;"),
-        (Path.unlink, r"is missing, but tokens.json says \d+ bytes;"),
-    ],
-    ids=["first byte", "last byte", "truncated", "too long", "missing"],
-)
+IS_DAMAGED = r"is damaged between bytes {} and {}: its digest there is not the one in tokens.json;"
+ANOTHER_SIZE = r"has \d+ bytes, but tokens.json says \d+ bytes;"
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "first byte": (flip(0), IS_DAMAGED.format(0, CHUNK)),
+    "last byte": (flip(-1), IS_DAMAGED.format(r"\d+", r"\d+")),
+    "truncated": (cut, ANOTHER_SIZE),
+    "too long": (grow, ANOTHER_SIZE),
+    "missing": (Path.unlink, r"is missing, but tokens.json says \d+ bytes;"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_file_is_refused_by_its_name(
     folder: Path, name: str, damage: Callable[[Path], None], message: str
 ) -> None:
     assert opened(folder).n_documents == 1
     damage(folder / name)
-    with pytest.raises(
-        DataError, match=rf"t/{name} {message} make the folder again with composer3d prepare"
-    ):
+    with refuses(rf"t/{name} {message} make the folder again with composer3d prepare"):
         opened(folder)
 
 
-def test_changes_of_the_manifest_are_found(folder: Path) -> None:
-    path = folder / "tokens.json"
-    whole = json.loads(path.read_text())
-    sizes, digest = "its tokens and documents make", "its digest does not match its content"
-    changes: dict[str, tuple[Any, str]] = {
-        "vocab": (1_071, digest),
-        "tokens": (999, f"files.tokens.bin.bytes is 2000, but {sizes} 1998"),
-        "documents": (2, f"files.documents.bin.bytes is 16, but {sizes} 24"),
-        "dtype": ("uint32", f"files.tokens.bin.bytes is 2000, but {sizes} 4000"),
-        "end_of_document": (1, digest),
-    }
-    for key, (value, problem) in changes.items():
-        path.write_text(json.dumps(whole | {key: value}))
-        with pytest.raises(DataError, match=rf"t/tokens\.json cannot be used \({problem}\); make"):
-            opened(folder)
-    path.write_text(json.dumps(whole))
-    assert opened(folder).n_documents == 1
+SIZES, DIGEST = "its tokens and documents make", "its digest does not match its content"
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("key", "value", "problem"),
     [
-        (None, r"t has no tokens\.json; give a folder that composer3d prepare made"),
-        (b"{", r"t/tokens\.json cannot be used \(Expecting"),
-        (b"\xff\xfe\xff", r"t/tokens\.json cannot be used \('utf-16-le' codec can't decode"),
-        (b"[]", r"t/tokens\.json cannot be used \(it must be an object, not a list\); make"),
-        (b"{}", r"t/tokens\.json cannot be used \(it lacks version\); make"),
-        (
-            b'{"version": 4, "digest": ""}',
-            r"t/tokens\.json cannot be used \(.* version 4, but this composer3d reads 1, 2 and 3\)",
-        ),
-        (
-            b'{"version": true}',
-            r"cannot be used \(it has version true, but this composer3d reads 1, 2 and 3\)",
-        ),
-        (
-            b'{"version": Infinity}',
-            r"cannot be used \(it holds Infinity, which JSON does not have\)",
-        ),
-        (b"[" * 100_000, r"cannot be used \(it nests too deep\)"),
-        (b"9" * 5_000, r"cannot be used \(it holds an integer of 5,000 digits"),
-        (b" " * (65 << 20), r"cannot be used \(is larger than 67,108,864 bytes"),
+        ("vocab", 1_071, DIGEST),
+        ("tokens", 999, f"files.tokens.bin.bytes is 2000, but {SIZES} 1998"),
+        ("documents", 2, f"files.documents.bin.bytes is 16, but {SIZES} 24"),
+        ("dtype", "uint32", f"files.tokens.bin.bytes is 2000, but {SIZES} 4000"),
+        ("end_of_document", 1, DIGEST),
     ],
 )
-def test_a_manifest_that_cannot_be_used_is_refused(
-    folder: Path, content: bytes | None, message: str
+def test_changes_of_the_manifest_are_found(
+    folder: Path, key: str, value: Any, problem: str
 ) -> None:
-    (folder / "tokens.json").unlink()
-    if content is not None:
-        (folder / "tokens.json").write_bytes(content)
-    with pytest.raises(DataError, match=message):
+    path = folder / "tokens.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with refuses(rf"t/tokens\.json cannot be used \({problem}\); make"):
         opened(folder)
 
 
-def test_a_file_in_place_of_the_folder_is_refused(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"tokens\.bin has no tokens\.json; give a folder"):
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"{", "Expecting"),
+        (b"\xff\xfe\xff", "'utf-16-le' codec can't decode"),
+        (b"[]", r"it must be an object, not a list\); make"),
+        (b"{}", r"it lacks version\); make"),
+        (b'{"version": 4, "digest": ""}', ".* version 4, but this composer3d reads 1, 2 and 3"),
+        (b'{"version": true}', "it has version true, but this composer3d reads 1, 2 and 3"),
+        (b'{"version": Infinity}', "it holds Infinity, which JSON does not have"),
+        (b"[" * 100_000, "it nests too deep"),
+        (b"9" * 5_000, "it holds an integer of 5,000 digits"),
+        (b" " * (65 << 20), "is larger than 67,108,864 bytes"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_manifest_that_cannot_be_used_is_refused(
+    folder: Path, content: bytes, problem: str
+) -> None:
+    (folder / "tokens.json").write_bytes(content)
+    with refuses(rf"t/tokens\.json cannot be used \({problem}"):
+        opened(folder)
+
+
+def test_what_is_no_folder_of_tokens_is_refused(folder: Path) -> None:
+    with refuses(r"tokens\.bin has no tokens\.json; give a folder"):
         opened(folder / "tokens.bin")
+    (folder / "tokens.json").unlink()
+    with refuses(r"t has no tokens\.json; give a folder that composer3d prepare made"):
+        opened(folder)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 16])
@@ -383,15 +303,15 @@ def test_the_ranks_of_a_node_share_the_check(
             opened(folder)
         except DataError as error:
             lines += error.lines
-    assert len(lines) == 1  # one rank reads the chunk
-    assert f"tokens.bin is damaged between bytes {at // CHUNK * CHUNK} and" in lines[0]
+    (line,) = lines  # one rank reads the chunk
+    assert f"tokens.bin is damaged between bytes {at // CHUNK * CHUNK} and" in line
 
 
 def test_a_process_alone_verifies_everything(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("LOCAL_RANK", "3")
     flip(0)(folder / "tokens.bin")
-    with pytest.raises(DataError, match="is damaged"):
+    with refuses("is damaged"):
         opened(folder)
 
 
@@ -424,24 +344,24 @@ def test_a_rank_verifies_a_bounded_number_of_chunks(
 def test_inspect_verifies_all_chunks(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def inspect(status: int, *options: str) -> str:
+        assert main(["inspect", str(folder), *options]) == status
+        return capsys.readouterr().out
+
     monkeypatch.setattr(tokens, "_MOST_CHUNKS", 1)
-    assert main(["inspect", str(folder), "--full"]) == 0
-    out = capsys.readouterr().out
+    out = inspect(0, "--full")
     assert "tokens       1,000\n" in out
     assert "whole        yes: every digest is right\n" in out
     for at in (0, CHUNK, 2 * N - 1):
         flip(at)(folder / "tokens.bin")
-    assert main(["inspect", str(folder), "--full", "--json"]) == 1
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(inspect(1, "--full", "--json"))
     assert report["whole"] is False
-    assert main(["inspect", str(folder)]) == 0  # the sizes are right
-    assert "every size is right; --full compares the digests" in capsys.readouterr().out
-    assert [line.split(" between ")[0] for line in report["problems"]] == [
-        f"{folder}/tokens.bin is damaged"
-    ] * 3
+    damaged = [line.split(" between ")[0] for line in report["problems"]]
+    assert damaged == [f"{folder}/tokens.bin is damaged"] * 3
+    # The sizes are right.
+    assert "every size is right; --full compares the digests" in inspect(0)
     (folder / "tokens.bin").unlink()
-    assert main(["inspect", str(folder)]) == 1
-    assert capsys.readouterr().out.count("tokens.bin is missing") == 1
+    assert inspect(1).count("tokens.bin is missing") == 1
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
@@ -450,48 +370,33 @@ def test_a_token_above_the_vocabulary_is_refused(tmp_path: Path, dtype: str, at:
     ids = np.full(N, 9, dtype=dtype)
     ids[-1] = 7
     ids[at] = 10
-    assert opened(make(tmp_path / "whole", ids, vocab=11)).n_documents == 1
-    with pytest.raises(
-        DataError, match=r"tokens\.bin holds token 10 between bytes \d+ and \d+, but .* of 10; make"
-    ):
-        opened(make(tmp_path / "t", ids, vocab=10))
+    assert opened(write_tokens(tmp_path / "whole", ids, vocab=11)).n_documents == 1
+    above = write_tokens(tmp_path / "t", ids, vocab=10)
+    with refuses(r"tokens\.bin holds token 10 between bytes \d+ and \d+, but .* of 10; make"):
+        opened(above)
 
 
-@pytest.mark.parametrize(
-    "starts",
-    [
-        [*range(150), 150, N],
-        [1, *range(2, 152), N],
-        [*range(151), N - 1],
-        [*range(64), 63, *range(65, 151), N],
-        [*range(150), -1, N],
-        [*range(150), N, N],
-        [0, *range(2**62, 2**62 + 150), N],
-    ],
-    ids=["right", "first", "last", "twice, over two chunks", "negative", "empty", "huge"],
-)
-def test_documents_must_be_in_order(tmp_path: Path, starts: list[int]) -> None:
+# Where documents begin, over three chunks.
+STARTS: dict[str, list[int]] = {
+    "first": [1, *range(2, 152), N],
+    "last": [*range(151), N - 1],
+    "twice, over two chunks": [*range(64), 63, *range(65, 151), N],
+    "negative": [*range(150), -1, N],
+    "empty": [*range(150), N, N],
+    "huge": [0, *range(2**62, 2**62 + 150), N],
+}
+
+
+@pytest.mark.parametrize("case", ["right", *STARTS])
+def test_documents_must_be_in_order(tmp_path: Path, case: str) -> None:
     ids = np.full(N, 9, dtype="<u2")
     ids[[*range(150), N - 1]] = 7
-    folder = make(tmp_path / "t", ids)
-    for name in ("tokens.json", "documents.bin"):
-        (folder / name).unlink()
-    (folder / "documents.bin").write_bytes(np.array(starts, dtype="<i8").tobytes())  # three chunks
-    facts = {
-        "dtype": "uint16",
-        "vocab": N,
-        "tokens": N,
-        "documents": len(starts) - 1,
-        "end_of_document": 7,
-    }
-    tokens.write_manifest(folder, {**facts, "tokenizer": {"name": "t", "digest": digest_of(b"{}")}})
-    if starts[:2] == [0, 1] and starts == sorted(set(starts)) and starts[-1] == N:
+    starts = STARTS.get(case, [*range(151), N])
+    folder = write_tokens(tmp_path / "t", ids, starts=starts, vocab=N)
+    if case == "right":
         assert opened(folder).n_documents == 151
     else:
-        with pytest.raises(
-            DataError,
-            match=rf"documents\.bin does not cut {N} tokens into 15[01] documents in order; make",
-        ):
+        with refuses(rf"documents\.bin does not cut {N} tokens into 15[01] documents in order; m"):
             opened(folder)
 
 
@@ -503,28 +408,19 @@ def test_ends_of_documents_must_stand_where_documents_end(
     """Who makes the digests again can write other ends. Training would split rows at them."""
     ids = np.full(N, 9, dtype=dtype)
     ids[[127, 128, 255, N - 1]] = 7
-    folder = make(tmp_path / "t", ids)
-    assert opened(folder).n_documents == 4
-    (folder / "tokens.json").unlink()
+    facts: dict[str, Any] = {"starts": [0, 128, 129, 256, N], "end_of_document": 7, "vocab": 10}
+    assert opened(write_tokens(tmp_path / "whole", ids, **facts)).n_documents == 4
     ids[at] = 8 if ids[at] == 7 else 7
-    (folder / "tokens.bin").write_bytes(ids.tobytes())
-    facts = {"dtype": ids.dtype.name, "vocab": 10, "tokens": N, "documents": 4}
-    facts |= {"end_of_document": 7, "tokenizer": {"name": "t", "digest": digest_of(b"{}")}}
-    tokens.write_manifest(folder, facts)
-    with pytest.raises(
-        DataError, match=r"tokens\.bin holds the end of a document \(token 7\) between bytes \d+"
-    ):
-        opened(folder)
+    changed = write_tokens(tmp_path / "t", ids, **facts)
+    with refuses(r"tokens\.bin holds the end of a document \(token 7\) between bytes \d+"):
+        opened(changed)
 
 
 def test_large_files_may_be_links_and_the_tokenizer_may_not(folder: Path, tmp_path: Path) -> None:
-    for name in ("tokens.bin", "documents.bin", "tokenizer.json"):
+    for name in FILES:
         (folder / name).rename(tmp_path / name)
         (folder / name).symlink_to(tmp_path / name)
-    with pytest.raises(
-        DataError,
-        match=r"t/tokenizer\.json is a symbolic link, which is not followed here; put the",
-    ):
+    with refuses(r"t/tokenizer\.json is a symbolic link, which is not followed here; put the"):
         opened(folder)
     (folder / "tokenizer.json").unlink()
     (tmp_path / "tokenizer.json").rename(folder / "tokenizer.json")
@@ -532,127 +428,129 @@ def test_large_files_may_be_links_and_the_tokenizer_may_not(folder: Path, tmp_pa
 
 
 @pytest.mark.timeout(10)  # opening a pipe would wait forever
-@pytest.mark.parametrize("name", ["tokens.json", "tokens.bin", "documents.bin", "tokenizer.json"])
+@pytest.mark.parametrize("name", ["tokens.json", *FILES])
 def test_a_pipe_is_refused(folder: Path, name: str) -> None:
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    with pytest.raises(
-        DataError, match=rf"t/{name} (cannot be used \()?is a named pipe, not a plain file"
-    ):
+    with refuses(rf"t/{name} (cannot be used \()?is a named pipe, not a plain file"):
         opened(folder)
 
 
-WRONG_MANIFESTS: dict[str, tuple[dict[str, Any], str]] = {
-    "format": ({"format": "other"}, 'its format is "other", not "composer3d tokens"'),
-    "dtype": ({"dtype": "object"}, 'dtype is "object", not uint16 or uint32'),
-    "dtype of a list": ({"dtype": ["<u2"]}, "dtype is a list, not uint16 or uint32"),
-    "vocab beyond the dtype": (
-        {"vocab": 65_537},
-        "vocab is 65537, not a whole number from 1 to 65536",
-    ),
-    "vocab of a text": ({"vocab": "9"}, 'vocab is "9", not a whole number'),
-    "vocab of a bool": ({"vocab": True}, "vocab is true, not a whole number"),
-    "tokens below 0": ({"tokens": -1}, "tokens is -1, not a whole number"),
-    "tokens of a float": ({"tokens": 1000.0}, "tokens is 1000.0, not a whole number"),
-    "tokens beyond all disks": (
-        {"tokens": 10**18},
-        "tokens is 1000000000000000000, not a whole number",
-    ),
-    "no documents": ({"documents": 0}, "documents is 0, not a whole number from 1 to 1000"),
-    "more documents than tokens": (
-        {"documents": 1001},
-        "documents is 1001, not a whole number from 1 to 1000",
-    ),
-    "end beyond the vocabulary": (
-        {"end_of_document": N},
-        "end_of_document is 1000, not a whole number from 0 to 999",
-    ),
-    "end below 0": ({"end_of_document": -1}, "end_of_document is -1, not a whole number"),
-    "tokenizer of a text": ({"tokenizer": "t"}, 'tokenizer must be an object, not "t"'),
-    "tokenizer without digest": ({"tokenizer": {"name": "t"}}, "tokenizer lacks digest"),
-    "tokenizer of no name": (
-        {"tokenizer": {"name": 1, "digest": None}},
-        "tokenizer.name is 1, not a text",
-    ),
-    "digest of other form": (
-        {"tokenizer": {"name": "t", "digest": "00"}},
-        'tokenizer.digest has "00", not a digest',
-    ),
-    "digest of another": (
+def refusal(folder: Path) -> str:
+    """Return what is wrong with a manifest whose digest is right."""
+    with pytest.raises(DataError) as caught:
+        opened(folder)
+    before = f"{folder}/tokens.json cannot be used ("
+    line = caught.value.lines[0]
+    assert line.startswith(before)
+    return line.removeprefix(before)
+
+
+# Changed facts of a manifest, and what refuses them.
+WRONG_MANIFESTS: list[tuple[dict[str, Any], str]] = [
+    ({"format": "other"}, 'its format is "other", not "composer3d tokens"'),
+    ({"dtype": "object"}, 'dtype is "object", not uint16 or uint32'),
+    ({"dtype": ["<u2"]}, "dtype is a list, not uint16 or uint32"),
+    ({"vocab": 65_537}, "vocab is 65537, not a whole number from 1 to 65536"),
+    ({"vocab": "9"}, 'vocab is "9", not a whole number'),
+    ({"vocab": True}, "vocab is true, not a whole number"),
+    ({"tokens": -1}, "tokens is -1, not a whole number"),
+    ({"tokens": 1000.0}, "tokens is 1000.0, not a whole number"),
+    ({"tokens": 10**18}, "tokens is 1000000000000000000, not a whole number"),
+    ({"documents": 0}, "documents is 0, not a whole number from 1 to 1000"),
+    ({"documents": 1001}, "documents is 1001, not a whole number from 1 to 1000"),
+    ({"end_of_document": N}, "end_of_document is 1000, not a whole number from 0 to 999"),
+    ({"end_of_document": -1}, "end_of_document is -1, not a whole number"),
+    ({"tokenizer": "t"}, 'tokenizer must be an object, not "t"'),
+    ({"tokenizer": {"name": "t"}}, "tokenizer lacks digest"),
+    ({"tokenizer": {"name": 1, "digest": None}}, "tokenizer.name is 1, not a text"),
+    ({"tokenizer": {"name": "t", "digest": "00"}}, 'tokenizer.digest has "00", not a digest'),
+    (
         {"tokenizer": {"name": "t", "digest": "0" * 32}},
         "tokenizer.digest differs from the digest of tokenizer.json",
     ),
-    "bytes with a tokenizer": (
+    (
         {"tokenizer": {"name": "bytes", "digest": None}},
         'files has "tokenizer.json", which does not belong there',
     ),
-    "no files": ({"files": {}}, "files lacks tokens.bin"),
-    "files of a list": ({"files": []}, "files must be an object, not a list"),
-    "a key too many": ({"more": 1}, 'it has "more", which does not belong there'),
-    "content of a text": ({"content": "0" * 32}, "content must be an object, not "),
-    "content of no files": ({"content": {"digest": "0" * 32}}, "content lacks files"),
-    "content of a number": (
-        {"content": {"digest": 1, "files": "0" * 32}},
-        "content.digest has 1, not a digest",
-    ),
-    "ends of a number": ({"turn_ends": 1}, "turn_ends must be a list of tokens below vocab"),
-    "ends of bools": ({"turn_ends": [True]}, "turn_ends must be a list of tokens below vocab"),
-    "ends beyond": ({"turn_ends": [1000]}, "turn_ends must be a list of tokens below vocab"),
-    "ends twice": ({"turn_ends": [1, 1]}, "turn_ends must ascend"),
-}
+    ({"files": {}}, "files lacks tokens.bin"),
+    ({"files": []}, "files must be an object, not a list"),
+    ({"more": 1}, 'it has "more", which does not belong there'),
+    ({"content": "0" * 32}, "content must be an object, not "),
+    ({"content": {"digest": "0" * 32}}, "content lacks files"),
+    ({"content": {"digest": 1, "files": "0" * 32}}, "content.digest has 1, not a digest"),
+    ({"turn_ends": 1}, "turn_ends must be a list of tokens below vocab"),
+    ({"turn_ends": [True]}, "turn_ends must be a list of tokens below vocab"),
+    ({"turn_ends": [1000]}, "turn_ends must be a list of tokens below vocab"),
+    ({"turn_ends": [1, 1]}, "turn_ends must ascend"),
+]
 
 
-@pytest.mark.parametrize(("changed", "message"), WRONG_MANIFESTS.values(), ids=WRONG_MANIFESTS)
+@pytest.mark.parametrize(("changed", "message"), WRONG_MANIFESTS, ids=str)
 def test_no_value_of_a_manifest_is_trusted(
     folder: Path, changed: dict[str, Any], message: str
 ) -> None:
-    manifest = json.loads((folder / "tokens.json").read_text()) | changed
-    manifest["digest"] = digest_of_manifest(manifest)
-    (folder / "tokens.json").write_text(json.dumps(manifest))
-    with pytest.raises(DataError) as caught:
-        opened(folder)
-    assert caught.value.lines[0].startswith(f"{folder}/tokens.json cannot be used ({message}")
+    reseal(folder, lambda manifest: manifest.update(changed))
+    assert refusal(folder).startswith(message)
 
 
-WRONG_FILES: dict[str, tuple[dict[str, Any], str]] = {
-    "no digests": ({"digests": []}, r"digests must be a list of 4, one for each 512 bytes"),
-    "a digest less": ({"digests": ["0" * 32] * 3}, r"digests must be a list of 4"),
-    "a digest more": ({"digests": ["0" * 32] * 5}, r"digests must be a list of 4"),
-    "digests of a text": ({"digests": "0" * 4}, r"digests must be a list of 4"),
-    "digests of numbers": (
-        {"digests": [0] * 4},
-        r"digests has 0, not a digest of 32 hexadecimal digits",
+def sizes(*pairs: tuple[int, int]) -> list[dict[str, int]]:
+    """Describe shards by their numbers of tokens and documents."""
+    return [{"tokens": n_tokens, "documents": n_documents} for n_tokens, n_documents in pairs]
+
+
+WRONG_SHARDS: dict[str, tuple[Any, str]] = {
+    "none": ([], "shards must be a list of 1 to 100000 objects"),
+    "an object": ({}, "shards must be a list of 1 to 100000 objects"),
+    "too few tokens": (sizes((999, 8)), "tokens is 1000, but its shards have"),
+    "too many documents": (sizes((N, 9)), "documents is 8, but its shards have"),
+    "a shard of nothing": (sizes((0, 0)), "shards[0].tokens is 0, not a whole"),
+    "a negative one": (sizes((N, 8), (-1, 1)), "shards[1].tokens is -1"),
+    "a name": (
+        [{"tokens": N, "documents": 8, "file": "/etc/passwd"}],
+        'shards[0] has "file", which does not belong there',
     ),
-    "upper case": ({"digests": ["A" * 32] * 4}, r'digests has "A{32}", not a digest'),
-    "an odd size": ({"bytes": 1999}, r"bytes is 1999, but its tokens and documents make 2000"),
-    "no size": ({"bytes": 0}, r"bytes is 0, not a whole number"),
-    "below 0": ({"bytes": -2}, r"bytes is -2, not a whole number"),
-    "null": ({"bytes": None}, r"bytes is null, not a whole number"),
-    "a key too many": ({"link": "/etc/passwd"}, r'has "link", which does not belong there'),
+    "a file too many": (sizes((N, 8)), 'files has "'),
+    "a file too few": (
+        sizes(*[(100, 1)] * 7, *[(150, 1)] * 2),
+        "documents is 8, but its shards have 9",
+    ),
 }
 
 
-@pytest.mark.parametrize(("changed", "message"), WRONG_FILES.values(), ids=WRONG_FILES)
+@pytest.mark.parametrize(("changed", "message"), WRONG_SHARDS.values(), ids=WRONG_SHARDS)
+def test_no_shard_of_a_manifest_is_trusted(shards: Path, changed: Any, message: str) -> None:
+    reseal(shards, lambda manifest: manifest.update(shards=changed))
+    assert refusal(shards).startswith(message)
+
+
+# Changed facts of tokens.bin in a manifest, and what refuses them.
+WRONG_FILES: list[tuple[dict[str, Any], str]] = [
+    ({"digests": []}, ".digests must be a list of 4, one for each 512 bytes"),
+    ({"digests": ["0" * 32] * 3}, ".digests must be a list of 4"),
+    ({"digests": ["0" * 32] * 5}, ".digests must be a list of 4"),
+    ({"digests": "0" * 4}, ".digests must be a list of 4"),
+    ({"digests": [0] * 4}, ".digests has 0, not a digest of 32 hexadecimal digits"),
+    ({"digests": ["A" * 32] * 4}, f'.digests has "{"A" * 32}", not a digest'),
+    ({"bytes": 1999}, ".bytes is 1999, but its tokens and documents make 2000"),
+    ({"bytes": 0}, ".bytes is 0, not a whole number"),
+    ({"bytes": -2}, ".bytes is -2, not a whole number"),
+    ({"bytes": None}, ".bytes is null, not a whole number"),
+    ({"link": "/etc/passwd"}, ' has "link", which does not belong there'),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), WRONG_FILES, ids=str)
 def test_no_file_of_a_manifest_is_trusted(
     folder: Path, changed: dict[str, Any], message: str
 ) -> None:
-    manifest = json.loads((folder / "tokens.json").read_text())
-    manifest["files"]["tokens.bin"] |= changed
-    manifest["digest"] = digest_of_manifest(manifest)
-    (folder / "tokens.json").write_text(json.dumps(manifest))
-    with pytest.raises(
-        DataError, match=rf"tokens\.json cannot be used \(files\.tokens\.bin.?{message}"
-    ):
-        opened(folder)
+    reseal(folder, lambda manifest: manifest["files"]["tokens.bin"].update(changed))
+    assert refusal(folder).startswith(f"files.tokens.bin{message}")
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "", ".", "tokens.bin\0"])
 def test_a_manifest_names_no_other_files(folder: Path, name: str) -> None:
-    manifest = json.loads((folder / "tokens.json").read_text())
-    manifest["files"][name] = manifest["files"]["tokens.bin"]
-    manifest["digest"] = digest_of_manifest(manifest)
-    (folder / "tokens.json").write_text(json.dumps(manifest))
-    with pytest.raises(
-        DataError, match=r"cannot be used \(files has .*, which does not belong there\)"
-    ):
-        opened(folder)
+    reseal(folder, lambda m: m["files"].update({name: m["files"]["tokens.bin"]}))
+    line = refusal(folder)
+    assert line.startswith("files has ")
+    assert ", which does not belong there)" in line

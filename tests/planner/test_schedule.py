@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composer3d.facts.errors import PlanError
 from composer3d.facts.schedules import SCHEDULES, Action, parse_csv, stages_of
-from composer3d.planner.schedule import actions, recipe_actions
+from composer3d.planner.schedule import actions, keeps_gradients_of_loss, recipe_actions
 from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.launch import Pool
 from tools.prove.paths import ROOT
@@ -162,3 +162,22 @@ def test_schedules_that_cannot_run_are_refused(
 ) -> None:
     with pytest.raises(PlanError, match=words):
         actions(schedule, *numbers)
+
+
+@pytest.mark.parametrize(
+    ("name", "keeps"),
+    [
+        ("GPipe", False),
+        ("1F1B", True),
+        ("LoopedBFS", False),
+        ("Interleaved1F1B", True),
+        ("InterleavedZeroBubble", True),
+        ("ZBVZeroBubble", True),
+        ("DualPipeV", True),
+    ],
+)
+def test_gradients_of_the_loss_are_kept_if_it_waits_for_no_other(name: str, *, keeps: bool) -> None:
+    stages = SCHEDULES[name].stages.least_per_rank
+    parallel = ParallelTable(schedule=name, virtual_stages=stages)  # type: ignore[arg-type]
+    assert keeps_gradients_of_loss(4, parallel, 8) == keeps
+    assert keeps_gradients_of_loss(1, parallel, 8)

@@ -29,9 +29,11 @@ from tools.bench import (
     experts,
     generation,
     operators,
+    optimizers,
     quickstarts,
     sequence,
     shards,
+    states,
     tokenizing,
     watching,
 )
@@ -227,6 +229,25 @@ def moe(args: argparse.Namespace) -> int:
     status = report(args, rows)
     experts.report_parts()
     return status
+
+
+def muon(args: argparse.Namespace) -> int:
+    """Compare each layout with Muon with the same layout with AdamW."""
+    rows = []
+    for name in args.only or ("one", "fsdp2", "dp2xtp2"):
+        sets = (*LAYOUTS[name].sets, *_common_sets(args))
+        sides: dict[str, Side] = {
+            "adamw": ours(args, CPU_RECIPE, sets),
+            "muon": ours(args, CPU_RECIPE, (*sets, "optim.name=muon")),
+        }
+        rows.append(compare(name, sides, args.repeats))
+    return report(args, rows)
+
+
+def steps(args: argparse.Namespace) -> int:
+    """Measure the validation loss of Muon in three quarters of AdamW's steps."""
+    optimizers.report(args.python)
+    return 0
 
 
 def learning(args: argparse.Namespace) -> int:
@@ -534,6 +555,16 @@ def _parser() -> argparse.ArgumentParser:
 
     moe_parser = add_command(moe, "a model with experts against its dense twin, and ep 2")
     add_repeats(moe_parser)
+
+    muon_parser = add_command(muon, "each layout with Muon against the same with AdamW")
+    add_repeats(muon_parser)
+    add_only(muon_parser)
+
+    add_plain_command(steps, "the loss of Muon in three quarters of the steps, against AdamW's")
+    states_parser = commands.add_parser(
+        "states", help="torchao's AdamW with small states: does a cut of the matrix change it?"
+    )
+    states_parser.set_defaults(command=states.states)
 
     add_plain_command(learning, "the load of experts, and their loss beside a dense model's")
 

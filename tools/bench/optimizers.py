@@ -9,7 +9,7 @@ import statistics
 
 from tools.bench.quickstarts import DENSE, EXPERTS, SEEDS, train
 
-RATES = (5e-4, 1e-3, 2e-3, 4e-3)
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 ADAMW_STEPS = 250  # of the recipes
 MUON_STEPS = 187  # three quarters
 STEPS = {"adamw": ADAMW_STEPS, "muon": MUON_STEPS}

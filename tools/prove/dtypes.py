@@ -107,7 +107,10 @@ WIDE = (
     Wide(
         "a loss in parts, and its gradient of the head",
         ("sum", "add_*"),
-        ("models/layers/head.py:_LossInParts.*",),
+        (
+            "models/layers/head.py:_LossInParts.*",
+            "models/layers/head.py:_Parts.*",
+        ),
         torch.float32,
         "the parts of one sum: a rounding for each would grow with their number",
     ),
@@ -291,6 +294,7 @@ NARROW = (
             "models/layers/rope.py:rope_table",
             "models/layers/moe.py:MoE.forward",
             "models/layers/head.py:_LossInParts.backward",
+            "models/layers/head.py:_Parts.gradients",
             "models/*/model.py:*",
             "parallel/context/ring.py:*",
             "parallel/tensor/forwards.py:*",
@@ -300,6 +304,12 @@ NARROW = (
             "node:MulBackward*",
         ),
         "one rounding, at its end",
+    ),
+    Narrow(
+        "gradients of a loss in parts, times the gradient of the loss",
+        ("mul_*",),
+        ("models/layers/head.py:_LossInParts.backward",),
+        "one rounding of a number that is rounded already",
     ),
     Narrow(
         "parameters that FSDP gathers",

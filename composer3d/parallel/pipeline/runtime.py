@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from composer3d.facts import schedules
 from composer3d.facts.errors import PlanError
 from composer3d.parallel.executor import StepShape, cut_into_micro_batches
+from composer3d.parallel.pipeline.neighbours import StageOfPairs, form_routes
 from composer3d.parallel.pipeline.trace import Recording, record
 from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.mesh import Mesh
@@ -76,7 +76,8 @@ class Pipeline:
 
     Gradients are not scaled: the loss is divided once, by the number of valid tokens. In a training
     step, each boundary between stages of two ranks carries the activations of all micro-batches in
-    one direction, and their gradients in the other.
+    one direction, and their gradients in the other. Two ranks with such a boundary have a group of
+    their own (``neighbours``). To make a Pipeline is collective over all ranks: it forms them.
 
     Args:
         modules: the stages of this rank, first to last. Each is called with tokens (stage 0) or the
@@ -107,7 +108,7 @@ class Pipeline:
         own_stages = placement.stages[mesh.coords["pp"]]
         self._modules = dict(zip(own_stages, modules, strict=True))
         self._divisor = torch.ones((), device=mesh.device)
-        self._stages: list[PipelineStage] = []
+        self._stages: list[StageOfPairs] = []
         self._schedule = self._make_schedule(dw_builders, parallel)
 
     def _make_schedule(
@@ -124,10 +125,11 @@ class Pipeline:
         # Tokens come from the loader, not from a stage: the shape of their example is never read.
         tokens = torch.empty(shape, dtype=torch.int64, device=mesh.device)
 
+        routes = form_routes(placement.stages, mesh)
         stages: list[Any] = self._stages
         for (index, module), dw_builder in zip(self._modules.items(), dw_builders, strict=True):
             stages.append(
-                PipelineStage(
+                StageOfPairs(
                     module,
                     index,
                     n_stages,
@@ -136,6 +138,8 @@ class Pipeline:
                     output_args=(loss if index == n_stages - 1 else activation,),
                     group=mesh.pp_group,
                     dw_builder=dw_builder,
+                    rank=mesh.rank,
+                    routes=routes,
                 )
             )
 

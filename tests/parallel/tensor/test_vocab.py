@@ -283,7 +283,7 @@ class ModelWithHead(nn.Module):
         self.head.weight = nn.Parameter(random(40, 4, seed=2))
 
 
-def largest_tensor(chunks: int) -> int:
+def largest_tensor(chunks: int, *, keeps_gradients: bool) -> int:
     """Run 2 x 15 tokens through a head of 40 words; return the elements of the largest tensor.
 
     Loss and gradients must be the plain ones.
@@ -295,13 +295,14 @@ def largest_tensor(chunks: int) -> int:
             mesh = Mesh.build(MeshTable(dp_shard=1, tp=dist.get_world_size()), device)
             assert mesh.tp is not None
             styles.apply(model, plan, mesh.tp, ParallelTable(sequence_parallel=False))
-        checkpointing.set_loss_chunks(model, plan, chunks)
+        checkpointing.set_loss_chunks(model, plan, chunks, keeps_gradients=keeps_gradients)
         h, labels = random(2, 15, 4, seed=1).requires_grad_(), random_labels(30, 40)
         expected = summed_loss(F.linear(h, weight).flatten(0, 1), labels)
         expected_grads = torch.autograd.grad(expected, (h, weight))
         with LargestTensor() as largest:
             loss = model.head(h, labels.view(2, 15))
-            loss.backward()
+            (3 * loss).backward()
+        expected_grads = [3 * grad for grad in expected_grads]
         assert model.head.weight.grad is not None
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
         grads = (h.grad, gather(model.head.weight.grad))
@@ -309,6 +310,7 @@ def largest_tensor(chunks: int) -> int:
         return largest.numel
 
 
+@pytest.mark.parametrize("keeps_gradients", [False, True])
 @pytest.mark.parametrize(
     ("world_size", "chunks", "tokens_at_once"),
     [
@@ -323,23 +325,24 @@ def largest_tensor(chunks: int) -> int:
     ],
 )
 def test_loss_in_parts_never_has_all_logits_in_memory(
-    pool: Pool, world_size: int, chunks: int, tokens_at_once: int
+    pool: Pool, world_size: int, chunks: int, tokens_at_once: int, *, keeps_gradients: bool
 ) -> None:
     logits, head_weight = tokens_at_once * 40 // world_size, 40 * 4
-    for numel in pool.run(largest_tensor, {"chunks": chunks}, world_size=world_size):
+    arguments = {"chunks": chunks, "keeps_gradients": keeps_gradients}
+    for numel in pool.run(largest_tensor, arguments, world_size=world_size):
         assert numel == max(logits, head_weight)
 
 
 def test_loss_in_parts_needs_a_head_with_chunks() -> None:
     model = Llama(SHAPE)
-    checkpointing.set_loss_chunks(model, sharding_plan(SHAPE), 5)
+    checkpointing.set_loss_chunks(model, sharding_plan(SHAPE), 5, keeps_gradients=True)
     assert isinstance(model.last, Last)
     assert model.last.head.chunks == 5
     model.last.head = nn.Linear(3, 3)  # type: ignore[assignment]
-    checkpointing.set_loss_chunks(model, sharding_plan(SHAPE), 1)
+    checkpointing.set_loss_chunks(model, sharding_plan(SHAPE), 1, keeps_gradients=True)
     with pytest.raises(
         PlanError,
         match=r"memory\.loss_chunks = 2: Llama has no head with the attribute `chunks`; "
         r"use memory\.loss_chunks = 1",
     ):
-        checkpointing.set_loss_chunks(model, sharding_plan(SHAPE), 2)
+        checkpointing.set_loss_chunks(model, sharding_plan(SHAPE), 2, keeps_gradients=True)
