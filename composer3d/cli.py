@@ -21,12 +21,12 @@ from composer3d.commands.parser import did_you_mean
 from composer3d.facts.bounds import is_utf8
 from composer3d.facts.errors import LaunchError, RecipeError, UserError
 from composer3d.facts.interrupts import INTERRUPTED, Interrupts
-from composer3d.recipe.values import one_line
+from composer3d.facts.text import one_line
 from composer3d.runtime import console, environment
 from composer3d.runtime.shortage import lacks_memory, no_memory
 
 # The exit status when nobody reads the output: 128 plus the number of SIGPIPE.
-NO_READER = 141
+_NO_READER = 141
 
 # The commands that may be a rank of a job, or start the ranks of one.
 _RANK_COMMANDS = frozenset({"doctor", "eval", "generate", "train", "verify"})
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Python flushes the output once more when it exits, which must not fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if isinstance(error, BrokenPipeError):
-                return NO_READER
+                return _NO_READER
             print(
                 f"standard output cannot be written ({error.strerror}); free space where it goes, "
                 "or send it elsewhere",

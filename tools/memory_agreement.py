@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from composer3d.dryrun.report import GIB, StageReport
+from composer3d.dryrun.report import StageReport
 from composer3d.dryrun.run import run_ranks
 from composer3d.facts import hardware
-from composer3d.planner.memory import predict_memory
+from composer3d.planner.memory import GIB, predict_memory
 from composer3d.planner.predict import of_recipe
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe

@@ -20,6 +20,7 @@ import xxhash
 
 from composer3d.facts.errors import CheckpointError, UserError
 from composer3d.facts.files import MIB, RefusedFileError, open_plain, parse_json, read_plain
+from composer3d.facts.text import in_quotes
 from composer3d.models.registry import DEFAULT
 from composer3d.models.shape import DecoderShape
 from composer3d.recipe.schema import MODEL_KEYS
@@ -206,7 +207,7 @@ def parse(content: Any) -> Manifest:
     if type(content) is not dict:
         raise ValueError("it is not an object with fields")
     for key in content.keys() - _RULES.keys():
-        raise ValueError(f"it has a field {key!r:.100}, which no manifest has")
+        raise ValueError(f"it has a field {in_quotes(key)}, which no manifest has")
     for key, rule in _RULES.items():
         if key not in content:
             if key in _OPTIONAL:
@@ -224,7 +225,7 @@ def parse(content: Any) -> Manifest:
 def _describe_wrong_value(key: str, value: Any, allowed: str) -> str:
     if isinstance(value, dict | list | tuple):
         return f"the content of {key} is wrong; it must be {allowed}"
-    return f"{key} is {value!r:.60}, but must be {allowed}"
+    return f"{key} is {in_quotes(value, 60)}, but must be {allowed}"
 
 
 # Checks of single values. Each compares types exactly, because isinstance accepts True as an int.
@@ -480,10 +481,10 @@ def _describe_difference(
     name: str, expected: Mapping[str, object], saved: Mapping[str, object], place: object
 ) -> str:
     if name not in saved:
-        return f"{place} has no {name!r}, but the model needs it as {expected[name]}"
+        return f"{place} has no {in_quotes(name)}, but the model needs it as {expected[name]}"
     if name not in expected:
-        return f"{place} holds {name!r} as {saved[name]}, which the model does not have"
-    return f"{place} holds {name!r} as {saved[name]}, but the model needs {expected[name]}"
+        return f"{place} holds {in_quotes(name)} as {saved[name]}, which the model does not have"
+    return f"{place} holds {in_quotes(name)} as {saved[name]}, but the model needs {expected[name]}"
 
 
 def file_entry(path: Path) -> FileEntry:

@@ -41,6 +41,7 @@ from composer3d.checkpoint.torchfile import DTYPES, read_tensor, sizes_of
 from composer3d.facts.box import Box
 from composer3d.facts.errors import CheckpointError
 from composer3d.facts.files import open_plain
+from composer3d.facts.text import in_quotes
 from composer3d.runtime import collector
 from composer3d.runtime.torch_private import StorageInfo
 
@@ -109,7 +110,7 @@ def read_metadata(folder: Path) -> Metadata:
             name, offsets = _read_index(raw_index)
             key = _part_key(name, offsets)
             if key in storage:
-                raise PickleError(f"it stores a part of {_shown(name)} twice")
+                raise PickleError(f"it stores a part of {in_quotes(name)} twice")
             storage[key] = _build_storage_info(name, raw_info)
         entries = {_check_name(name): _build_entry(name, raw) for name, raw in raw_entries.items()}
 
@@ -152,7 +153,7 @@ def tensor_specs(metadata: Metadata, place: str) -> dict[str, TensorSpec]:
         else:
             objects.append(name)
     if objects:
-        shown = ", ".join(map(_shown, sorted(objects)[:8]))
+        shown = ", ".join(map(in_quotes, sorted(objects)[:8]))
         raise CheckpointError(
             f"{place} holds objects that are not tensors, and only tensors are loaded: {shown}"
         )
@@ -242,10 +243,6 @@ def unpack_metadata(packed: Iterable[PackedTensor], boxes: Mapping[str, Box]) ->
     return Metadata(entries, storage_data=storage, storage_meta=StorageMeta())
 
 
-def _shown(name: str) -> str:
-    return f"{name!r:.200}"
-
-
 # Building torch's metadata from the parsed pickle. Every value is checked.
 
 
@@ -313,7 +310,7 @@ def _build_entry(name: str, entry: Any) -> TensorStorageMetadata | BytesStorageM
     state = _state_of(entry, f"{_MODULE}.TensorStorageMetadata")
     chunks = state.get("chunks")
     if type(chunks) is not list:
-        raise PickleError(f"{_shown(name)} has no list of parts")
+        raise PickleError(f"{in_quotes(name)} has no list of parts")
     shape = sizes_of(state.get("size"))
     boxes: list[tuple[Sizes, Sizes]] = []
     for chunk in chunks:
@@ -321,7 +318,7 @@ def _build_entry(name: str, entry: Any) -> TensorStorageMetadata | BytesStorageM
         boxes.append((sizes_of(box.get("offsets")), sizes_of(box.get("sizes"))))
     if not fills(shape, boxes):
         raise PickleError(
-            f"the parts of {_shown(name)} do not hold each element of {shape} exactly once"
+            f"the parts of {in_quotes(name)} do not hold each element of {shape} exactly once"
         )
     return TensorStorageMetadata(
         _build_properties(name, state.get("properties")),
@@ -340,14 +337,14 @@ def _build_properties(name: str, record: Any) -> TensorProperties:
     if type(record) is Record and record.path == f"{_MODULE}.TensorProperties":
         state = record.state
     if type(state) is not tuple or len(state) not in (5, 6):
-        raise PickleError(f"{_shown(name)} has no properties of a tensor")
+        raise PickleError(f"{in_quotes(name)} has no properties of a tensor")
     dtype, layout = state[:2]
     if type(dtype) is not Name or dtype.path.removeprefix("torch.") not in DTYPES:
-        raise PickleError(f"{_shown(name)} has no dtype")
+        raise PickleError(f"{in_quotes(name)} has no dtype")
     is_layout = type(layout) is Record and layout.path == _GET_LAYOUT and layout.arguments
     layout_name = layout.arguments[0] if is_layout else None
     if type(layout_name) is not str or layout_name != "torch.strided":
-        raise PickleError(f"{_shown(name)} is not a dense tensor")
+        raise PickleError(f"{in_quotes(name)} is not a dense tensor")
     return TensorProperties(DTYPES[dtype.path.removeprefix("torch.")])
 
 
@@ -377,13 +374,13 @@ def _build_storage_info(name: str, value: Any) -> StorageInfo:
     file, begin, length = (state.get(field) for field in ("relative_path", "offset", "length"))
     if not _is_file_name(file):
         raise PickleError(
-            f"{_shown(name)} lies in {file!r:.200}, which is not a file of the folder"
+            f"{in_quotes(name)} lies in {in_quotes(file)}, which is not a file of the folder"
         )
     if type(begin) is not int or type(length) is not int or begin < 0 or length <= 0:
-        raise PickleError(f"{_shown(name)} has no valid range of bytes in {file!r:.200}")
+        raise PickleError(f"{in_quotes(name)} has no valid range of bytes in {in_quotes(file)}")
     if state.get("transform_descriptors") is not None:
         raise PickleError(
-            f"{_shown(name)} is transformed (compressed), which composer3d does not read"
+            f"{in_quotes(name)} is transformed (compressed), which composer3d does not read"
         )
     return StorageInfo(file, begin, length)
 
@@ -460,20 +457,20 @@ def _check_parts(
             key = _part_key(name, chunk.offsets)
             at = tuple(chunk.offsets)
             if key in expected:
-                raise PickleError(f"two parts of {_shown(name)} begin at {at}")
+                raise PickleError(f"two parts of {in_quotes(name)} begin at {at}")
             expected.add(key)
             if key not in storage:
-                raise PickleError(f"the part of {_shown(name)} at {at} is stored nowhere")
+                raise PickleError(f"the part of {in_quotes(name)} at {at} is stored nowhere")
             size = prod(chunk.sizes) * entry.properties.dtype.itemsize
             length = storage[key].length
             if length < size:
                 raise PickleError(
-                    f"the part of {_shown(name)} at {at} has {length:,} bytes of {size:,}"
+                    f"the part of {in_quotes(name)} at {at} has {length:,} bytes of {size:,}"
                 )
     for key in storage:
         if key not in expected:
             name = key.rpartition(":")[0]
-            raise PickleError(f"it stores a part of {_shown(name)} that no tensor has")
+            raise PickleError(f"it stores a part of {in_quotes(name)} that no tensor has")
 
 
 def _check_files(folder: Path, storage: Iterable[StorageInfo]) -> None:
@@ -484,12 +481,12 @@ def _check_files(folder: Path, storage: Iterable[StorageInfo]) -> None:
             file, end = info.relative_path, 0
             status = os.lstat(folder / file)
             if not stat.S_ISREG(status.st_mode):
-                raise PickleError(f"it names {file!r:.200}, which is not a plain file")
+                raise PickleError(f"it names {in_quotes(file)}, which is not a plain file")
             file_size = status.st_size
         if info.offset < end or info.offset + info.length > file_size:
             raise PickleError(
-                f"{file!r:.200} has {file_size:,} bytes, but parts of tensors overlap in it or end "
-                "beyond it"
+                f"{in_quotes(file)} has {file_size:,} bytes, but parts of tensors overlap in it or "
+                "end beyond it"
             )
         end = info.offset + info.length
 
@@ -497,7 +494,7 @@ def _check_files(folder: Path, storage: Iterable[StorageInfo]) -> None:
 # Reading tensors.
 
 
-def read_part(
+def _read_part(
     file: BinaryIO, info: StorageInfo, entry: TensorStorageMetadata, sizes: torch.Size
 ) -> Tensor:
     """Read one part of a tensor into new memory on the CPU.
@@ -522,7 +519,7 @@ def read_part(
     return part
 
 
-def open_part(folder: Path, info: StorageInfo) -> BinaryIO:
+def _open_part(folder: Path, info: StorageInfo) -> BinaryIO:
     """Open the file that stores a part. Raises OSError if it is a link or cannot be read."""
     return open_plain(folder / info.relative_path, follow_links=False)
 
@@ -544,8 +541,8 @@ def read_whole(folder: Path, metadata: Metadata, name: str) -> Tensor:
     whole: Tensor | None = None
     for chunk in entry.chunks:
         info = metadata.storage_data[_part_key(name, chunk.offsets)]
-        with open_part(folder, info) as file:
-            part = read_part(file, info, entry, chunk.sizes)
+        with _open_part(folder, info) as file:
+            part = _read_part(file, info, entry, chunk.sizes)
         if part.shape == entry.size:
             return part
         if whole is None:
@@ -633,7 +630,7 @@ class CheckedReader(StorageReader):
             for info, item in items:
                 if info.relative_path != open_path:
                     stack.close()
-                    file = stack.enter_context(open_part(self._folder, info))
+                    file = stack.enter_context(_open_part(self._folder, info))
                     open_path = info.relative_path
                 self._read(file, info, item, planner)
         done: torch.futures.Future[None] = torch.futures.Future()
@@ -647,13 +644,13 @@ class CheckedReader(StorageReader):
         entry = self._metadata.state_dict_metadata[name]
         if item.type != LoadItemType.TENSOR or not isinstance(entry, TensorStorageMetadata):
             raise _refused_object(name)
-        with reading(f"{self._folder / info.relative_path}: {name!r:.200}"):
+        with reading(f"{self._folder / info.relative_path}: {in_quotes(name)}"):
             if name not in self._part_sizes:
                 self._part_sizes[name] = {
                     _part_key(name, chunk.offsets): chunk.sizes for chunk in entry.chunks
                 }
             key = _part_key(name, item.storage_index.offset)
-            part = read_part(file, info, entry, self._part_sizes[name][key])
+            part = _read_part(file, info, entry, self._part_sizes[name][key])
             target = planner.resolve_tensor(item).detach()
             target.copy_(part[_slices(item.storage_offsets, item.lengths)])
             planner.commit_tensor(item, target)
@@ -661,4 +658,4 @@ class CheckedReader(StorageReader):
 
 
 def _refused_object(name: str) -> CheckpointError:
-    return CheckpointError(f"{name!r:.200} is an object, and only tensors are loaded")
+    return CheckpointError(f"{in_quotes(name)} is an object, and only tensors are loaded")

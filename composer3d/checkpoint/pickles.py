@@ -18,12 +18,13 @@ from typing import Any
 
 from composer3d.facts.errors import CheckpointError, UserError
 from composer3d.facts.files import MIB, RefusedFileError
+from composer3d.facts.text import in_quotes
 
 # The largest pickle in a torch file, in bytes. A tensor takes about 200 of them.
 LIMIT = 256 * MIB
 # The longest text in a torch file, such as a tokenizer, and all its texts together, in bytes.
-LONGEST_TEXT = 64 * MIB
-ALL_TEXTS = 128 * MIB
+_LONGEST_TEXT = 64 * MIB
+_ALL_TEXTS = 128 * MIB
 
 _LONGEST_NAME = 1000  # characters of a module's name and a name in it
 
@@ -105,8 +106,8 @@ def parse(
     names: Collection[str],
     *,
     storages: bool = False,
-    longest_text: int = LONGEST_TEXT,
-    all_texts: int | None = ALL_TEXTS,
+    longest_text: int = _LONGEST_TEXT,
+    all_texts: int | None = _ALL_TEXTS,
 ) -> Any:
     """Parse a pickle of protocol 2 to 5.
 
@@ -427,7 +428,9 @@ class _Machine:
 
     def _push_name(self, path: str) -> None:
         if path not in self._names:
-            raise PickleError(f"it names {path!r:.200}, which is refused: nothing of it was run")
+            raise PickleError(
+                f"it names {in_quotes(path)}, which is refused: nothing of it was run"
+            )
         if path not in self._made_names:
             self._made_names[path] = Name(path)
         self._stack.append(self._made_names[path])

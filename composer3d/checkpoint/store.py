@@ -460,7 +460,7 @@ class Store:
         if optimizer is None:
             saved = {name: spec for name, spec in saved.items() if name.startswith("model.")}
         if optimizer is None or not any(name.startswith("optim.") for name in saved):
-            state = gather_weights(stages)
+            state = _gather_weights(stages)
         else:
             state = gather_state(stages, optimizer)
         key = "checkpoint.init" if optimizer is None else "checkpoint.resume"
@@ -495,10 +495,10 @@ def gather_state(stages: Stages, optimizer: SavedOptimizer) -> dict[str, Tensor]
     placements of its parameter, except for the scalars ``optim.NAME.step``. The tensors are live:
     they share memory with the parameters and the optimizer. There is no collective.
     """
-    return gather_weights(stages) | optimizer_state(optimizer, stages.named_parameters())
+    return _gather_weights(stages) | optimizer_state(optimizer, stages.named_parameters())
 
 
-def gather_weights(stages: Stages) -> dict[str, Tensor]:
+def _gather_weights(stages: Stages) -> dict[str, Tensor]:
     """Return this rank's parameters as ``model.NAME``, with their shapes, as ``gather_state`` does.
 
     The tensors are detached and live. There is no collective.

@@ -25,6 +25,7 @@ from torch import Tensor
 from composer3d.checkpoint import pickles
 from composer3d.checkpoint.pickles import Name, PickleError, Record, Storage, reading
 from composer3d.facts.files import MIB, open_plain
+from composer3d.facts.text import in_quotes
 
 # All dtypes of this torch by name, such as "float32".
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -262,13 +263,13 @@ class _Archive:
             return self._places[name]
         path = self._prefix + name
         if path not in self._records:
-            raise ValueError(f"it has no {name!r:.100}, to which it refers")
+            raise ValueError(f"it has no {in_quotes(name)}, to which it refers")
         offset, size, checksum = self._records[path]
         header = self._read(_ByteRange(offset, 30))
         name_size, extra_size = struct.unpack("<HH", header[26:])
         begin = offset + 30 + name_size + extra_size
         if header[:4] != _HEADER_MARK or begin + size > self._place.size:
-            raise ValueError(f"its {name!r:.100} does not lie within it; copy it again")
+            raise ValueError(f"its {in_quotes(name)} does not lie within it; copy it again")
         self._places[name] = _ByteRange(self._place.begin + begin, size, checksum)
         return self._places[name]
 
@@ -314,12 +315,12 @@ class _Archive:
             position = entry.end
             if entry.method != 0 or entry.size != entry.packed_size:
                 raise ValueError(
-                    f"its {entry.path!r:.100} is compressed, which torch.save never does; "
+                    f"its {in_quotes(entry.path)} is compressed, which torch.save never does; "
                     "write it again with torch.save"
                 )
             if entry.offset + entry.size > self._place.size:
                 raise ValueError(
-                    f"its {entry.path!r:.100} has {entry.size:,} bytes, more than the file; "
+                    f"its {in_quotes(entry.path)} has {entry.size:,} bytes, more than the file; "
                     "copy it again"
                 )
             seen.add(entry.path)

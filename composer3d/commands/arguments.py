@@ -3,7 +3,7 @@
 import argparse
 import math
 
-from composer3d.recipe.values import one_line
+from composer3d.facts.text import one_line
 
 MOST_DIGITS = 18  # of a number on the command line
 

@@ -10,13 +10,12 @@ from functools import partial
 from composer3d.commands import job
 from composer3d.commands.arguments import add_json, add_recipe
 from composer3d.commands.parser import Parser
-from composer3d.doctor.report import Report, as_json_of, text_of
+from composer3d.doctor.report import DoctorReport, as_json_of, text_of
 from composer3d.doctor.row import row_of, toml_of
 from composer3d.facts.errors import UserError
 from composer3d.facts.hardware import read_row
-from composer3d.facts.text import printable_lines
+from composer3d.facts.text import one_line, printable_lines
 from composer3d.recipe.resolve import Resolved, load
-from composer3d.recipe.values import one_line
 from composer3d.runtime import environment, launch
 
 # Messages take seconds at most; ranks may take minutes to import torch and to meet.
@@ -127,7 +126,7 @@ def _examine(resolved: Resolved, rank: int, *, write: str | None, as_json: bool)
     return 0 if passed else 1
 
 
-def _publish(report: Report, write: str | None, as_json: bool) -> bool:
+def _publish(report: DoctorReport, write: str | None, as_json: bool) -> bool:
     """Print the report and write the row of hardware. Return whether nothing is wrong."""
     row = row_of(report) if report.is_measured else None
     print(printable_lines(text_of(report)))

@@ -14,7 +14,7 @@ from composer3d.commands.arguments import add_json, add_run, add_sets, positive
 from composer3d.commands.parser import Parser
 from composer3d.facts.errors import UserError
 from composer3d.facts.text import printable
-from composer3d.recipe.draft import Document, Draft
+from composer3d.recipe.draft import Draft, ParsedRecipe
 from composer3d.recipe.resolve import Resolved
 from composer3d.recipe.schema import AXES, Recipe
 from composer3d.runtime import environment, launch
@@ -144,7 +144,7 @@ def run(options: Options) -> int:
     return result.status
 
 
-def _global_batch(document: Document, sets: Sequence[str], batch: int) -> int:
+def _global_batch(document: ParsedRecipe, sets: Sequence[str], batch: int) -> int:
     """Return the sequences of a call of all ranks, for the mesh that ``sets`` name.
 
     A mesh that is wrong is reported later, when the recipe is resolved.
@@ -161,7 +161,7 @@ def _global_batch(document: Document, sets: Sequence[str], batch: int) -> int:
 
 
 def evaluate_rank(
-    document: Document, sets: Sequence[str], src: str, own: Recipe | None, as_json: bool
+    document: ParsedRecipe, sets: Sequence[str], src: str, own: Recipe | None, as_json: bool
 ) -> int:
     """Evaluate as one rank of a job, and return its exit status. Rank 0 prints."""
     from composer3d.generate.recipe import load_document

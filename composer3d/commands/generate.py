@@ -16,11 +16,10 @@ from composer3d.commands import job
 from composer3d.commands.arguments import MOST_DIGITS, add_json, add_run, number, positive
 from composer3d.commands.parser import Parser
 from composer3d.facts.errors import UserError
-from composer3d.facts.text import printable, printable_lines
+from composer3d.facts.text import one_line, printable, printable_lines
 from composer3d.generate.prompts import Prompt, read_prompts
-from composer3d.recipe.draft import Document
+from composer3d.recipe.draft import ParsedRecipe
 from composer3d.recipe.resolve import Resolved
-from composer3d.recipe.values import one_line
 from composer3d.runtime import environment, launch
 
 if TYPE_CHECKING:
@@ -145,7 +144,7 @@ def add_arguments(command: Parser) -> None:
 
 def _whole(text: str) -> int:
     if text.startswith("-") or not text.isdecimal():
-        words = f"must be a whole number of at least 0, got {one_line(text[:MOST_DIGITS])}"
+        words = f"must be a whole number of at least 0, got {one_line(text, MOST_DIGITS)}"
         raise argparse.ArgumentTypeError(words)
     return 0 if text == "0" else positive(text)
 
@@ -242,7 +241,9 @@ def _run_ranks(request: "Request", tp: int, device: str, *, out: str | None, as_
     return result.status
 
 
-def generate_rank(document: Document, request: "Request", out: str | None, as_json: bool) -> int:
+def generate_rank(
+    document: ParsedRecipe, request: "Request", out: str | None, as_json: bool
+) -> int:
     """Generate as one rank of tp, and return its exit status. Rank 0 prints."""
     from composer3d.generate.recipe import load_document
 

@@ -25,6 +25,7 @@ from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import MeshTable, Recipe
 from composer3d.runtime import environment, launch, log
 from composer3d.runtime.console import output_error, say, steady_output
+from composer3d.runtime.ends import describe_died, describe_left
 from composer3d.runtime.ranks import describe_rank, identity
 from composer3d.runtime.shortage import lacks_memory, no_memory
 from composer3d.runtime.starter import die_with_parent
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 # The limit of processes per core in a CPU job. With more, even a short trial would be too slow.
-PROCESSES_PER_CORE = 16
+_PROCESSES_PER_CORE = 16
 
 
 # Loads the recipe of a job for a number of processes.
@@ -83,16 +84,16 @@ def require_cores(resolved: Resolved) -> None:
     """Refuse a CPU job with too many processes for this machine.
 
     Raises:
-        RecipeError: there are more than ``PROCESSES_PER_CORE`` processes per core, and
+        RecipeError: there are more than ``_PROCESSES_PER_CORE`` processes per core, and
             ``run.oversubscribe`` is false.
     """
     recipe = resolved.recipe
     cores = launch.usable_cores()
-    most = PROCESSES_PER_CORE * cores
+    most = _PROCESSES_PER_CORE * cores
     if recipe.world_size > most and not recipe.run.oversubscribe:
         raise RecipeError(
             f"{resolved.place('mesh.dp_shard')}: the mesh needs {recipe.world_size} processes, but "
-            f"this machine has {cores} cores: at most {most} processes, {PROCESSES_PER_CORE} a "
+            f"this machine has {cores} cores: at most {most} processes, {_PROCESSES_PER_CORE} a "
             "core, are started on them; change [mesh], or set run.oversubscribe = true"
         )
 
@@ -178,11 +179,11 @@ def _require_output() -> None:
 
 def print_lost_ranks(result: launch.JobResult, mesh: MeshTable) -> None:
     """Name, on standard error, the ranks that died, were killed, or left the others."""
-    for rank in [*result.died, *result.stuck]:
-        name = describe_rank(rank, mesh)
-        say([f"{name} died, or was killed because it hung"])
-    for rank in result.left:
-        say([f"{describe_rank(rank, mesh)} ended before the others"])
+    lines = describe_died(result.died, mesh)
+    lines += [f"{describe_rank(rank, mesh)} was killed because it hung" for rank in result.stuck]
+    lines += describe_left(result.left, mesh)
+    if lines:
+        say(lines)
 
 
 def _must_report(error: UserError, rank: int) -> bool:

@@ -13,11 +13,11 @@ from composer3d.commands.arguments import add_picture, positive
 from composer3d.commands.parser import Parser
 from composer3d.draw import layout_svg, layout_text
 from composer3d.draw.files import write_picture
-from composer3d.draw.layout import AxisTraffic, Layout, make_layout
+from composer3d.draw.layout import AxisTraffic, NodeLayout, make_layout
 from composer3d.draw.terminal import style_of
+from composer3d.facts.text import one_line
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import AXES, Recipe
-from composer3d.recipe.values import one_line
 
 EXAMPLES = (
     "composer3d layout quickstart",
@@ -94,7 +94,7 @@ def mesh_words(recipe: Recipe) -> str:
     return words
 
 
-def note_of(layout: Layout) -> str:
+def note_of(layout: NodeLayout) -> str:
     """Return the nodes, the batch and the precision of a layout in a sentence."""
     recipe = layout.recipe
     nodes = f"{layout.nodes:,} nodes of {layout.gpus_per_node}" if layout.nodes > 1 else "1 node"
@@ -107,7 +107,7 @@ def note_of(layout: Layout) -> str:
     )
 
 
-def _as_json(layout: Layout) -> dict[str, Any]:
+def _as_json(layout: NodeLayout) -> dict[str, Any]:
     mesh = layout.recipe.mesh
     return {
         "ok": True,

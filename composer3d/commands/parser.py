@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from composer3d.recipe.values import one_line
+from composer3d.facts.text import one_line
 
 _MOST_COLUMNS = 100  # of help
 _SHOWN = 80  # characters of a wrong argument in a message
@@ -22,10 +22,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def _shorten(argument: str) -> str:
     """Return an argument on one line, cut at 80 characters, for a message."""
-    return one_line(argument[:_SHOWN])
+    return one_line(argument, _SHOWN)
 
 
-def choice_of(choices: Sequence[str]) -> Callable[[str], str]:
+def _choice_of(choices: Sequence[str]) -> Callable[[str], str]:
     """Return a ``type`` for ``add_argument`` that accepts ``choices``, and suggests the nearest."""
 
     def choice(text: str) -> str:
@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
     def add_argument(self, *names: Any, **keywords: Any) -> argparse.Action:
         """Add an argument as argparse does. A wrong one of ``choices`` gets a suggestion."""
         if "choices" in keywords and "type" not in keywords:
-            keywords["type"] = choice_of(keywords["choices"])
+            keywords["type"] = _choice_of(keywords["choices"])
         return self.note(super().add_argument(*names, **keywords))
 
     def note(self, argument: argparse.Action) -> argparse.Action:

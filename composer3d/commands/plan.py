@@ -9,6 +9,7 @@ from composer3d.commands.arguments import add_json, add_recipe, positive
 from composer3d.commands.parser import Parser
 from composer3d.facts import hardware
 from composer3d.facts.errors import DeviceError, UserError
+from composer3d.facts.text import one_line
 from composer3d.models.registry import is_ours
 from composer3d.planner.memory import GIB, RankMemory
 from composer3d.planner.search import (
@@ -22,7 +23,6 @@ from composer3d.planner.search import (
 )
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
-from composer3d.recipe.values import one_line
 from composer3d.runtime.progress import Progress
 
 _SCALING = (8, 64, 512, 2048)
@@ -201,8 +201,8 @@ def find_device(name: str) -> hardware.Hardware:
     if row is None:
         known = ", ".join(device.name for device in hardware.DEVICES)
         raise DeviceError(
-            f"--gpu {name[:80]}: unknown device; known are {known} and CPU; or name a TOML file "
-            "with a row of your own"
+            f"--gpu {one_line(name, 80)}: unknown device; known are {known} and CPU; or name a "
+            "TOML file with a row of your own"
         )
     return row
 

@@ -10,7 +10,7 @@ from composer3d.commands.arguments import add_json, number, positive
 from composer3d.commands.parser import Parser
 from composer3d.facts.errors import DataError
 from composer3d.facts.ranges import MOST_VOCAB
-from composer3d.recipe.values import one_line
+from composer3d.facts.text import one_line
 
 _LEAST_VOCAB = 257
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from composer3d.commands.arguments import add_json
 from composer3d.commands.parser import Parser, did_you_mean
 from composer3d.facts.errors import UserError
+from composer3d.facts.text import one_line
 from composer3d.facts.toml import parse_toml
 from composer3d.models.registry import architecture
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import AXES, Recipe
-from composer3d.recipe.values import one_line
 
 FOLDER = Path(__file__).parent.with_name("recipes")
 
@@ -93,8 +93,8 @@ def run(options: Options) -> int:
         return 0
     made = copy(path, options.dest)
     for file in made:
-        print(f"made {one_line(str(file))}")
-    print(f"train it: composer3d train {one_line(str(made[0]))}")
+        print(f"made {one_line(file)}")
+    print(f"train it: composer3d train {one_line(made[0])}")
     return 0
 
 
@@ -109,10 +109,10 @@ def find(name: str) -> Path:
     if stem in known:
         return FOLDER / f"{stem}.toml"
     hint = did_you_mean(stem, known) or "; composer3d recipes ls lists them"
-    raise UserError(f"{one_line(name[:200])}: composer3d has no such recipe{hint}")
+    raise UserError(f"{one_line(name, 200)}: composer3d has no such recipe{hint}")
 
 
-class Row(NamedTuple):
+class ListedRecipe(NamedTuple):
     """One recipe in the list."""
 
     name: str
@@ -123,12 +123,12 @@ class Row(NamedTuple):
     description: str
 
 
-def row_of(name: str) -> Row:
+def _row_of(name: str) -> ListedRecipe:
     """Describe a recipe. Its files are not opened."""
     path = FOLDER / f"{name}.toml"
     recipe = load(path, check_files=False).recipe
     model_of = architecture(recipe.model.architecture)
-    return Row(
+    return ListedRecipe(
         name=name,
         processes=recipe.world_size,
         parameters=model_of.count_parameters(recipe.model),
@@ -156,7 +156,7 @@ def _description_of(text: str) -> str:
 
 
 def _list(*, as_json: bool) -> int:
-    rows = [row_of(name) for name in names()]
+    rows = [_row_of(name) for name in names()]
     if as_json:
         answer: dict[str, Any] = {"ok": True, "recipes": [row._asdict() for row in rows]}
         print(json.dumps(answer))
@@ -221,14 +221,14 @@ def copy(path: Path, dest: str | None) -> list[Path]:
         target /= path.name
     elif target.suffix != ".toml":
         raise UserError(
-            f"{one_line(str(target))}: name a folder that exists, or a file that ends with .toml"
+            f"{one_line(target)}: name a folder that exists, or a file that ends with .toml"
         )
     contents = {target: path.read_bytes()}
-    for file in needed_files(path):
+    for file in _needed_files(path):
         contents.setdefault(target.with_name(file.name), file.read_bytes())
-    if target.name in {file.name for file in needed_files(path)}:
+    if target.name in {file.name for file in _needed_files(path)}:
         raise UserError(
-            f"{one_line(str(target))}: the recipe inherits from a file of this name; give the copy "
+            f"{one_line(target)}: the recipe inherits from a file of this name; give the copy "
             "another name"
         )
 
@@ -245,16 +245,13 @@ def copy(path: Path, dest: str | None) -> list[Path]:
             file_made.unlink(missing_ok=True)
         if isinstance(error, FileExistsError):
             raise UserError(
-                f"{one_line(str(place))} exists, and is not overwritten; give another DEST, or "
-                "remove it"
+                f"{one_line(place)} exists, and is not overwritten; give another DEST, or remove it"
             ) from None
-        raise UserError(
-            f"{one_line(str(place))}: the file cannot be made ({error.strerror})"
-        ) from None
+        raise UserError(f"{one_line(place)}: the file cannot be made ({error.strerror})") from None
     return made
 
 
-def needed_files(path: Path) -> list[Path]:
+def _needed_files(path: Path) -> list[Path]:
     """Return the bases of a recipe of composer3d, and the files of its pipeline schedules."""
     files: list[Path] = []
     place: Path | None = path

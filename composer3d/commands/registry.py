@@ -28,7 +28,7 @@ _KEEP = "look at runs, checkpoints and data, and use them"
 _SHELL = "set up the shell"
 
 
-class Command(NamedTuple):
+class _Command(NamedTuple):
     """A command in the help of ``composer3d``.
 
     Attributes:
@@ -41,41 +41,41 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "recipes": Command(_CHOOSE, "list, show and copy the recipes that come with composer3d"),
-    "check": Command(_CHOOSE, "validate a recipe; print it with the origin of each value"),
-    "train": Command(
+    "recipes": _Command(_CHOOSE, "list, show and copy the recipes that come with composer3d"),
+    "check": _Command(_CHOOSE, "validate a recipe; print it with the origin of each value"),
+    "train": _Command(
         _TRAIN, "train a recipe with all ranks on this machine, or as one rank under torchrun"
     ),
-    "doctor": Command(
+    "doctor": _Command(
         _PROVE,
         "check and measure the devices and the network of a recipe's mesh, before a training",
     ),
-    "verify": Command(_PROVE, "prove that a recipe's layout computes what one process computes"),
-    "plan": Command(_CHOOSE, "rank the legal layouts of a recipe by predicted time and memory"),
-    "dryrun": Command(
+    "verify": _Command(_PROVE, "prove that a recipe's layout computes what one process computes"),
+    "plan": _Command(_CHOOSE, "rank the legal layouts of a recipe by predicted time and memory"),
+    "dryrun": _Command(
         _CHOOSE, "run a step of a job of any size on tensors without data: memory and collectives"
     ),
-    "prepare": Command(_TRAIN, 'make token files, for data.source = "tokens"'),
-    "convert": Command(
+    "prepare": _Command(_TRAIN, 'make token files, for data.source = "tokens"'),
+    "convert": _Command(
         _KEEP, "convert a checkpoint to another format, and prove that the copy is exact"
     ),
-    "generate": Command(_KEEP, "go on with prompts, with any checkpoint that convert reads"),
-    "eval": Command(_KEEP, "compute the loss and the perplexity of a checkpoint on token files"),
-    "timeline": Command(
+    "generate": _Command(_KEEP, "go on with prompts, with any checkpoint that convert reads"),
+    "eval": _Command(_KEEP, "compute the loss and the perplexity of a checkpoint on token files"),
+    "timeline": _Command(
         _CHOOSE, "draw the pipeline of a recipe or of a run, and say how large its bubble is"
     ),
-    "layout": Command(
+    "layout": _Command(
         _CHOOSE, "draw which rank holds what, and the bytes that each axis sends in a step"
     ),
-    "import": Command(
+    "import": _Command(
         _CHOOSE,
         "make a recipe of a configuration of Megatron-LM, DeepSpeed, torchtitan or nanotron",
     ),
-    "report": Command(_KEEP, "write one page about a run, or about two that it compares"),
-    "inspect": Command(
+    "report": _Command(_KEEP, "write one page about a run, or about two that it compares"),
+    "inspect": _Command(
         _KEEP, "report what a checkpoint or token files contain, and whether they are complete"
     ),
-    "completion": Command(
+    "completion": _Command(
         _SHELL, "print a script that completes commands, options and recipes in a shell"
     ),
 }
@@ -106,7 +106,7 @@ class Parsed(NamedTuple):
     options: Any
 
 
-def module_of(name: str) -> Any:
+def _module_of(name: str) -> Any:
     """Import the module of a command."""
     return import_module(f"composer3d.commands.{_MODULES.get(name, name)}")
 
@@ -120,7 +120,7 @@ def parse(argv: Sequence[str]) -> Parsed:
     parser = make_parser([name for name in COMMANDS if name == first])
     values = vars(parser.parse_args(argv))
     name = values.pop("command")
-    module = module_of(name)
+    module = _module_of(name)
     return Parsed(name, module, module.Options(**values))
 
 
@@ -151,7 +151,7 @@ def make_parser(names: Collection[str] = tuple(COMMANDS)) -> TopParser:
         if name not in names:
             commands.add_parser(name, help=description)
             continue
-        module = module_of(name)
+        module = _module_of(name)
         details = getattr(module, "DETAILS", "")
         command: Parser = commands.add_parser(
             name,

@@ -15,15 +15,16 @@ from composer3d.draw.layout import make_layout
 from composer3d.facts import hardware, trace
 from composer3d.facts.errors import UserError
 from composer3d.facts.tags import COUNTED_TOKENS
-from composer3d.facts.text import printable
+from composer3d.facts.text import one_line, printable
 from composer3d.models.registry import architecture
+from composer3d.planner.memory import GIB
 from composer3d.planner.search import Device, price
 from composer3d.recipe.changes import shown, values_of
 from composer3d.recipe.schema import Recipe
-from composer3d.recipe.values import FIELDS, one_line
+from composer3d.recipe.values import FIELDS
 from composer3d.report import folder, page
 from composer3d.report.folder import RunFolder
-from composer3d.report.page import Difference, Forecast, Picture, Subject
+from composer3d.report.page import Drawing, Forecast, KeyDifference, Subject
 from composer3d.runtime.files import write_atomic
 
 # Of a pipeline, so that a recipe of somebody else takes seconds: stages whose speed is predicted,
@@ -106,7 +107,7 @@ def run(options: Options) -> int:
         write_atomic(path, text)
     except OSError as error:
         raise UserError(
-            f"{one_line(str(path))} cannot be written ({error.strerror}); name a file with -o"
+            f"{one_line(path)} cannot be written ({error.strerror}); name a file with -o"
         ) from None
     if options.as_json:
         print(json.dumps({"ok": True, "report": str(path), "runs": list(map(_as_json, subjects))}))
@@ -119,7 +120,7 @@ def run(options: Options) -> int:
             print(f"  {n_all} reports of lost ranks; the page has the newest")
         for problem in subject.run.problems:
             print(f"  {printable(problem)}")
-    print(f"wrote {one_line(str(path))}")
+    print(f"wrote {one_line(path)}")
     return 0
 
 
@@ -127,7 +128,7 @@ def _labels(folders: list[RunFolder]) -> list[str]:
     """Return names of runs: those of their folders, or else their paths."""
     names = [one_line(found.name) for found in folders]
     if len(set(names)) < len(names):
-        names = [one_line(str(found.path)) for found in folders]
+        names = [one_line(found.path) for found in folders]
     if len(set(names)) < len(names):
         raise UserError(f"{names[0]}: a run cannot be compared with itself; name another one")
     return names
@@ -209,7 +210,7 @@ def _forecast(run: RunFolder, device: hardware.Hardware | None, per_node: int) -
         return Forecast(None, None, f"Nothing is predicted: {error}.")
     # On a CPU, the metrics have the memory of the whole process, and the planner that of tensors.
     predicts_memory = run.device not in (None, "cpu")
-    peak_gib = max(rank.allocated_bytes for rank in found.memory) / 2**30
+    peak_gib = max(rank.allocated_bytes for rank in found.memory) / GIB
     return Forecast(
         tokens_per_s=found.tokens_s * run.recipe.world_size,
         memory_gib=peak_gib if predicts_memory else None,
@@ -223,37 +224,37 @@ def _is_on_cpu(run: RunFolder) -> bool | None:
     return None if run.device is None else run.device == "cpu"
 
 
-def _layout(run: RunFolder, per_node: int) -> Picture:
+def _layout(run: RunFolder, per_node: int) -> Drawing:
     title = "Layout"
     if run.recipe is None:
-        return Picture(title, "", f"No drawing: {run.recipe_problem}.")
+        return Drawing(title, "", f"No drawing: {run.recipe_problem}.")
     parallel, pp = run.recipe.parallel, run.recipe.mesh.pp
     # The drawing lists the actions of all pipeline ranks, once for each of them.
     actions = 2 * pp * pp * parallel.stages_per_rank * run.recipe.micro_batches
     if actions > _MOST_COUNTED:
         words = f"No drawing: counting the traffic of {actions:,} actions would take too long; "
-        return Picture(title, "", words + "composer3d layout draws them.")
+        return Drawing(title, "", words + "composer3d layout draws them.")
     try:
         layout = make_layout(run.recipe, per_node, is_on_cpu=_is_on_cpu(run))
         heading = f"{one_line(run.name)}: {mesh_words(run.recipe)}"
-        return Picture(title, layout_svg.draw(layout, heading=heading, notes=[note_of(layout)]), "")
+        return Drawing(title, layout_svg.draw(layout, heading=heading, notes=[note_of(layout)]), "")
     except UserError as error:
-        return Picture(title, "", f"No drawing: {error}.")
+        return Drawing(title, "", f"No drawing: {error}.")
 
 
-def _pipeline(run: RunFolder) -> Picture:
+def _pipeline(run: RunFolder) -> Drawing:
     """Draw the last traced step of a run, or else the schedule of its recipe."""
     title = "Pipeline"
     recipe = run.recipe
     if recipe is None:
-        return Picture(title, "", f"No drawing: {run.recipe_problem}.")
+        return Drawing(title, "", f"No drawing: {run.recipe_problem}.")
     if recipe.mesh.pp == 1:
-        return Picture(title, "", "mesh.pp = 1, so there is no pipeline.")
+        return Drawing(title, "", "mesh.pp = 1, so there is no pipeline.")
     parallel = recipe.parallel
     actions = 3 * recipe.mesh.pp * parallel.stages_per_rank * recipe.micro_batches
     if actions > MOST_ACTIONS:
         words = f"No drawing: up to {actions:,} actions are too many for a page; "
-        return Picture(title, "", words + "composer3d timeline draws them.")
+        return Drawing(title, "", words + "composer3d timeline draws them.")
     problem = ""
     if (run.path / trace.FOLDER).is_dir():
         try:
@@ -262,17 +263,17 @@ def _pipeline(run: RunFolder) -> Picture:
                 found.timelines, heading=found.heading, notes=found.notes, unit=found.unit
             )
             if sum(len(row) for entry in found.timelines for row in entry.spans) <= MOST_ACTIONS:
-                return Picture(title, drawing, "")
+                return Drawing(title, drawing, "")
             problem = "The trace has too many actions for a page."
         except UserError as error:
             problem = f"The trace of the run cannot be drawn: {error}."
     if parallel.schedule == "csv":
         words = "No drawing: the schedule is in a file, which a report does not open."
-        return Picture(title, "", f"{problem} {words}".strip())
+        return Drawing(title, "", f"{problem} {words}".strip())
     try:
         shown_timeline = of_recipe(recipe, None)
     except UserError as error:
-        return Picture(title, "", f"{problem} No drawing: {error}.".strip())
+        return Drawing(title, "", f"{problem} No drawing: {error}.".strip())
     counts = f"{recipe.mesh.pp} pipeline ranks, {recipe.micro_batches} micro-batches"
     drawing = timeline.draw(
         [shown_timeline],
@@ -280,10 +281,10 @@ def _pipeline(run: RunFolder) -> Picture:
         notes=[UNIT_NOTE],
         unit=timeline.UNITS,
     )
-    return Picture(title, drawing, problem)
+    return Drawing(title, drawing, problem)
 
 
-def _differences(folders: list[RunFolder]) -> list[Difference] | None:
+def _differences(folders: list[RunFolder]) -> list[KeyDifference] | None:
     """List the keys whose values differ; None if a recipe is missing or is not TOML."""
     values = []
     for found in folders:
@@ -299,5 +300,5 @@ def _differences(folders: list[RunFolder]) -> list[Difference] | None:
         default = None if default is MISSING else default
         texts = [shown(of_run.get(key, default)) for of_run in values]
         if texts[0] != texts[1]:
-            differences.append(Difference(key, (texts[0], texts[1])))
+            differences.append(KeyDifference(key, (texts[0], texts[1])))
     return differences

@@ -14,18 +14,18 @@ from composer3d.commands.plan import find_device
 from composer3d.draw.files import write_picture
 from composer3d.draw.measured import measured_timeline, replayed_timeline
 from composer3d.draw.terminal import style_of
-from composer3d.draw.timeline import MILLISECONDS, UNITS, Timeline, Unit, draw
+from composer3d.draw.timeline import MILLISECONDS, UNITS, Timeline, TimeUnit, draw
 from composer3d.draw.timeline_text import render
 from composer3d.facts import trace
 from composer3d.facts.errors import PlanError, UserError
 from composer3d.facts.schedules import SCHEDULES, Cell
+from composer3d.facts.text import one_line
 from composer3d.planner.schedule import actions, recipe_actions
 from composer3d.planner.search import Device
 from composer3d.planner.simulate import StageTimes, closed_form, sends, simulate
 from composer3d.planner.time import PipelineTimes, pipeline_times
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
-from composer3d.recipe.values import one_line
 
 # Actions of a pipeline that pages and TensorBoard show. Each takes about 200 bytes of SVG.
 MOST_ACTIONS = 6_000
@@ -50,7 +50,7 @@ class Page(NamedTuple):
 
     heading: str
     notes: list[str]
-    unit: Unit
+    unit: TimeUnit
     timelines: list[Timeline]
     facts: dict[str, Any]
 
@@ -279,7 +279,7 @@ def _timeline(
     )
 
 
-def _as_json(timeline: Timeline, unit: Unit) -> dict[str, Any]:
+def _as_json(timeline: Timeline, unit: TimeUnit) -> dict[str, Any]:
     found, form = timeline.bubble, timeline.form
     answer: dict[str, Any] = {
         "title": timeline.title,

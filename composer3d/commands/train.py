@@ -8,8 +8,7 @@ to import torch first.
 import re
 import signal
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -32,8 +31,9 @@ from composer3d.recipe.schema import Recipe
 from composer3d.reliability.lock import describe_loss
 from composer3d.runtime import collector, environment, launch, log, shortage
 from composer3d.runtime.console import say
+from composer3d.runtime.ends import describe_died, describe_left
 from composer3d.runtime.files import append_whole, write_atomic
-from composer3d.runtime.ranks import describe_rank
+from composer3d.runtime.ranks import describe_rank, describe_several
 from composer3d.training.owed import METRICS, owes_validation
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
         arguments["claimed"] = str(claimed)
     for restart in range(most + 1):
         earlier_reports, earlier_kills = _lost_reports(recipe), shortage.kernel_kills()
-        earlier_checkpoint = newest_checkpoint(recipe)
+        earlier_checkpoint = _newest_checkpoint(recipe)
         result = launch.run_ranks(train_rank, arguments, processes=processes)
         reports = _lost_reports(recipe) - earlier_reports
         was_killed = signal.SIGKILL in result.died.values()
@@ -155,7 +155,7 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
             ]
         lines = describe_failures(result, recipe, next(iter(reports), None))
         is_over = not result.is_lost or restart == most
-        is_hopeless = result.lacked_memory and newest_checkpoint(recipe) == earlier_checkpoint
+        is_hopeless = result.lacked_memory and _newest_checkpoint(recipe) == earlier_checkpoint
         loss = None if is_over or claimed is None else describe_loss(claimed, recipe.run.folder)
         if loss is not None:
             lines.append(loss)
@@ -171,7 +171,7 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
         say(lines)
         if is_over or is_hopeless or loss is not None:
             break
-        if newest_checkpoint(recipe) is not None:
+        if _newest_checkpoint(recipe) is not None:
             # The recipe may ask to begin anew, which was done.
             arguments["sets"] = (*sets, "checkpoint.resume=auto")
     cleanup.close()
@@ -195,7 +195,7 @@ def step_of_finished_run(recipe: Recipe) -> int | None:
     cut off, or if the recipe has changed the seed, the data or the model. Training then resumes as
     the recipe says, or reports the error.
     """
-    folder = checkpoint_folder(recipe)
+    folder = _checkpoint_folder(recipe)
     names = [path.name for path in folder.glob("step-*") if _STEP_FOLDER.fullmatch(path.name)]
     if recipe.checkpoint.resume != "auto" or not names:
         return None
@@ -241,57 +241,24 @@ def describe_failures(
     advice = resume_advice(recipe)
     if report is not None:
         advice = f"what each rank did is in {report}; {advice}"
-    lines = []
-    ranks_by_end = _ranks_by_end(result.died)
-    for number, ranks in ranks_by_end.items():
-        end = _describe_end(number, len(ranks))
-        lines.append(f"{_describe_ranks(ranks, recipe)} {end}; {advice}")
-    for number, ranks in _ranks_by_end(result.left).items():
-        end = _describe_end(number, len(ranks)) if number else "ended"
-        lines.append(f"{_describe_ranks(ranks, recipe)} {end} before the others; {advice}")
+    ended = describe_died(result.died, recipe.mesh) + describe_left(result.left, recipe.mesh)
+    lines = [f"{line}; {advice}" for line in ended]
     if result.raised and report is not None and not result.died:
         # The traceback has been printed.
         lines.append(advice)
 
     if result.stuck:
-        ranks_text = _describe_ranks(result.stuck, recipe)
+        names = describe_several(result.stuck, lambda rank: describe_rank(rank, recipe.mesh))
         were = "was" if len(result.stuck) == 1 else "were"
         if result.status > 128:
             lines.append(
-                f"{ranks_text} {were} killed: {launch.SHUTDOWN_S:.0f} s passed after the signal, "
+                f"{names} {were} killed: {launch.SHUTDOWN_S:.0f} s passed after the signal, "
                 f"or Ctrl-C came again; {resume_advice(recipe)}"
             )
-        elif signal.SIGABRT in ranks_by_end:
+        elif signal.SIGABRT in result.died.values():
             # NCCL aborts the ranks that waited too long, so a rank that still ran is the cause.
-            lines.append(f"{ranks_text} {were} still running: look for the cause there first")
+            lines.append(f"{names} {were} still running: look for the cause there first")
     return lines
-
-
-def _ranks_by_end(ends: Mapping[int, int]) -> dict[int, list[int]]:
-    ranks_by_end: dict[int, list[int]] = defaultdict(list)
-    for rank, number in sorted(ends.items()):
-        ranks_by_end[number].append(rank)
-    return ranks_by_end
-
-
-def _describe_end(number: int, ranks: int) -> str:
-    """Describe the end of some ranks: a signal, or minus an exit status."""
-    if number <= 0:
-        return f"ended with status {-number}"
-    were = "was" if ranks == 1 else "were"
-    return f"{were} ended by {_describe_signal(number)}"
-
-
-def _describe_signal(number: int) -> str:
-    name = signal.Signals(number).name if number in set(signal.Signals) else "a real-time signal"
-    if number == signal.SIGKILL:
-        name += "; the kernel often sends it when memory runs out: see dmesg"
-    return f"signal {number} ({name})"
-
-
-def _describe_ranks(ranks: Sequence[int], recipe: Recipe) -> str:
-    text = ", ".join(describe_rank(rank, recipe.mesh) for rank in ranks[:8])
-    return text if len(ranks) <= 8 else f"{text} and {len(ranks) - 8} more"
 
 
 def resume_advice(recipe: Recipe) -> str:
@@ -299,9 +266,9 @@ def resume_advice(recipe: Recipe) -> str:
 
     The text names the newest checkpoint of the run, or the folder in which there is none.
     """
-    newest = newest_checkpoint(recipe)
+    newest = _newest_checkpoint(recipe)
     if newest is None:
-        folder = checkpoint_folder(recipe)
+        folder = _checkpoint_folder(recipe)
         return f"there is no checkpoint in {folder}: the same command starts anew"
     return f"the newest checkpoint is {newest}: {way_to_go_on(recipe)} from it"
 
@@ -348,14 +315,14 @@ def _write_trace(recipe: Recipe, rank: int, trace: bytes, moment: str) -> str | 
     return str(path)
 
 
-def checkpoint_folder(recipe: Recipe) -> Path:
+def _checkpoint_folder(recipe: Recipe) -> Path:
     """Return the folder of the run's checkpoints."""
     return recipe.run.folder / "checkpoints"
 
 
-def newest_checkpoint(recipe: Recipe) -> Path | None:
+def _newest_checkpoint(recipe: Recipe) -> Path | None:
     """Return the run's newest checkpoint with a manifest, which is written last, or None."""
-    whole = [path.parent for path in checkpoint_folder(recipe).glob("step-*/manifest.json")]
+    whole = [path.parent for path in _checkpoint_folder(recipe).glob("step-*/manifest.json")]
     return max((path for path in whole if _STEP_FOLDER.fullmatch(path.name)), default=None)
 
 

@@ -11,10 +11,9 @@ from composer3d.commands.arguments import add_json, add_recipe, positive
 from composer3d.commands.parser import Parser
 from composer3d.facts.errors import UserError
 from composer3d.facts.files import MIB, read_plain
-from composer3d.facts.text import printable
+from composer3d.facts.text import one_line, printable
 from composer3d.recipe.draft import key_of_override, split_overrides
 from composer3d.recipe.resolve import Resolved, load
-from composer3d.recipe.values import one_line
 from composer3d.runtime import environment
 from composer3d.runtime.launch import Pool, temporary_folder
 from composer3d.runtime.progress import Progress

@@ -33,7 +33,7 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 _BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<｜begin▁of▁sentence｜>", "[BOS]")
 _PAD_NAMES = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "<｜▁pad▁｜>", "[PAD]")
 
-Json = dict[str, Any]
+_Json = dict[str, Any]
 
 
 def make_assets(recipe: Recipe, end_of_document: int, earlier: Path | None) -> dict[str, bytes]:
@@ -112,7 +112,7 @@ class _SpecialTokens:
         pad: the id of the padding token, or None if there is no such token.
     """
 
-    def __init__(self, tokenizer: Json, shape: DecoderShape, end: int) -> None:
+    def __init__(self, tokenizer: _Json, shape: DecoderShape, end: int) -> None:
         self._names = token_names(tokenizer)
         self._vocab = shape.vocab
         self.end = end
@@ -123,7 +123,7 @@ class _SpecialTokens:
             (ids[name] for name in _PAD_NAMES if name in ids and ids[name] != end), None
         )
 
-    def stops(self, config: Json, turn_ends: Sequence[int] = ()) -> int | list[int]:
+    def stops(self, config: _Json, turn_ends: Sequence[int] = ()) -> int | list[int]:
         """Return the ids of tokens that stop generation.
 
         These are those in ``config``; ``end``, which is put first if ``config`` does not have it;
@@ -137,7 +137,7 @@ class _SpecialTokens:
         known += [token for token in turn_ends if token not in known]
         return known if len(known) > 1 else self.end
 
-    def tokenizer_config(self, longest: int) -> Json:
+    def tokenizer_config(self, longest: int) -> _Json:
         """Return the content of a tokenizer_config.json for texts of up to ``longest`` tokens."""
         token_names = {
             "bos_token": None if self.bos is None else self._names[self.bos],
@@ -174,7 +174,7 @@ def _read_turn_ends(recipe: Recipe) -> list[int]:
     return sorted({end for path in recipe.data.paths for end in read_manifest(path).turn_ends})
 
 
-def _longest_sequence(recipe: Recipe, config: Json) -> int:
+def _longest_sequence(recipe: Recipe, config: _Json) -> int:
     """Return the longest sequence that the model supports, in tokens.
 
     It is the maximum of three lengths: the training sequences, the context that RoPE scaling
@@ -191,7 +191,7 @@ def _int_or(value: Any, default: int | None) -> int | None:
     return value if type(value) is int else default
 
 
-def _parse(content: bytes | None) -> Json:
+def _parse(content: bytes | None) -> _Json:
     """Return the JSON object in ``content``, or an empty dict if it has none."""
     try:
         value = parse_json(content or b"{}")
@@ -200,5 +200,5 @@ def _parse(content: bytes | None) -> Json:
     return value if isinstance(value, dict) else {}
 
 
-def _encode(content: Json) -> bytes:
+def _encode(content: _Json) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()

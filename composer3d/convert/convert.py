@@ -32,7 +32,7 @@ from composer3d.models.registry import architecture
 from composer3d.runtime.files import publish, sync
 from composer3d.runtime.progress import Progress
 
-SHARD_BYTES = 5 * 10**9  # the largest safetensors file that Hugging Face writes
+_SHARD_BYTES = 5 * 10**9  # the largest safetensors file that Hugging Face writes
 _LOGITS_TOKENS = 32
 _SHOWN_DIFFERENCES = 8
 
@@ -45,7 +45,7 @@ def convert(
     dtype: str | None = None,
     weights_only: bool = False,
     logits: bool = False,
-    shard: int = SHARD_BYTES,
+    shard: int = _SHARD_BYTES,
 ) -> dict[str, Any]:
     """Write a copy of the checkpoint ``src`` at ``dst`` in the format ``to``, and prove the copy.
 

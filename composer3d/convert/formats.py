@@ -43,12 +43,12 @@ from composer3d.convert.carried import (
 )
 from composer3d.facts.errors import CheckpointError
 from composer3d.facts.files import MIB, open_plain, parse_json, read_json
+from composer3d.facts.text import in_quotes, short_json
 from composer3d.models import registry
 from composer3d.models.llama import names as llama_names
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.locations import Location
 from composer3d.models.shape import DecoderShape
-from composer3d.models.untrusted import short_json
 from composer3d.recipe.changes import values_of
 from composer3d.recipe.matrices import matrices_of
 from composer3d.recipe.optimizers import DEFAULT, OPTIMIZERS, OptimizerFacts
@@ -257,7 +257,7 @@ class Source:
     def _read_part(self, in_file: str, box: Box) -> Tensor:
         """Read a box of a tensor by its name in the files. An empty box is the whole tensor."""
         self.read_counts[in_file] += 1
-        with reading(f"{self.path}: {in_file!r}"):
+        with reading(f"{self.path}: {in_quotes(in_file)}"):
             return self.tensors[in_file].read()[box]
 
     def verify(self) -> None:
@@ -266,7 +266,7 @@ class Source:
             if tensor.verify is None:
                 continue
             try:
-                with reading(f"{self.path}: {name!r}"):
+                with reading(f"{self.path}: {in_quotes(name)}"):
                     tensor.verify()
             except CheckpointError as error:
                 self.problems += error.lines
@@ -332,7 +332,8 @@ class Source:
         for location in locations.values():
             self._match_to_location(location, found)
         found["unknown"] += [
-            f"{self.path} holds {name!r}, which its model does not have; remove or rename it"
+            f"{self.path} holds {in_quotes(name)}, which its model does not have; remove or "
+            "rename it"
             for name in unknown
         ]
         for lines in found.values():
@@ -387,18 +388,18 @@ class Source:
             tensor = self.tensors.get(name)
             if tensor is None:
                 found["missing"].append(
-                    f"{self.path} has no {name!r} {location.shape}, which its model needs; "
-                    "copy it again"
+                    f"{self.path} has no {in_quotes(name)} {location.shape}, which its model "
+                    "needs; copy it again"
                 )
             elif tensor.spec.shape != location.shape:
                 found["shape"].append(
-                    f"{self.path} holds {name!r} as {tensor.spec.shape}, "
+                    f"{self.path} holds {in_quotes(name)} as {tensor.spec.shape}, "
                     f"but its model needs {location.shape}"
                 )
             elif tensor.spec.dtype not in DTYPES:
                 found["dtype"].append(
-                    f"{self.path} holds {name!r} in {tensor.spec.dtype}; it must be one of "
-                    f"{', '.join(DTYPES)}, and not quantized"
+                    f"{self.path} holds {in_quotes(name)} in {tensor.spec.dtype}; it must be one "
+                    f"of {', '.join(DTYPES)}, and not quantized"
                 )
 
         first_of_dtype = {
@@ -407,7 +408,9 @@ class Source:
             if name in self.tensors
         }
         if len(first_of_dtype) > 1:
-            dtypes = " and ".join(f"{name!r} in {dtype}" for dtype, name in first_of_dtype.items())
+            dtypes = " and ".join(
+                f"{in_quotes(name)} in {dtype}" for dtype, name in first_of_dtype.items()
+            )
             self.problems.append(
                 f"{self.path} holds {dtypes}; the experts of a layer must have one dtype"
             )
@@ -436,7 +439,7 @@ class Source:
 
 def _list_names(names: Sequence[str]) -> str:
     """Return the first names, and the number of the others."""
-    shown = ", ".join(f"{name!r:.200}" for name in names[:_SHOWN_NAMES])
+    shown = ", ".join(map(in_quotes, names[:_SHOWN_NAMES]))
     others = len(names) - _SHOWN_NAMES
     return f"{shown} and {others:,} others" if others > 0 else shown
 
@@ -487,7 +490,7 @@ def inspect_source(path: Path, own: OwnModel | None = None) -> Source:
         format = _detect_format(path)
     except OSError as error:
         raise CheckpointError(
-            f"{str(path)!r} cannot be read ({error}); give another path"
+            f"{in_quotes(str(path))} cannot be read ({error}); give another path"
         ) from None
     return _open_newest_of_run(path, own) if format == "run" else _open_as(path, format, own)
 
@@ -499,7 +502,7 @@ def require_valid_path(path: Path) -> None:
             raise ValueError("it holds a NUL byte")
     except ValueError as error:
         raise CheckpointError(
-            f"{str(path)!r} is not a valid name of a file ({error}); give another path"
+            f"{in_quotes(str(path))} is not a valid name of a file ({error}); give another path"
         ) from None
 
 
@@ -607,12 +610,12 @@ def _open_hf(source: Source) -> None:
         if tensors:
             for name in sorted(indexed - tensors.keys()):
                 source.problems.append(
-                    f"{folder / file_name} has no {name!r}, which the index says is there; "
-                    "download it again"
+                    f"{folder / file_name} has no {in_quotes(name)}, which the index says is "
+                    "there; download it again"
                 )
         for name in sorted(source.tensors.keys() & tensors.keys()):
             source.problems.append(
-                f"{folder} holds {name!r} twice, once in {file_name}; remove one"
+                f"{folder} holds {in_quotes(name)} twice, once in {file_name}; remove one"
             )
         source.tensors |= tensors
         _refuse_too_many(source)
@@ -632,8 +635,8 @@ def _open_hf(source: Source) -> None:
         (embedding,) = parameters["first.embed.weight"].names
         if not source.drop_copy(head, embedding):
             source.problems.append(
-                f"{folder} holds an {head!r} that is not the embedding, but its config.json ties "
-                "them: set tie_word_embeddings to false, or remove it"
+                f"{folder} holds an {in_quotes(head)} that is not the embedding, but its "
+                "config.json ties them: set tie_word_embeddings to false, or remove it"
             )
     if not source.problems:
         source.match_to_model(parameters)
@@ -695,7 +698,7 @@ def _list_hf_files(source: Source) -> dict[str, set[str]]:
             )
         elif not (source.path / file_name).exists():
             source.problems.append(
-                f"{index} names {file_name!r}, which is not there; download it as well"
+                f"{index} names {in_quotes(file_name)}, which is not there; download it as well"
             )
         else:
             present[file_name] = tensor_names
@@ -760,7 +763,7 @@ def _simplify_names(source: Source) -> None:
     """
     for name in source.tensors:
         if _ADAPTER_NAME.search(name):
-            raise CheckpointError(f"{source.path}, with {name!r:.200}, {_ADAPTER_ADVICE}")
+            raise CheckpointError(f"{source.path}, with {in_quotes(name)}, {_ADAPTER_ADVICE}")
     bare = {
         name: ".".join(part for part in name.split(".") if part not in _WRAPPERS)
         for name in source.tensors
@@ -782,13 +785,14 @@ def _simplify_names(source: Source) -> None:
     for name, short in bare.items():
         if short in tensors:
             raise CheckpointError(
-                f"{source.path} holds {short!r} twice, once as {name!r}; remove one"
+                f"{source.path} holds {in_quotes(short)} twice, once as {in_quotes(name)}; "
+                "remove one"
             )
         tensors[short] = source.tensors[name]
     source.tensors = tensors
     source.notes.append(
-        f"{len(changed)} tensors have other names than usual: {changed[0]!r} is read as "
-        f"{bare[changed[0]]!r}"
+        f"{len(changed)} tensors have other names than usual: {in_quotes(changed[0])} is read as "
+        f"{in_quotes(bare[changed[0]])}"
     )
 
 
@@ -933,7 +937,7 @@ def _open_meta(source: Source) -> None:
 def _count_rows(file: Path, tensors: Mapping[str, ReadableTensor], name: str) -> int:
     if name not in tensors or len(tensors[name].spec.shape) != 2:
         raise CheckpointError(
-            f"{file} holds no matrix {name!r}, which its model needs; copy it again"
+            f"{file} holds no matrix {in_quotes(name)}, which its model needs; copy it again"
         )
     return tensors[name].spec.shape[0]
 

@@ -9,6 +9,7 @@ from composer3d.checkpoint.manifest import Manifest
 from composer3d.checkpoint.pickles import reading
 from composer3d.convert.formats import Source, count_not_finite, inspect_source, nbytes
 from composer3d.facts.errors import CheckpointError
+from composer3d.facts.text import in_quotes
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.registry import architecture
 from composer3d.runtime.progress import Progress
@@ -88,13 +89,13 @@ def _notes_of_not_finite(source: Source) -> list[str]:
     with Progress("inspect", total, "B") as progress:
         for name, tensor in source.tensors.items():
             try:
-                with reading(f"{source.path}: {name!r}"):
+                with reading(f"{source.path}: {in_quotes(name)}"):
                     count = count_not_finite(tensor.read())
             except CheckpointError as error:
                 source.problems += error.lines
                 continue
             if count:
-                notes.append(f"warning: {name!r} holds {count}")
+                notes.append(f"warning: {in_quotes(name)} holds {count}")
             progress.advance(nbytes(tensor.spec))
     return notes
 

@@ -67,7 +67,7 @@ class Slot(NamedTuple):
 
 # The slots of each tensor, by our name, or in the format ``hf`` by the name in its files. A tensor
 # that the format stores twice has two slots.
-Slots = dict[str, list[Slot]]
+_Slots = dict[str, list[Slot]]
 
 
 def write(
@@ -114,7 +114,7 @@ def write(
     return _write_hf(path, source, specs, stream, shard)
 
 
-def _fill(slots: Slots, stream: Stream, layout: Layout | None = None) -> list[str]:
+def _fill(slots: _Slots, stream: Stream, layout: Layout | None = None) -> list[str]:
     """Write the tensors into files that already have their full size.
 
     Returns the names in ``slots`` that were not in ``stream``.
@@ -149,7 +149,7 @@ def _write_hf(
         for in_file in locations[name].names
     }
     shards = _cut_into_shards(in_files, shard_limit)
-    slots: Slots = {}
+    slots: _Slots = {}
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file_name = "model.safetensors"
@@ -190,7 +190,7 @@ def _by_width(specs: Specs, shard: list[str]) -> list[str]:
     return sorted(shard, key=lambda name: -getattr(torch, specs[name].dtype).itemsize)
 
 
-def _write_hollow_safetensors(path: Path, specs: Specs, shard: list[str]) -> Slots:
+def _write_hollow_safetensors(path: Path, specs: Specs, shard: list[str]) -> _Slots:
     """Write the header of a file, extend the file to its full size, and return its slots.
 
     Args:

@@ -15,7 +15,7 @@ from composer3d.data.example_lines import hint_of
 from composer3d.data.tables import TableKind, identify_dataset, read_rows
 from composer3d.facts.errors import DataError
 from composer3d.facts.files import open_plain
-from composer3d.recipe.values import one_line
+from composer3d.facts.text import one_line
 
 LONGEST_TEXT = 4 << 30  # bytes in a file that is one document
 _LONGEST_COMPRESSED_TEXT = 256 << 20  # the same, of a file that is compressed
@@ -111,11 +111,11 @@ def list_files(path: Path, suffix: str = "", skip: Container[str] = ()) -> list[
             with os.scandir(folder) as entries:
                 visible = [entry for entry in entries if not entry.name.startswith(".")]
         except OSError as error:
-            refuse_unreadable(error, Path(folder))
+            _refuse_unreadable(error, Path(folder))
         # Without this check, a folder that may be listed but not entered would seem to be empty.
         if not os.access(folder, os.X_OK):
             raise DataError(
-                f"{_shown(folder)}: may not be entered; allow it, or move the folder away"
+                f"{one_line(folder)}: may not be entered; allow it, or move the folder away"
             )
         for entry in visible:
             if entry.is_dir(follow_symlinks=False):
@@ -126,7 +126,7 @@ def list_files(path: Path, suffix: str = "", skip: Container[str] = ()) -> list[
                     files.append(Path(entry.path))
                 elif entry.is_symlink() and not os.path.exists(entry.path):
                     raise DataError(
-                        f"{_shown(entry.path)}: is a link that leads nowhere; restore the file "
+                        f"{one_line(entry.path)}: is a link that leads nowhere; restore the file "
                         "that it names, or remove the link"
                     )
     return sorted(files, key=Path.as_posix)
@@ -178,17 +178,17 @@ def read_documents(
                 text = decompress(content, path)
                 if field is not None:
                     limit = max_expansion if text is not content else None
-                    yield from _read_lines(content, text, field, _shown(path), begin, limit)
+                    yield from _read_lines(content, text, field, one_line(path), begin, limit)
                 elif document := _read_text(content, text, path, longest, begin):
                     yield document
                 if isinstance(file, SourceFile):
                     _require_unchanged(file, content)
         except DAMAGE as error:
             raise DataError(
-                f"{_shown(path)}: cannot be decompressed: {error}; copy it again, or move it away"
+                f"{one_line(path)}: cannot be decompressed: {error}; copy it again, or move it away"
             ) from None
         except OSError as error:
-            refuse_unreadable(error, path)
+            _refuse_unreadable(error, path)
 
 
 def _require_unchanged(file: SourceFile, content: BinaryIO | None) -> None:
@@ -200,7 +200,7 @@ def _require_unchanged(file: SourceFile, content: BinaryIO | None) -> None:
         identity = status.st_size, status.st_mtime_ns
     if identity != (file.size, file.modified_ns):
         raise DataError(
-            f"{_shown(file.path)}: has changed since prepare began; run the same command again"
+            f"{one_line(file.path)}: has changed since prepare began; run the same command again"
         )
 
 
@@ -212,16 +212,16 @@ def _read_text(
     if is_compressed(path):
         longest = min(longest, _LONGEST_COMPRESSED_TEXT)
     elif size > longest:
-        refuse_long(_shown(path), size, longest)
+        refuse_long(one_line(path), size, longest)
     text = stream.read(longest + 1)
     if len(text) > longest and is_compressed(path):
         raise DataError(
-            f"{_shown(path)}: one document has more than {longest:_} bytes, but at most that many "
-            "are read into memory; cut it into several documents"
+            f"{one_line(path)}: one document has more than {longest:_} bytes, but at most that "
+            "many are read into memory; cut it into several documents"
         )
     if not text:
         return None
-    return Document(_shown(path), text, size or len(text), Position(begin.file + 1))
+    return Document(one_line(path), text, size or len(text), Position(begin.file + 1))
 
 
 def _read_lines(
@@ -273,12 +273,12 @@ def _read_table(
         rows = read_rows(kind, file.path, content, field, first=begin.offset)
         for row in stack.enter_context(contextlib.closing(rows)):
             text_bytes += _ROW_BYTES + len(row.text)
-            _refuse_expansion(_shown(file.path), file.size, text_bytes, max_expansion)
+            _refuse_expansion(one_line(file.path), file.size, text_bytes, max_expansion)
             if row.text:
                 # The parts of all rows sum to the size of the file.
                 size = file.size * row.number // row.of - file.size * (row.number - 1) // row.of
                 end = Position(begin.file, row.number, row.number)
-                yield Document(f"{_shown(file.path)} row {row.number}", row.text, size, end)
+                yield Document(f"{one_line(file.path)} row {row.number}", row.text, size, end)
         _require_unchanged(file, content)
 
 
@@ -303,10 +303,10 @@ def _parse_line(line: bytes, field: str, place: str) -> bytes:
         # The line may be long, so it is cut before it is decoded.
         shown = line[: 4 * _SHOWN_CHARACTERS].decode(errors="replace").strip()
         hint = hint_of(entry) if isinstance(entry, dict) else ""
-        problem = f"got {one_line(shown[:_SHOWN_CHARACTERS])}{hint}"
+        problem = f"got {one_line(shown, _SHOWN_CHARACTERS)}{hint}"
     except (ValueError, RecursionError) as error:
         # ValueError is also raised for a lone surrogate and for a number with thousands of digits.
-        problem = one_line(str(error))[:300]
+        problem = one_line(error, 300)
     example = f'{{"{one_line(field)}": "..."}}'
     raise DataError(
         f"{place}: must be a JSON object such as {example}: {problem}; correct the line, or name "
@@ -332,10 +332,10 @@ def refuse_long(place: str, size: int, longest: int) -> NoReturn:
     )
 
 
-def refuse_unreadable(error: OSError, file: Path) -> NoReturn:
+def _refuse_unreadable(error: OSError, file: Path) -> NoReturn:
     """Raise DataError: ``file`` cannot be read, for the reason in ``error``."""
     raise DataError(
-        f"{_shown(file)}: cannot be read: {error.strerror}; make it readable or move it away"
+        f"{one_line(file)}: cannot be read: {error.strerror}; make it readable or move it away"
     ) from error
 
 
@@ -346,10 +346,5 @@ def identify(file: Path, kind: Literal["text"] | TableKind) -> SourceFile:
             return SourceFile(file, *identify_dataset(file), kind)
         status = file.stat()
     except OSError as error:
-        refuse_unreadable(error, file)
+        _refuse_unreadable(error, file)
     return SourceFile(file, status.st_size, status.st_mtime_ns, kind)
-
-
-def _shown(path: str | Path) -> str:
-    """Return a path on one line. A name may contain line breaks, and bytes that are not UTF-8."""
-    return one_line(str(path))

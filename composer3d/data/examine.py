@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from composer3d.data.tokenizer import Decoder
+from composer3d.data.tokenizer import TokenDecoder
 from composer3d.facts.errors import DataError
+from composer3d.facts.text import one_line
 from composer3d.facts.token_manifest import TOKENIZER, Shard, TokenManifest, digest_of
-from composer3d.recipe.values import one_line
 
 _BLOCK_STARTS = 1 << 20  # starts of documents that are read at a time
 _START_BYTES = 8
@@ -83,7 +83,7 @@ def decode_samples(manifest: TokenManifest, count: int) -> list[Sample]:
         if digest_of(content) != manifest.tokenizer_digest:
             raise DataError(f"{manifest.folder / TOKENIZER} is damaged")
     numbers = np.unique(np.linspace(0, manifest.documents - 1, count).round().astype(np.int64))
-    with contextlib.closing(Decoder(content)) as decoder:
+    with contextlib.closing(TokenDecoder(content)) as decoder:
         return [_decode(manifest, decoder, int(number)) for number in numbers]
 
 
@@ -112,7 +112,7 @@ def _lengths(manifest: TokenManifest, shard: Shard, first: int, count: int) -> n
     return np.diff(starts)
 
 
-def _decode(manifest: TokenManifest, decoder: Decoder, number: int) -> Sample:
+def _decode(manifest: TokenManifest, decoder: TokenDecoder, number: int) -> Sample:
     """Return document ``number`` of the folder."""
     within = number
     for shard in manifest.shards:
@@ -133,7 +133,12 @@ def _decode(manifest: TokenManifest, decoder: Decoder, number: int) -> Sample:
 
 
 def _decode_masked(
-    manifest: TokenManifest, decoder: Decoder, shard: Shard, number: int, start: int, length: int
+    manifest: TokenManifest,
+    decoder: TokenDecoder,
+    shard: Shard,
+    number: int,
+    start: int,
+    length: int,
 ) -> Sample:
     """Return document ``number``, which has a mask and ``length`` tokens from ``start`` on."""
     assert shard.mask_file is not None

@@ -9,7 +9,7 @@ import re
 from typing import Any, NamedTuple, NoReturn
 
 from composer3d.facts.errors import DataError
-from composer3d.recipe.values import one_line
+from composer3d.facts.text import one_line, short_json
 
 ASSISTANT = "assistant"  # chat_template has it too: it imports nothing
 
@@ -41,8 +41,6 @@ _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _ALPACA_INTRODUCTION = "Below is an instruction that describes a task"
 _ALPACA_REQUEST = ". Write a response that appropriately completes the request.\n\n"
 _ALPACA_CONTEXT = ", paired with an input that provides further context"
-
-_SHOWN = 80  # characters of a value in a message
 
 
 class Pair(NamedTuple):
@@ -76,7 +74,7 @@ def read_object(line: bytes, place: str, wanted: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
-        _refuse_line(place, wanted, one_line(str(error))[:300])
+        _refuse_line(place, wanted, one_line(error, 300))
     if not isinstance(entry, dict):
         _refuse_line(place, wanted, "the line is no object")
     return entry
@@ -99,7 +97,7 @@ def read_pair(entry: dict[str, Any], prompt: str, answer: str, place: str) -> Pa
         instruction, context, output = _read_alpaca(entry, place)
         for key in ("system", "history"):
             if entry.get(key):
-                _refuse(place, f"it has {_shown(key)}, which only --kind chat reads; use it")
+                _refuse(place, f"it has {short_json(key)}, which only --kind chat reads; use it")
         prompt_text = f"{_ALPACA_INTRODUCTION}{_ALPACA_CONTEXT if context else ''}{_ALPACA_REQUEST}"
         prompt_text += f"### Instruction:\n{instruction}\n\n"
         prompt_text += f"### Input:\n{context}\n\n### Response:" if context else "### Response:"
@@ -198,7 +196,9 @@ def _read_message(value: Any, place: str, where: str) -> tuple[dict[str, Any], b
         role = message.pop("from")
         if not isinstance(role, str) or role not in _ROLES:
             known = ", ".join(_ROLES)
-            _refuse(place, f"{where} is from {_shown(role)}; the roles that are read are {known}")
+            _refuse(
+                place, f"{where} is from {short_json(role)}; the roles that are read are {known}"
+            )
         message = {"role": _ROLES[role], "content": message.pop("value"), **message}
     content = message.get("content")
     calls_tools = content is None and isinstance(message.get("tool_calls"), list)
@@ -218,9 +218,9 @@ def _read_message(value: Any, place: str, where: str) -> tuple[dict[str, Any], b
     if learned and message["role"] != ASSISTANT and said != ["weight"]:
         _refuse(
             place,
-            f"{where} has {_shown(said[0])}: {_shown(message[said[0]])}, and is of the role "
-            f"{_shown(message['role'])}; only turns of the role {ASSISTANT} can be learned; "
-            "remove the key",
+            f"{where} has {short_json(said[0])}: {short_json(message[said[0]])}, and is of the "
+            f"role {short_json(message['role'])}; only turns of the role {ASSISTANT} can be "
+            "learned; remove the key",
         )
     return {key: item for key, item in message.items() if key not in said}, learned
 
@@ -254,19 +254,19 @@ def _is_learned(
             if type(value) not in (bool, int, float) or value not in (0, 1):
                 _refuse(
                     place,
-                    f"{where} has {_shown(key)}: {_shown(value)}, and only 0, 1, false and true "
-                    "are understood; give one of them, or remove the key",
+                    f"{where} has {short_json(key)}: {short_json(value)}, and only 0, 1, false and "
+                    "true are understood; give one of them, or remove the key",
                 )
             verdicts[key] = bool(value) == (key in _LEARNS)
         elif _words(key) & _WORDS and not (is_line and isinstance(value, str)):
             _refuse(
                 place,
-                f"{where} has {_shown(key)}, which seems to say what is learned and is not "
+                f"{where} has {short_json(key)}, which seems to say what is learned and is not "
                 'understood; say it with "train": false or "weight": 0, or remove or rename the '
                 "key",
             )
     if len(set(verdicts.values())) > 1:
-        names = " and ".join(map(_shown, verdicts))
+        names = " and ".join(map(short_json, verdicts))
         _refuse(place, f"{where} has {names}, which contradict each other; keep one")
     if type(entry.get("label")) is bool and is_line and "label" not in own:
         _refuse(
@@ -287,21 +287,21 @@ def _join_parts(content: Any, place: str, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        _refuse(place, f"{where} has a content that is no text: {_shown(content)}")
+        _refuse(place, f"{where} has a content that is no text: {short_json(content)}")
     texts = []
     for number, part in enumerate(content, 1):
         kind = part.get("type") if isinstance(part, dict) else part
         if kind != "text" or not isinstance(part.get("text"), str):
             _refuse(
                 place,
-                f"{where}: part {number} of its content is {_shown(kind)}, and only parts such as "
-                '{"type": "text", "text": "..."} are read; remove the part or the example',
+                f"{where}: part {number} of its content is {short_json(kind)}, and only parts such "
+                'as {"type": "text", "text": "..."} are read; remove the part or the example',
             )
         for key, value in part.items():
             if value is not None and _words(key) & _WORDS:
                 _refuse(
                     place,
-                    f"{where}: part {number} of its content has {_shown(key)}, and only whole "
+                    f"{where}: part {number} of its content has {short_json(key)}, and only whole "
                     "messages can be left unlearned; move the key to the message",
                 )
         texts.append(part["text"])
@@ -330,7 +330,7 @@ def _read_alpaca(entry: dict[str, Any], place: str) -> tuple[str, str, str]:
     texts = [entry["instruction"], entry.get("input") or "", entry["output"]]
     for key, text in zip(("instruction", "input", "output"), texts, strict=True):
         if not isinstance(text, str):
-            _refuse(place, f"its {_shown(key)} is {_shown(text)}, and must be a text")
+            _refuse(place, f"its {short_json(key)} is {short_json(text)}, and must be a text")
     return texts[0], texts[1], texts[2]
 
 
@@ -362,7 +362,7 @@ def _read_tools(tools: Any, place: str) -> Any:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, list):
-        _refuse(place, f'its "tools" is {_shown(tools)}, and must be a list')
+        _refuse(place, f'its "tools" is {short_json(tools)}, and must be a list')
     return found
 
 
@@ -373,19 +373,9 @@ def _refuse_media(
         if entry.get(key) and key not in own:
             _refuse(
                 place,
-                f"{where} has {_shown(key)}, and only texts are learned; remove the example, or "
-                "rename the key",
+                f"{where} has {short_json(key)}, and only texts are learned; remove the example, "
+                "or rename the key",
             )
-
-
-def _shown(value: Any) -> str:
-    """Return a value of the line as JSON, on one line and cut."""
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except (ValueError, RecursionError):
-        text = type(value).__name__
-    text = one_line(text)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _refuse(place: str, problem: str) -> NoReturn:

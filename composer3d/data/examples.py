@@ -48,7 +48,7 @@ from composer3d.data.tokenizer import (
     tokenizer_file,
 )
 from composer3d.facts.errors import DataError
-from composer3d.recipe.values import one_line
+from composer3d.facts.text import one_line
 
 _TEMPLATE_BYTES = 1 << 20
 _CONFIG_BYTES = 64 << 20
@@ -148,7 +148,7 @@ def open_example_tokenizer(name: str, end: str | None, examples: Examples) -> To
         return _ByteAnswerTokenizer()
     file = tokenizer_file(name)
     content = read_tokenizer(file)
-    shown, ends = one_line(str(file)), ends_of(file, end)
+    shown, ends = one_line(file), ends_of(file, end)
     if isinstance(examples, Answers):
         return _AnswerTokenizer(shown, content, ends, special_as_text=False)
     chat = _read_chat_settings(Path(name), examples)
@@ -343,7 +343,7 @@ def _read_chat_settings(path: Path, examples: Chat) -> ChatSettings:
             template = _default_template(config.get("chat_template"))
     if not isinstance(template, str):
         raise DataError(
-            f"--tokenizer {one_line(str(path))}: {one_line(str(folder))} has no chat template, "
+            f"--tokenizer {one_line(path)}: {one_line(folder)} has no chat template, "
             f"neither {_TEMPLATE} nor in {TOKENIZER_CONFIG}; give one by --chat-template"
         )
     tokens = {}
@@ -392,4 +392,4 @@ def _as_json(value: Any, place: str) -> bytes:
         ValueError,
         RecursionError,
     ) as error:  # a lone surrogate, or a number that is not finite
-        raise DataError(f"{place}: {one_line(str(error))[:300]}; correct the line") from None
+        raise DataError(f"{place}: {one_line(error, 300)}; correct the line") from None

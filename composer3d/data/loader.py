@@ -26,6 +26,7 @@ from composer3d.data.order import (
 from composer3d.data.rows import FILLING, EvenRows, Rows, WholeDocumentRows
 from composer3d.data.tokens import Corpus
 from composer3d.facts.errors import DataError
+from composer3d.facts.text import short_json
 from composer3d.models.contract import IGNORE_INDEX
 
 Packing = Literal["none", "documents", "whole_documents"]
@@ -346,7 +347,7 @@ class Loader(Dataset[Batch]):
         order = name.removesuffix(_OF_WHOLE_DOCUMENTS)
         if order not in ORDERS:
             raise DataError(
-                f"the checkpoint was made with the order of samples {order!r:.60}, and this "
+                f"the checkpoint was made with the order of samples {short_json(order)}, and this "
                 f"composer3d knows {' and '.join(ORDERS)}; use a newer composer3d"
             )
         if "order" in state:

@@ -45,14 +45,15 @@ from composer3d.data.tokenizer import (
 )
 from composer3d.data.tokens import write_manifest
 from composer3d.data.unfinished import (
+    FinishedShard,
     Piece,
-    Shard,
     ShardWriter,
     Unfinished,
     unfinished_folder,
 )
 from composer3d.facts.errors import DataError
 from composer3d.facts.files import read_plain
+from composer3d.facts.text import one_line
 from composer3d.facts.token_manifest import (
     MOST_SHARDS,
     TOKENIZER,
@@ -61,7 +62,6 @@ from composer3d.facts.token_manifest import (
     digest_of_files,
     shard_files,
 )
-from composer3d.recipe.values import one_line
 from composer3d.runtime.files import write_atomic
 from composer3d.runtime.launch import usable_cores
 from composer3d.runtime.progress import Progress
@@ -71,7 +71,7 @@ from composer3d.runtime.progress import Progress
 _BATCH_BYTES = 512 << 10  # of text
 _BATCH_DOCUMENTS = 1 << 14  # each takes about 1000 bytes of memory, even if it is empty
 
-SHARD_TOKENS = 100_000_000
+_SHARD_TOKENS = 100_000_000
 
 # The folders to make: the one that is named, or two in it.
 _WHOLE, _TRAIN, _VALIDATION = "", "train", "validation"
@@ -97,7 +97,7 @@ def prepare(
     eod: str | None = None,
     field: str | None = None,
     processes: int | None = None,
-    shard_tokens: int = SHARD_TOKENS,
+    shard_tokens: int = _SHARD_TOKENS,
     split: float | None = None,
     examples: Examples | None = None,
     max_expansion: int = MAX_EXPANSION,
@@ -155,7 +155,7 @@ def prepare(
         _require_valid_path(option, path)
     target = Path(os.path.abspath(out))
     if os.path.lexists(target):
-        raise DataError(f"{_shown(target)} exists; remove it, or give another -o")
+        raise DataError(f"{one_line(target)} exists; remove it, or give another -o")
     handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         unfinished = unfinished_folder(target)
@@ -260,7 +260,7 @@ class _Work:
             path = unfinished.folder / TOKENIZER
             if os.path.lexists(path):
                 content = read_plain(path, limit=FILE_BYTES, follow_links=False)
-                shown = _shown(unfinished.folder)
+                shown = one_line(unfinished.folder)
                 print(f"{shown}: goes on with the tokenizer that it holds", file=sys.stderr)
             else:
                 documents = read_documents(
@@ -303,7 +303,7 @@ class _Work:
             yield
         except OSError as error:
             raise DataError(
-                f"{_shown(self.out)} cannot be written: {error.strerror}; give another -o"
+                f"{one_line(self.out)} cannot be written: {error.strerror}; give another -o"
             ) from error
 
     def _write(self, unfinished: Unfinished, source: str, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -420,7 +420,7 @@ class _Work:
             number = len(unfinished.shards_of(name))
             if number == MOST_SHARDS:
                 raise DataError(
-                    f"{_shown(self.out)} would have more than {MOST_SHARDS:,} shards; "
+                    f"{one_line(self.out)} would have more than {MOST_SHARDS:,} shards; "
                     "use a larger --shard-tokens"
                 )
             has_mask = self.examples is not None
@@ -470,7 +470,7 @@ def _encode(pool: TokenizerPool, batches: Iterator[list[Document]]) -> Iterator[
 _COUNTS = ("documents", "tokens", "learned", "shards")
 
 
-def _count(shards: Sequence[Shard]) -> dict[str, int]:
+def _count(shards: Sequence[FinishedShard]) -> dict[str, int]:
     """Count what shards hold. Only shards with masks have ``learned``."""
     learned = [shard.learned for shard in shards if shard.learned is not None]
     return {
@@ -512,7 +512,7 @@ def _finish_piece(
 
 
 def _finish_folder(
-    folder: Path, facts: dict[str, Any], shards: Sequence[Shard], tokenizer: bytes | None
+    folder: Path, facts: dict[str, Any], shards: Sequence[FinishedShard], tokenizer: bytes | None
 ) -> None:
     """Write the tokenizer and the manifest of a folder whose shards are written, and sync it."""
     counts = _count(shards)
@@ -563,9 +563,9 @@ def _list_sources(
         fields.append(field_of_source)
         if field_of_source != fields[0]:
             raise DataError(
-                f"{_shown(sources[0])} and {_shown(source)}: one is text and the other is JSONL "
-                "or a table; give sources of one kind, and prepare the others into a folder of "
-                "their own"
+                f"{one_line(sources[0])} and {one_line(source)}: one is text and the other is "
+                "JSONL or a table; give sources of one kind, and prepare the others into a folder "
+                "of their own"
             )
     return files, fields[0]
 
@@ -584,7 +584,7 @@ def _list_source(
     """
     if not os.path.exists(source):
         raise DataError(
-            f"{_shown(source)} does not exist; "
+            f"{one_line(source)} does not exist; "
             "give a text file, a .jsonl or .parquet file, or a folder of one kind"
         )
     key = "text" if field is None else field
@@ -594,7 +594,7 @@ def _list_source(
     own = source / os.path.relpath(os.path.realpath(unfinished), os.path.realpath(source))
     files = [file for file in list_files(source) if not file.is_relative_to(own)]
     if not files:
-        raise DataError(f"{_shown(source)}: no files found; give a path that holds text")
+        raise DataError(f"{one_line(source)}: no files found; give a path that holds text")
 
     examples = {text_suffix(file): file for file in files}  # a file of each suffix
     is_parquet = PARQUET_SUFFIX in examples
@@ -603,35 +603,33 @@ def _list_source(
         is_accepted = suffix not in _NO_TEXT or (is_jsonl_by_field and suffix in _JSON_SUFFIXES)
         if not is_accepted:
             raise DataError(
-                f"{_shown(file)}: a {one_line(suffix)} file is not read as text; {_NO_TEXT[suffix]}"
+                f"{one_line(file)}: a {one_line(suffix)} file is not read as text; "
+                f"{_NO_TEXT[suffix]}"
             )
 
     for suffix, kind in ((".jsonl", "JSONL"), (PARQUET_SUFFIX, "Parquet")):
         others = [file for other, file in examples.items() if other != suffix]
         if suffix in examples and others:
             raise DataError(
-                f"{_shown(source)} holds {kind} and other files, such as {_shown(others[0])}; "
+                f"{one_line(source)} holds {kind} and other files, such as {one_line(others[0])}; "
                 "give a folder of one kind"
             )
     if is_parquet:
         compressed = [file for file in files if is_compressed(file)]
         if compressed:
-            raise DataError(f"{_shown(compressed[0])}: Parquet is compressed inside; decompress it")
+            raise DataError(
+                f"{one_line(compressed[0])}: Parquet is compressed inside; decompress it"
+            )
         require_package("parquet", source)
         return [identify(file, "parquet") for file in files], key
     if is_jsonl_by_field or ".jsonl" in examples:
         return [identify(file, "text") for file in files], key
     if field is not None:
         raise DataError(
-            f"--field {one_line(field)} is only read with JSONL and tables, and {_shown(source)} "
+            f"--field {one_line(field)} is only read with JSONL and tables, and {one_line(source)} "
             "holds neither a .jsonl nor a .parquet file; remove it"
         )
     return [identify(file, "text") for file in files], None
-
-
-def _shown(path: Path) -> str:
-    """Return a path on one line."""
-    return one_line(str(path))
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

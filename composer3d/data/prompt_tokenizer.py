@@ -20,7 +20,7 @@ from composer3d.data.tokenizer import (
     tokenizer_file,
 )
 from composer3d.facts.errors import DataError
-from composer3d.recipe.values import one_line
+from composer3d.facts.text import one_line
 
 
 class PromptTokenizer:

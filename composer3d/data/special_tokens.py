@@ -6,8 +6,8 @@ from typing import Any
 
 from composer3d.facts.errors import DataError
 from composer3d.facts.files import parse_json, read_plain
+from composer3d.facts.text import one_line
 from composer3d.facts.token_manifest import TOKENIZER
-from composer3d.recipe.values import one_line
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
@@ -71,7 +71,7 @@ def read_beside(path: Path, limit: int) -> bytes | None:
         return None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError(f"{one_line(str(path))}: cannot be read: {reason}") from None
+        raise DataError(f"{one_line(path)}: cannot be read: {reason}") from None
 
 
 def parse_object(content: bytes, path: Path) -> dict[str, Any]:
@@ -81,7 +81,5 @@ def parse_object(content: bytes, path: Path) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise ValueError("it is no object")
     except ValueError as error:
-        raise DataError(
-            f"{one_line(str(path))}: cannot be used: {one_line(str(error))[:300]}"
-        ) from None
+        raise DataError(f"{one_line(path)}: cannot be used: {one_line(error, 300)}") from None
     return value

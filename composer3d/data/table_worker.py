@@ -28,12 +28,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-ROWS = 64  # that are decoded at once
-CPU_S = 60.0  # of processor time for these rows, and for what comes before the first ones
-FRAME_BYTES = 512 << 10  # of text in a batch, which ends with the text that reaches this
+_ROWS = 64  # that are decoded at once
+_CPU_S = 60.0  # of processor time for these rows, and for what comes before the first ones
+_FRAME_BYTES = 512 << 10  # of text in a batch, which ends with the text that reaches this
 
 
-class RefusedError(Exception):
+class _RefusedError(Exception):
     """The file cannot be used. The text says why."""
 
 
@@ -48,65 +48,65 @@ def main() -> None:
     memory = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, hard))
     try:
-        write_texts(settings)
-        write_frame(b".")
+        _write_texts(settings)
+        _write_frame(b".")
     except BrokenPipeError:
         # The parent has ended. Python must not write what is left to the closed pipe.
         os._exit(1)
     except BaseException as error:
-        write_frame(b"-" + explain(error).encode(errors="replace"))
+        _write_frame(b"-" + _explain(error).encode(errors="replace"))
 
 
-def write_texts(settings: dict[str, Any]) -> None:
+def _write_texts(settings: dict[str, Any]) -> None:
     """Write the number of rows, and the text of each row from ``first`` on.
 
     Raises:
-        RefusedError: the file has no such column of text, or another number of rows than it says;
+        _RefusedError: the file has no such column of text, or another number of rows than it says;
             or a row has no text, or a text longer than ``longest``.
     """
     field, number = settings["field"], settings["first"]
-    limit_processor_time()
+    _limit_processor_time()
     if settings["kind"] == "parquet":
-        rows, columns = open_parquet(field, number)
+        rows, columns = _open_parquet(field, number)
     else:
-        rows, columns = open_dataset(settings["path"], field, number)
-    write_frame(b"n" + struct.pack("<q", rows))
+        rows, columns = _open_dataset(settings["path"], field, number)
+    _write_frame(b"n" + struct.pack("<q", rows))
     texts: list[bytes] = []
     size = 0
     for column in columns:
-        limit_processor_time()
+        _limit_processor_time()
         # Arrow trusts offsets and texts in a file until it is asked to look at them.
         column.validate(full=True)
         for value in column:
             number += 1
             if number > rows:
-                raise RefusedError(f"it has more than the {rows} rows that it says; copy it again")
+                raise _RefusedError(f"it has more than the {rows} rows that it says; copy it again")
             if not value.is_valid:
-                raise RefusedError(
+                raise _RefusedError(
                     f"row {number} has no text (its {field!r} is null); remove the row"
                 )
             text = value.as_buffer().to_pybytes()
             if len(text) > settings["longest"]:
-                raise RefusedError(
+                raise _RefusedError(
                     f"row {number} has {len(text):_} bytes, but at most {settings['longest']:_} "
                     "are read into memory; cut it into several documents"
                 )
             texts.append(text)
             size += len(text)
-            if size >= FRAME_BYTES:
-                write_batch(texts)
+            if size >= _FRAME_BYTES:
+                _write_batch(texts)
                 texts, size = [], 0
     if texts:
-        write_batch(texts)
+        _write_batch(texts)
     if number != rows:
-        raise RefusedError(f"it has {number} rows, not {rows} as it says; copy it again")
+        raise _RefusedError(f"it has {number} rows, not {rows} as it says; copy it again")
 
 
-def open_parquet(field: str, first: int) -> tuple[int, Iterator[Any]]:
+def _open_parquet(field: str, first: int) -> tuple[int, Iterator[Any]]:
     """Return the number of rows, and the texts from row ``first`` on, some rows at a time.
 
     Raises:
-        RefusedError: the table has no column of text named ``field``.
+        _RefusedError: the table has no column of text named ``field``.
     """
     import pyarrow
     from pyarrow import parquet
@@ -119,7 +119,7 @@ def open_parquet(field: str, first: int) -> tuple[int, Iterator[Any]]:
         # Most writers leave them out.
         page_checksum_verification=True,
     )
-    require_text(file.schema_arrow, field)
+    _require_text(file.schema_arrow, field)
 
     def columns() -> Iterator[Any]:
         skip = first
@@ -129,21 +129,21 @@ def open_parquet(field: str, first: int) -> tuple[int, Iterator[Any]]:
                 skip -= rows
                 continue
             for batch in file.iter_batches(
-                batch_size=ROWS, row_groups=[group], columns=[field], use_threads=False
+                batch_size=_ROWS, row_groups=[group], columns=[field], use_threads=False
             ):
                 column = batch.column(batch.schema.get_field_index(field))
                 if skip < len(column):
-                    yield as_text(column[skip:])
+                    yield _as_text(column[skip:])
                 skip = max(skip - len(column), 0)
 
     return file.metadata.num_rows, columns()
 
 
-def open_dataset(path: str, field: str, first: int) -> tuple[int, Iterator[Any]]:
+def _open_dataset(path: str, field: str, first: int) -> tuple[int, Iterator[Any]]:
     """Return the number of rows, and the texts from row ``first`` on, some rows at a time.
 
     Raises:
-        RefusedError: state.json names something that is no file of the folder, or the table has no
+        _RefusedError: state.json names something that is no file of the folder, or the table has no
             column of text named ``field``.
     """
     with open(os.path.join(path, "state.json"), "rb") as file:
@@ -152,40 +152,40 @@ def open_dataset(path: str, field: str, first: int) -> tuple[int, Iterator[Any]]
         name = entry["filename"]
         # datasets would follow a path out of the folder, and wait for ever for a named pipe.
         if os.path.basename(name) != name or not os.path.isfile(os.path.join(path, name)):
-            raise RefusedError(f"its state.json names {name!r}, which is no file of the folder")
+            raise _RefusedError(f"its state.json names {name!r}, which is no file of the folder")
 
     import datasets
 
     dataset = datasets.load_from_disk(path, keep_in_memory=False)
-    require_text(dataset.data.schema, field)
+    _require_text(dataset.data.schema, field)
     rows = len(dataset)
     # Arrow tables, so that no column is decoded into Python objects.
     texts = dataset.select_columns([field]).with_format("arrow").skip(first)
 
     def columns() -> Iterator[Any]:
-        for table in texts.iter(batch_size=ROWS):
-            yield as_text(table.column(field))
+        for table in texts.iter(batch_size=_ROWS):
+            yield _as_text(table.column(field))
 
     return rows, columns()
 
 
-def limit_processor_time() -> None:
-    """Give this process ``CPU_S`` more of processor time, after which the kernel ends it."""
+def _limit_processor_time() -> None:
+    """Give this process ``_CPU_S`` more of processor time, after which the kernel ends it."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    soft = int(used.ru_utime + used.ru_stime + CPU_S) + 1
+    soft = int(used.ru_utime + used.ru_stime + _CPU_S) + 1
     soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
     resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
-def require_text(schema: Any, field: str) -> None:
-    """Raise RefusedError unless the table has one column of text named ``field``."""
+def _require_text(schema: Any, field: str) -> None:
+    """Raise _RefusedError unless the table has one column of text named ``field``."""
     import pyarrow
 
     found = schema.get_all_field_indices(field)
     if len(found) != 1:
         names = ", ".join(repr(name) for name in schema.names[:20])
-        raise RefusedError(
+        raise _RefusedError(
             f"it has {len(found) or 'no'} column{'s' * (len(found) > 1)} {field!r}; "
             f"name one of its columns with --field: {names}"
         )
@@ -198,35 +198,35 @@ def require_text(schema: Any, field: str) -> None:
         or pyarrow.types.is_string_view(kind)
     )
     if not is_text:
-        raise RefusedError(
+        raise _RefusedError(
             f"its column {field!r} holds {kind}, not text; name another one with --field"
         )
 
 
-def as_text(column: Any) -> Any:
+def _as_text(column: Any) -> Any:
     """Return a column of text without dictionary or views."""
     import pyarrow
 
     return column if pyarrow.types.is_string(column.type) else column.cast(pyarrow.large_string())
 
 
-def explain(error: BaseException) -> str:
+def _explain(error: BaseException) -> str:
     """Return the reason of an error on one line."""
     if isinstance(error, MemoryError):
         return "it takes too much memory; copy it again, or write it with smaller row groups"
     text = " ".join(str(error).split())[:500] or type(error).__name__
-    if isinstance(error, RefusedError):
+    if isinstance(error, _RefusedError):
         return text
     return f"cannot be read: {text}; copy it again, or move it away"
 
 
-def write_batch(texts: list[bytes]) -> None:
+def _write_batch(texts: list[bytes]) -> None:
     """Write a frame with a batch of texts."""
     header = struct.pack(f"<{len(texts) + 1}q", len(texts), *map(len, texts))
-    write_frame(b"t" + header + b"".join(texts))
+    _write_frame(b"t" + header + b"".join(texts))
 
 
-def write_frame(content: bytes) -> None:
+def _write_frame(content: bytes) -> None:
     """Write a frame, and flush it."""
     sys.stdout.buffer.write(struct.pack("<q", len(content)))
     sys.stdout.buffer.write(content)

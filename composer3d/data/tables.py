@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, Literal, NamedTuple
 
 from composer3d.facts.errors import DataError
-from composer3d.recipe.values import one_line
+from composer3d.facts.text import one_line
 
 TableKind = Literal["parquet", "dataset"]
 
@@ -37,7 +37,7 @@ _PACKAGES: dict[TableKind, tuple[str, str]] = {
 }
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A row of a table.
 
     Attributes:
@@ -60,8 +60,8 @@ def is_dataset(path: Path) -> bool:
         splits = sorted(file.parent.name for file in path.glob(f"*/{_DATASET_FILES[0]}"))
         example = path / splits[0] if splits else path / "train"
         raise DataError(
-            f"{one_line(str(path))} holds several splits ({one_line(', '.join(splits[:20]))}); "
-            f"give one of them, such as {one_line(str(example))}"
+            f"{one_line(path)} holds several splits ({one_line(', '.join(splits[:20]))}); "
+            f"give one of them, such as {one_line(example)}"
         )
     return all(os.path.isfile(path / name) for name in _DATASET_FILES)
 
@@ -86,14 +86,14 @@ def require_package(kind: TableKind, path: Path) -> None:
     package, extra = _PACKAGES[kind]
     if importlib.util.find_spec(package) is None:
         raise DataError(
-            f"{one_line(str(path))}: reading it needs the package {package}; install it with "
+            f"{one_line(path)}: reading it needs the package {package}; install it with "
             f"pip install 'composer3d[{extra}]', or convert it to JSONL"
         )
 
 
 def read_rows(
     kind: TableKind, path: Path, content: BinaryIO | None, field: str, *, first: int
-) -> Generator[Row, None, None]:
+) -> Generator[TableRow, None, None]:
     """Yield the rows of a table, in order. Close the iterator to end its process.
 
     Memory does not depend on the size of the table, nor on that of its row groups.
@@ -151,14 +151,14 @@ def read_rows(
                 case b"t":
                     for text in _unpack(frame):
                         number += 1
-                        yield Row(number, rows, text)
+                        yield TableRow(number, rows, text)
                 case b"-":
                     reason = frame[1:].decode(errors="replace")
-                    raise DataError(f"{one_line(str(path))}: {one_line(reason)}")
+                    raise DataError(f"{one_line(path)}: {one_line(reason)}")
                 case _:
                     status = process.wait()
                     raise DataError(
-                        f"{one_line(str(path))}: {_PACKAGES[kind][0]} ends with status {status} "
+                        f"{one_line(path)}: {_PACKAGES[kind][0]} ends with status {status} "
                         "while it reads it, as if it were damaged; copy it again, or move it away"
                     )
     finally:

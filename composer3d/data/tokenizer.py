@@ -32,8 +32,9 @@ from composer3d.data.special_tokens import read_own_ends
 from composer3d.facts.errors import DataError
 from composer3d.facts.files import read_plain
 from composer3d.facts.ranges import MOST_VOCAB
+from composer3d.facts.text import one_line
 from composer3d.facts.token_manifest import TOKENIZER
-from composer3d.recipe.values import as_short_toml, join_with_or, one_line
+from composer3d.recipe.values import as_short_toml, join_with_or
 
 FILE_BYTES = 64 << 20  # in a tokenizer.json; the largest published ones have half of that
 WORKER = Path(__file__).with_name("tokenizer_worker.py")
@@ -146,7 +147,7 @@ class Tokenizer:
         """End the process of the tokenizer, if there is one, and free its pipes."""
 
 
-class Decoder:
+class TokenDecoder:
     """Turns tokens into text again, in a process of its own if there is a tokenizer.json.
 
     Args:
@@ -255,7 +256,7 @@ def open_tokenizer(name: str, end: str | None) -> Tokenizer:
     if name != "bytes":
         path = tokenizer_file(name)
         content = read_tokenizer(path)
-        return FileTokenizer(one_line(str(path)), content, ends_of(path, end))
+        return FileTokenizer(one_line(path), content, ends_of(path, end))
     if end is not None:
         raise DataError(
             f"--eod {one_line(end)} is not used with --tokenizer bytes, because byte 0 ends a "
@@ -289,7 +290,7 @@ def tokenizer_file(name: str) -> Path:
     file = path / TOKENIZER
     if os.path.lexists(file):
         return file
-    shown = one_line(str(path))
+    shown = one_line(path)
     others = [other for other in OTHER_TOKENIZERS if (path / other).exists()]
     others += sorted(one_line(file.name) for file in path.glob("*.tiktoken"))[:1]
     if not others:
@@ -325,7 +326,7 @@ def read_tokenizer(path: str | Path) -> bytes:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
         raise DataError(
-            f"--tokenizer {one_line(str(path))}: {reason or error}; "
+            f"--tokenizer {one_line(path)}: {reason or error}; "
             "give bytes, or the path of a tokenizer.json"
         ) from None
 

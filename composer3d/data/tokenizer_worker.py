@@ -10,7 +10,7 @@ beside it. It is run as a script, because an import of its package would import 
 Each request and each answer is a frame: its length in 8 bytes, little-endian, then its content.
 
 - The first request is the settings (JSON), the second the tokenizer.json. The answer to both is
-  JSON: ``{"error": TEXT, "part": "tokenizer" or "template"}``, or what ``describe`` returns.
+  JSON: ``{"error": TEXT, "part": "tokenizer" or "template"}``, or what ``_describe`` returns.
 - A further request may be b"e" and a batch of texts: their number and their lengths in bytes, all
   int64, then the texts in UTF-8. The answer is b"+", the number of tokens of each text (int64),
   and all tokens (uint32); or b"-" and the text of an error.
@@ -23,7 +23,7 @@ Each request and each answer is a frame: its length in 8 bytes, little-endian, t
 - Or it is b"d" and tokens (uint32). The answer is b"+" and their text in UTF-8; or b"-" and the
   text of an error. b"D" in place of b"d" keeps special tokens.
 
-If the settings have ``train``, a tokenizer is trained instead. The requests after the settings are
+If the settings have ``_train``, a tokenizer is trained instead. The requests after the settings are
 batches of texts, as after b"e", and at last b".". The one answer is b"+" and a tokenizer.json; or
 b"-" and the text of an error.
 """
@@ -41,7 +41,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-LONGEST_WORD = 256  # bytes of a word that a tokenizer is trained on
+_LONGEST_WORD = 256  # bytes of a word that a tokenizer is trained on
 _SAMPLE = "a b\n1é"  # a text to try a tokenizer with
 
 
@@ -51,51 +51,51 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    settings = json.loads(read_frame(requests))
+    settings = json.loads(_read_frame(requests))
     if "train" in settings:
         try:
-            answer_bytes = b"+" + train(settings["train"], read_batches(requests))
+            answer_bytes = b"+" + _train(settings["train"], _read_batches(requests))
         except BaseException as error:
-            answer_bytes = b"-" + explain(error).encode(errors="replace")
-        write_frame(answers, answer_bytes)
+            answer_bytes = b"-" + _explain(error).encode(errors="replace")
+        _write_frame(answers, answer_bytes)
         return
-    content = read_frame(requests)
+    content = _read_frame(requests)
 
-    limit(settings, "load", len(content))
+    _limit(settings, "load", len(content))
     tokenizer = template = None
     part = "tokenizer"
     try:
         if settings["chat"] is not None:
             part = "template"
-            template = load_template(settings["chat"])
+            template = _load_template(settings["chat"])
             part = "tokenizer"
-        tokenizer = load(content, special_as_text=settings["special_as_text"])
-        answer = describe(tokenizer, settings["ends"])
+        tokenizer = _load(content, special_as_text=settings["special_as_text"])
+        answer = _describe(tokenizer, settings["ends"])
     except BaseException as error:
-        answer = {"error": explain(error), "part": part}
-    write_frame(answers, json.dumps(answer).encode())
+        answer = {"error": _explain(error), "part": part}
+    _write_frame(answers, json.dumps(answer).encode())
 
     while tokenizer is not None:
-        request = read_frame(requests)
+        request = _read_frame(requests)
         if not request:
             break
-        limit(settings, "encode", len(request))
+        _limit(settings, "encode", len(request))
         try:
             if request[:1] in (b"d", b"D"):
                 skips_special = request[:1] == b"d"
-                answer_bytes = b"+" + decode(tokenizer, request[1:], skips_special=skips_special)
+                answer_bytes = b"+" + _decode(tokenizer, request[1:], skips_special=skips_special)
             elif request[:1] == b"c":
-                answer_bytes = encode_chats(tokenizer, template, request[1:], settings)
+                answer_bytes = _encode_chats(tokenizer, template, request[1:], settings)
             else:
                 adds_special = settings["adds_special_tokens"] or request[:1] == b"p"
-                answer_bytes = b"+" + encode(tokenizer, request[1:], adds_special=adds_special)
+                answer_bytes = b"+" + _encode(tokenizer, request[1:], adds_special=adds_special)
         except BaseException as error:
             number = struct.pack("<q", -1) if request[:1] == b"c" else b""
-            answer_bytes = b"-" + number + explain(error).encode(errors="replace")
-        write_frame(answers, answer_bytes)
+            answer_bytes = b"-" + number + _explain(error).encode(errors="replace")
+        _write_frame(answers, answer_bytes)
 
 
-def load(content: bytes, *, special_as_text: bool) -> Any:
+def _load(content: bytes, *, special_as_text: bool) -> Any:
     """Load a tokenizer.json. Raises the exceptions of the tokenizers library, panics included.
 
     With ``special_as_text``, "</s>" in a text is ordinary text: only ``prepare`` may end a
@@ -113,7 +113,7 @@ def load(content: bytes, *, special_as_text: bool) -> Any:
     return tokenizer
 
 
-def describe(tokenizer: Any, ends: list[str | int]) -> dict[str, Any]:
+def _describe(tokenizer: Any, ends: list[str | int]) -> dict[str, Any]:
     """Return facts about the vocabulary, and encode a short text.
 
     A tokenizer that panics on its first text does so here, before the real texts.
@@ -147,12 +147,12 @@ def describe(tokenizer: Any, ends: list[str | int]) -> dict[str, Any]:
     }
 
 
-def encode(tokenizer: Any, batch: bytes, *, adds_special: bool) -> bytes:
+def _encode(tokenizer: Any, batch: bytes, *, adds_special: bool) -> bytes:
     """Encode a batch of texts. The docstring of the module gives the format of both.
 
     With ``adds_special``, each text gets the special tokens that the tokenizer adds.
     """
-    texts = unpack(batch)
+    texts = _unpack(batch)
     counts, tokens = [], array.array("I")
     for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=adds_special):
         ids = encoding.ids
@@ -163,17 +163,17 @@ def encode(tokenizer: Any, batch: bytes, *, adds_special: bool) -> bytes:
     return struct.pack(f"<{len(counts)}q", *counts) + tokens.tobytes()
 
 
-def encode_chats(tokenizer: Any, template: Any, batch: bytes, settings: dict[str, Any]) -> bytes:
+def _encode_chats(tokenizer: Any, template: Any, batch: bytes, settings: dict[str, Any]) -> bytes:
     """Render and encode a batch of conversations. Returns a whole answer, also of an error."""
     rendered = []
-    for number, conversation in enumerate(unpack(batch)):
+    for number, conversation in enumerate(_unpack(batch)):
         try:
             rendered.append(template.render(json.loads(conversation)))
         except Exception as error:
-            return b"-" + struct.pack("<q", number) + explain(error).encode(errors="replace")
+            return b"-" + struct.pack("<q", number) + _explain(error).encode(errors="replace")
 
     texts = [text for text, _ in rendered]
-    limit(settings, "encode", len(batch) + sum(len(text.encode()) for text in texts))
+    _limit(settings, "encode", len(batch) + sum(len(text.encode()) for text in texts))
     counts, tokens, mask = [], array.array("I"), bytearray()
     # Only the slower encode_batch keeps the places of tokens in the text.
     encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
@@ -185,8 +185,8 @@ def encode_chats(tokenizer: Any, template: Any, batch: bytes, settings: dict[str
     for encoding, (text, spans) in zip(encodings, rendered, strict=True):
         counts.append(len(encoding.ids))
         tokens.extend(encoding.ids)
-        mask += mask_of(encoding.offsets, spans)
-        ends |= ends_of(text, encoding.ids, encoding.offsets, spans, special)
+        mask += _mask_of(encoding.offsets, spans)
+        ends |= _ends_of(text, encoding.ids, encoding.offsets, spans, special)
     if sys.byteorder == "big":
         tokens.byteswap()
     return (
@@ -198,7 +198,7 @@ def encode_chats(tokenizer: Any, template: Any, batch: bytes, settings: dict[str
     )
 
 
-def ends_of(
+def _ends_of(
     text: str,
     ids: list[int],
     offsets: list[tuple[int, int]],
@@ -230,7 +230,7 @@ def ends_of(
     return ends
 
 
-def mask_of(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> bytearray:
+def _mask_of(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> bytearray:
     """Return a byte for each token: 1 from the first to the last token with text of a span.
 
     Args:
@@ -251,7 +251,7 @@ def mask_of(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> byt
     return mask
 
 
-def unpack(batch: bytes) -> list[str]:
+def _unpack(batch: bytes) -> list[str]:
     """Return the texts of a batch, in the format of the module."""
     (count,) = struct.unpack_from("<q", batch)
     lengths = struct.unpack_from(f"<{count}q", batch, 8)
@@ -263,7 +263,7 @@ def unpack(batch: bytes) -> list[str]:
     return texts
 
 
-def load_template(chat: dict[str, Any]) -> Any:
+def _load_template(chat: dict[str, Any]) -> Any:
     """Compile the chat template of the settings, and forbid this process to write files."""
     # -P keeps this folder out of sys.path, so the file beside this one is loaded by its path.
     path = Path(__file__).with_name("chat_template.py")
@@ -277,26 +277,26 @@ def load_template(chat: dict[str, Any]) -> Any:
     return template
 
 
-def decode(tokenizer: Any, content: bytes, *, skips_special: bool) -> bytes:
+def _decode(tokenizer: Any, content: bytes, *, skips_special: bool) -> bytes:
     """Return the text of tokens, in the formats of the module."""
     tokens = struct.unpack(f"<{len(content) // 4}I", content)
     text: str = tokenizer.decode(tokens, skip_special_tokens=skips_special)
     return text.encode(errors="replace")
 
 
-def read_batches(requests: BinaryIO) -> Iterator[str]:
+def _read_batches(requests: BinaryIO) -> Iterator[str]:
     """Yield the texts to train on. Raises EOFError if the parent has ended before the last one."""
-    while (batch := read_frame(requests)) != b".":
+    while (batch := _read_frame(requests)) != b".":
         if not batch:
             raise EOFError("there is no end of the texts")
-        yield from unpack(batch)
+        yield from _unpack(batch)
 
 
-def train(wanted: dict[str, Any], texts: Iterator[str]) -> bytes:
+def _train(wanted: dict[str, Any], texts: Iterator[str]) -> bytes:
     """Train a byte-level BPE, and return its tokenizer.json.
 
     The texts are cut into words by GPT-2's pattern, and tokens do not go beyond a word. Longer ones
-    than ``LONGEST_WORD``, such as runs of blanks or encoded data, are cut further. Equal texts
+    than ``_LONGEST_WORD``, such as runs of blanks or encoded data, are cut further. Equal texts
     give equal bytes, in any order and with any number of threads: the trainer takes the pair that
     occurs most often, and of those that occur equally often the one with the smallest tokens.
 
@@ -319,7 +319,7 @@ def train(wanted: dict[str, Any], texts: Iterator[str]) -> bytes:
         )
     tokenizer = Tokenizer(models.BPE())
     # Merging a pair takes a time in proportion to the square of the length of a word.
-    pieces = pre_tokenizers.Split(Regex(f".{{{LONGEST_WORD}}}"), behavior="isolated")
+    pieces = pre_tokenizers.Split(Regex(f".{{{_LONGEST_WORD}}}"), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pieces])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -350,7 +350,7 @@ def train(wanted: dict[str, Any], texts: Iterator[str]) -> bytes:
     return text.encode()
 
 
-def limit(settings: dict[str, Any], request: Literal["load", "encode"], size: int) -> None:
+def _limit(settings: dict[str, Any], request: Literal["load", "encode"], size: int) -> None:
     """Limit the CPU time and memory of this process for one request.
 
     Beyond the limit of CPU time, the kernel ends the process. Beyond that of memory, allocations
@@ -366,15 +366,15 @@ def limit(settings: dict[str, Any], request: Literal["load", "encode"], size: in
     used = resource.getrusage(resource.RUSAGE_SELF)
     used_s = used.ru_utime + used.ru_stime
     allowed_s = settings[f"{request}_s"] + size * settings[f"{request}_s_per_byte"]
-    set_soft_limit(resource.RLIMIT_CPU, int(used_s + allowed_s) + 1)
+    _set_soft_limit(resource.RLIMIT_CPU, int(used_s + allowed_s) + 1)
 
     memory = settings["memory"] + settings["tokenizer_bytes"] * settings["load_memory_per_byte"]
     if request == "encode":
         memory += size * settings["encode_memory_per_byte"]
-    set_soft_limit(resource.RLIMIT_DATA, memory)
+    _set_soft_limit(resource.RLIMIT_DATA, memory)
 
 
-def set_soft_limit(resource_number: int, value: int) -> None:
+def _set_soft_limit(resource_number: int, value: int) -> None:
     """Set the soft limit of a resource.
 
     The hard limit is not changed, so that the next request can have a higher soft limit.
@@ -386,7 +386,7 @@ def set_soft_limit(resource_number: int, value: int) -> None:
         resource.setrlimit(resource_number, (soft, hard))
 
 
-def explain(error: BaseException) -> str:
+def _explain(error: BaseException) -> str:
     """Return the reason of an error on one line. A Rust panic is raised as a PanicException."""
     if isinstance(error, MemoryError):
         return "it takes too much memory"
@@ -394,7 +394,7 @@ def explain(error: BaseException) -> str:
     return f"it panics: {text}" if type(error).__name__ == "PanicException" else text
 
 
-def read_frame(file: BinaryIO) -> bytes:
+def _read_frame(file: BinaryIO) -> bytes:
     """Read the content of a frame. It is empty if the parent has closed the pipe."""
     header = file.read(8)
     if len(header) < 8:
@@ -402,7 +402,7 @@ def read_frame(file: BinaryIO) -> bytes:
     return file.read(struct.unpack("<q", header)[0])
 
 
-def write_frame(file: BinaryIO, content: bytes) -> None:
+def _write_frame(file: BinaryIO, content: bytes) -> None:
     """Write a frame, and flush it."""
     file.write(struct.pack("<q", len(content)))
     file.write(content)

@@ -22,7 +22,7 @@ from composer3d.facts.errors import DataError
 from composer3d.runtime.progress import Progress
 
 # Bytes of text to train on, about. Memory is in proportion to the number of different words in it.
-SAMPLE_BYTES = 512 << 20
+_SAMPLE_BYTES = 512 << 20
 _BATCH_BYTES = 1 << 20
 _NOTICE_S = 1.0  # the time between two notices that the training goes on
 
@@ -37,7 +37,7 @@ def train_tokenizer(
     end: str,
     source_bytes: int,
     processes: int,
-    sample_bytes: int = SAMPLE_BYTES,
+    sample_bytes: int = _SAMPLE_BYTES,
 ) -> bytes:
     """Train a byte-level BPE on documents, and return its tokenizer.json.
 

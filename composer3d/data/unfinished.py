@@ -26,8 +26,8 @@ from composer3d.data.tokens import add_content
 from composer3d.facts import token_manifest
 from composer3d.facts.errors import DataError
 from composer3d.facts.files import parse_json, read_plain
+from composer3d.facts.text import one_line
 from composer3d.facts.token_manifest import TOKENIZER, ContentDigest, mask_file, shard_files
-from composer3d.recipe.values import one_line
 from composer3d.runtime.files import append_whole, open_own, sync, write_atomic
 
 _JOURNAL, _LOCK = "journal.jsonl", "lock"
@@ -40,14 +40,14 @@ def unfinished_folder(out: Path) -> Path:
     return out.with_name(f"{out.name}.partial")
 
 
-class FileEntry(NamedTuple):
+class FinishedFile(NamedTuple):
     """A file of a shard: its size, and the digest of each chunk."""
 
     bytes: int
     digests: list[str]
 
 
-class Shard(NamedTuple):
+class FinishedShard(NamedTuple):
     """A finished shard: what it holds, and the entries of its files.
 
     ``content`` is the value of its ``ContentDigest``, in hexadecimal. If the shard has a mask,
@@ -57,12 +57,12 @@ class Shard(NamedTuple):
     tokens: int
     documents: int
     content: str
-    tokens_file: FileEntry
-    documents_file: FileEntry
+    tokens_file: FinishedFile
+    documents_file: FinishedFile
     learned: int | None = None
-    mask_file: FileEntry | None = None
+    mask_file: FinishedFile | None = None
 
-    def files(self, number: int) -> dict[str, FileEntry]:
+    def files(self, number: int) -> dict[str, FinishedFile]:
         """Return the entries of the files by name. ``number`` is that of the shard."""
         tokens_name, documents_name = shard_files(number)
         files = {tokens_name: self.tokens_file, documents_name: self.documents_file}
@@ -84,7 +84,7 @@ class Piece(NamedTuple):
 
     end: Position
     source_bytes: int
-    shards: dict[str, Shard]
+    shards: dict[str, FinishedShard]
     turn_ends: frozenset[int] = frozenset()
 
 
@@ -148,7 +148,7 @@ class Unfinished:
         """The bytes of the source that have been read."""
         return self.pieces[-1].source_bytes if self.pieces else 0
 
-    def shards_of(self, split: str) -> list[Shard]:
+    def shards_of(self, split: str) -> list[FinishedShard]:
         """Return the finished shards of a split, in order."""
         return [piece.shards[split] for piece in self.pieces if split in piece.shards]
 
@@ -185,7 +185,7 @@ class Unfinished:
             if self.pieces or (is_interrupt and has_tokenizer):
                 parts = f"{len(self.pieces)} finished parts" if self.pieces else "its tokenizer"
                 print(
-                    f"{one_line(str(self.folder))} keeps {parts}; "
+                    f"{one_line(self.folder)} keeps {parts}; "
                     "run the same command again to go on, or remove it",
                     file=sys.stderr,
                 )
@@ -202,14 +202,14 @@ class Unfinished:
             is_own = {path.name for path in self.folder.iterdir()} <= {_LOCK}
         if not is_own:
             raise DataError(
-                f"{one_line(str(self.folder))} is in the way: prepare works in a folder of that "
+                f"{one_line(self.folder)} is in the way: prepare works in a folder of that "
                 "name, and has not made this one; move it away, or give another -o"
             )
 
     def _read_journal(self, settings: dict[str, Any]) -> None:
         """Read the pieces of an earlier prepare, and write the journal of this one."""
         path = self.folder / _JOURNAL
-        shown = one_line(str(self.folder))
+        shown = one_line(self.folder)
         lines: list[bytes] = []
         if os.path.lexists(path):
             try:
@@ -225,7 +225,7 @@ class Unfinished:
                 self._keep_valid_pieces([_parse_object(line) for line in lines[1:]])
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise DataError(
-                    f"{shown}: its {_JOURNAL} cannot be used ({one_line(str(error))}); remove the "
+                    f"{shown}: its {_JOURNAL} cannot be used ({one_line(error)}); remove the "
                     "folder to begin anew"
                 ) from None
             if self._is_other_source:
@@ -311,13 +311,13 @@ class ShardWriter:
             self._mask_file.write(mask)
             self._learned += int(mask.sum())
 
-    def finish(self) -> Shard | None:
+    def finish(self) -> FinishedShard | None:
         """Sync the files, and return what was written; None, and no files, if that is nothing."""
         self._documents_file.write(np.array([self.tokens], dtype="<i8"))
         if not self.documents:
             self.remove()
             return None
-        return Shard(
+        return FinishedShard(
             self.tokens,
             self.documents,
             f"{self._content.value:x}",
@@ -355,13 +355,13 @@ class _DigestingFile:
             if self._bytes % token_manifest.CHUNK_BYTES == 0:
                 self._end_chunk()
 
-    def finish(self) -> FileEntry:
+    def finish(self) -> FinishedFile:
         if self._bytes % token_manifest.CHUNK_BYTES:
             self._end_chunk()
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        return FileEntry(self._bytes, self._digests)
+        return FinishedFile(self._bytes, self._digests)
 
     def remove(self) -> None:
         self._file.close()
@@ -403,8 +403,7 @@ def _lock(folder: Path) -> BinaryIO:
     except BlockingIOError:
         file.close()
         raise DataError(
-            f"{one_line(str(folder))} is in use by another prepare; wait for its end, or give "
-            "another -o"
+            f"{one_line(folder)} is in use by another prepare; wait for its end, or give another -o"
         ) from None
     except OSError:
         pass  # the file system has no locks
@@ -442,7 +441,7 @@ def _from_json(entry: dict[str, Any], splits: Sequence[str]) -> Piece:
         if split not in splits:
             raise ValueError(f"{split} is no split")
         tokens_file, documents_file, *mask = files
-        shard = Shard(
+        shard = FinishedShard(
             int(tokens),
             int(documents),
             f"{int(content, 16):x}",
@@ -458,5 +457,5 @@ def _from_json(entry: dict[str, Any], splits: Sequence[str]) -> Piece:
     return Piece(Position(file, offset, line), int(entry["source_bytes"]), shards, turn_ends)
 
 
-def _file_entry(size: Any, digests: Any) -> FileEntry:
-    return FileEntry(int(size), [str(digest) for digest in digests])
+def _file_entry(size: Any, digests: Any) -> FinishedFile:
+    return FinishedFile(int(size), [str(digest) for digest in digests])

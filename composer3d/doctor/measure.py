@@ -18,12 +18,12 @@ from composer3d.runtime.exchanges import (
 )
 from composer3d.runtime.process_group import form_group, max_over_ranks
 
-LATENCY_BYTES = 1 << 10  # of a message whose time is latency alone
+_LATENCY_BYTES = 1 << 10  # of a message whose time is latency alone
 
 # The sizes of messages, by the type of the device.
 _SIZES = {
-    "cpu": (LATENCY_BYTES, 1 << 20, 1 << 24),
-    "cuda": (LATENCY_BYTES, 1 << 20, 1 << 24, 1 << 28),
+    "cpu": (_LATENCY_BYTES, 1 << 20, 1 << 24),
+    "cuda": (_LATENCY_BYTES, 1 << 20, 1 << 24, 1 << 28),
 }
 _SECONDS = 0.1  # for each size of a collective, if one call takes less
 _MOST_CALLS = 20
@@ -56,7 +56,7 @@ def measure_collectives(
                 seconds, longest_s = _time_collective(entry, collective, n_bytes, device)
                 speeds.append(Speed(entry.axis, collective, n_bytes, seconds))
                 # The next size is 16 times as large, or more.
-                if 16 * longest_s > _LONGEST_S and n_bytes > LATENCY_BYTES:
+                if 16 * longest_s > _LONGEST_S and n_bytes > _LATENCY_BYTES:
                     break
     return speeds
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from composer3d.doctor import measure
 from composer3d.doctor.facts import RankFacts
-from composer3d.doctor.report import Disk, Report, make_report
+from composer3d.doctor.report import Disk, DoctorReport, make_report
 from composer3d.facts import hardware
 from composer3d.facts.errors import ExchangeError
 from composer3d.planner.memory import GIB
@@ -24,7 +24,7 @@ from composer3d.runtime.launch import usable_cores
 from composer3d.runtime.mesh import Mesh
 
 
-def examine(recipe: Recipe, device: torch.device, store: dist.Store) -> Report | None:
+def examine(recipe: Recipe, device: torch.device, store: dist.Store) -> DoctorReport | None:
     """Check the groups of the recipe's mesh, and measure devices and links.
 
     Collective over all ranks. Nothing is written, and no data is read.

@@ -65,7 +65,7 @@ class AxisReport:
 
 
 @dataclass(kw_only=True)
-class Report:
+class DoctorReport:
     """What ``composer3d doctor`` has found.
 
     Attributes:
@@ -113,7 +113,7 @@ def make_report(
     problems: Sequence[str],
     versions: Mapping[str, str],
     disk: Disk,
-) -> Report:
+) -> DoctorReport:
     """Combine the facts of all ranks.
 
     Args:
@@ -124,7 +124,7 @@ def make_report(
         versions: of the software.
         disk: of the run's folder.
     """
-    report = Report(
+    report = DoctorReport(
         problems=list(problems),
         notes=[],
         ranks=list(ranks),
@@ -199,7 +199,7 @@ def _slow_ranks(
     return lines
 
 
-def _slow_groups(report: Report, factor: float) -> list[str]:
+def _slow_groups(report: DoctorReport, factor: float) -> list[str]:
     lines = []
     for axis, found in report.axes.items():
         for collective, by_size in found.slowest.items():
@@ -231,7 +231,7 @@ def _differences(what: str, values: set[str]) -> list[str]:
     return [f"{what} differs between ranks: {', '.join(sorted(values))}"]
 
 
-def as_json_of(report: Report) -> dict[str, Any]:
+def as_json_of(report: DoctorReport) -> dict[str, Any]:
     """Return what ``doctor --json`` prints."""
     ranks = report.ranks
     answer: dict[str, Any] = {}
@@ -281,7 +281,7 @@ def _axis_json(found: AxisReport) -> dict[str, Any]:
     }
 
 
-def text_of(report: Report) -> str:
+def text_of(report: DoctorReport) -> str:
     """Return the table that ``doctor`` prints."""
     ranks = report.ranks
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
@@ -314,7 +314,7 @@ def text_of(report: Report) -> str:
     return "\n".join([*lines, *report.notes, *(f"WRONG   {line}" for line in report.problems)])
 
 
-def _table(report: Report) -> list[str]:
+def _table(report: DoctorReport) -> list[str]:
     lines = ["axis           ranks groups nodes  collective       latency      GB/s  slowest group"]
     for axis, found in report.axes.items():
         for collective, by_size in found.slowest.items():

@@ -1,7 +1,7 @@
 """Write pictures to files."""
 
 from composer3d.facts.errors import UserError
-from composer3d.recipe.values import one_line
+from composer3d.facts.text import one_line
 from composer3d.runtime.files import write_atomic
 
 

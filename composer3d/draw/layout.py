@@ -75,7 +75,7 @@ class AxisTraffic(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class NodeLayout:
     """A recipe on nodes.
 
     Attributes:
@@ -217,7 +217,7 @@ class Layout:
         )
 
 
-def make_layout(recipe: Recipe, gpus_per_node: int, *, is_on_cpu: bool | None = None) -> Layout:
+def make_layout(recipe: Recipe, gpus_per_node: int, *, is_on_cpu: bool | None = None) -> NodeLayout:
     """Return the layout of a recipe.
 
     Args:
@@ -230,7 +230,7 @@ def make_layout(recipe: Recipe, gpus_per_node: int, *, is_on_cpu: bool | None = 
     """
     if is_on_cpu is None:
         is_on_cpu = recipe.run.device == "cpu"
-    layout = Layout(recipe, gpus_per_node, is_on_cpu)
+    layout = NodeLayout(recipe, gpus_per_node, is_on_cpu)
     _ = layout.busiest  # raises here what the pictures would raise later
     return layout
 
@@ -259,14 +259,6 @@ def fold(size: int, limit: int) -> Folded:
     if limit < 2:
         return Folded((0,), size)
     return Folded((*range(limit - 1), size - 1), size)
-
-
-def bytes_words(count: float) -> str:
-    """Return a number of bytes in words: three digits and a decimal unit."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= 0.9995 * size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
 
 
 def operation_words(found: Sequence[Flow]) -> str:

@@ -11,8 +11,7 @@ from composer3d.draw.layout import (
     AXIS_WORDS,
     AxisTraffic,
     Folded,
-    Layout,
-    bytes_words,
+    NodeLayout,
     fold,
     operation_words,
 )
@@ -22,27 +21,28 @@ from composer3d.draw.svg import (
     PAPER,
     QUIET_INK,
     WIDTH,
-    Box,
+    Area,
     Picture,
     text_width,
     wrap,
 )
+from composer3d.facts.text import bytes_text
 from composer3d.planner.traffic import Axis
 from composer3d.runtime.ranks import coordinates
 
-ROW_LABEL_WIDTH = 168
-RANK_WIDTH = 128  # at least
-LINE_HEIGHT = 14
+_ROW_LABEL_WIDTH = 168
+_RANK_WIDTH = 128  # at least
+_LINE_HEIGHT = 14
 FONT_SIZE, SMALLEST_FONT_SIZE = 11, 9.5
 # Between ranks of tp and of cp, between cells of pp and of dp. An arrow and its bytes fit in.
 TP_GAP, CP_GAP, PP_GAP, DP_GAP = 66, 44, 84, 52
-CELL_PADDING = 12
-MOST_ROWS = 8  # of rank boxes
+_CELL_PADDING = 12
+_MOST_ROWS = 8  # of rank boxes
 _SPACE_IN_NODE = 7  # between the boxes of ranks and the line round their node
-HEADER_HEIGHT = 74
+_HEADER_HEIGHT = 74
 
 # Colours of Okabe and Ito, dark enough for text on white.
-INKS: dict[Axis, str] = {
+_INKS: dict[Axis, str] = {
     "tp": "#00724f",
     "cp": "#8a3c74",
     "ep": "#7a5a00",
@@ -56,7 +56,7 @@ INKS: dict[Axis, str] = {
     "stage": QUIET_INK,
     "world": QUIET_INK,
 }
-CELL_FILLS = ("#eaf4fc", "#fdf0e4", "#eaf6f0", "#f7edf4")
+_CELL_FILLS = ("#eaf4fc", "#fdf0e4", "#eaf6f0", "#f7edf4")
 
 
 class _Grid(NamedTuple):
@@ -72,12 +72,12 @@ class _Grid(NamedTuple):
     @property
     def cell_width(self) -> float:
         count = len(self.tp.shown)
-        return count * self.rank_width + (count - 1) * TP_GAP + 2 * CELL_PADDING
+        return count * self.rank_width + (count - 1) * TP_GAP + 2 * _CELL_PADDING
 
     @property
     def cell_height(self) -> float:
         count = len(self.cp.shown)
-        return count * self.rank_height + (count - 1) * CP_GAP + 2 * CELL_PADDING
+        return count * self.rank_height + (count - 1) * CP_GAP + 2 * _CELL_PADDING
 
     @property
     def width(self) -> float:
@@ -89,20 +89,20 @@ class _Grid(NamedTuple):
         count = len(self.dp.shown)
         return count * self.cell_height + (count - 1) * DP_GAP
 
-    def cell(self, column: int, row: int, top: float) -> Box:
+    def cell(self, column: int, row: int, top: float) -> Area:
         """Return the cell at the given place among those that are shown."""
-        x = MARGIN + ROW_LABEL_WIDTH + column * (self.cell_width + PP_GAP)
+        x = MARGIN + _ROW_LABEL_WIDTH + column * (self.cell_width + PP_GAP)
         y = top + row * (self.cell_height + DP_GAP)
-        return Box(x, y, self.cell_width, self.cell_height)
+        return Area(x, y, self.cell_width, self.cell_height)
 
-    def rank_box(self, cell: Box, column: int, row: int) -> Box:
+    def rank_box(self, cell: Area, column: int, row: int) -> Area:
         """Return the box of a rank at the given place in a cell."""
-        x = cell.x + CELL_PADDING + column * (self.rank_width + TP_GAP)
-        y = cell.y + CELL_PADDING + row * (self.rank_height + CP_GAP)
-        return Box(x, y, self.rank_width, self.rank_height)
+        x = cell.x + _CELL_PADDING + column * (self.rank_width + TP_GAP)
+        y = cell.y + _CELL_PADDING + row * (self.rank_height + CP_GAP)
+        return Area(x, y, self.rank_width, self.rank_height)
 
 
-def draw(layout: Layout, *, heading: str, notes: list[str]) -> str:
+def draw(layout: NodeLayout, *, heading: str, notes: list[str]) -> str:
     """Return an SVG picture of a layout.
 
     Args:
@@ -115,7 +115,7 @@ def draw(layout: Layout, *, heading: str, notes: list[str]) -> str:
     y = _legend(picture, layout, y + 12)
 
     grid = _make_grid(layout)
-    top = y + 14 + HEADER_HEIGHT
+    top = y + 14 + _HEADER_HEIGHT
     _draw_grid(picture, layout, grid, top)
     y = top + grid.height + 40
     y = _stage_table(picture, layout, y)
@@ -123,13 +123,13 @@ def draw(layout: Layout, *, heading: str, notes: list[str]) -> str:
     return picture.document(WIDTH, y + MARGIN, heading)
 
 
-def _make_grid(layout: Layout) -> _Grid:
+def _make_grid(layout: NodeLayout) -> _Grid:
     """Choose how many ranks of each axis are shown: as many as fit, and evenly over the axes."""
     mesh = layout.recipe.mesh
-    rank_height = 12 + LINE_HEIGHT * (1 + len(_rank_lines(layout, 0)))
+    rank_height = 12 + _LINE_HEIGHT * (1 + len(_rank_lines(layout, 0)))
     # The last rank has the longest numbers, but for tokens: an early rank of cp has late tokens.
     longest = [*_rank_lines(layout, mesh.world_size - 1), *_token_lines(layout, 0)]
-    rank_width = max(RANK_WIDTH, *(6 + text_width(line, SMALLEST_FONT_SIZE) for line in longest))
+    rank_width = max(_RANK_WIDTH, *(6 + text_width(line, SMALLEST_FONT_SIZE) for line in longest))
 
     def grid_of(pp: int, tp: int, dp: int, cp: int) -> _Grid:
         return _Grid(
@@ -142,12 +142,12 @@ def _make_grid(layout: Layout) -> _Grid:
         )
 
     def limits(size: int) -> range:
-        return range(min(2, size), min(size, MOST_ROWS) + 1)
+        return range(min(2, size), min(size, _MOST_ROWS) + 1)
 
     def goodness(grid: _Grid, first: Folded, second: Folded) -> tuple[int, int]:
         return len(first.shown) * len(second.shown), min(len(first.shown), len(second.shown))
 
-    room = WIDTH - 2 * MARGIN - ROW_LABEL_WIDTH
+    room = WIDTH - 2 * MARGIN - _ROW_LABEL_WIDTH
     wide = [
         grid
         for pp, tp in product(limits(mesh.pp), limits(mesh.tp))
@@ -157,23 +157,23 @@ def _make_grid(layout: Layout) -> _Grid:
     tall = [
         grid_of(1, 1, dp, cp)
         for dp, cp in product(limits(mesh.batch_ranks), limits(mesh.cp))
-        if dp * cp <= MOST_ROWS
+        if dp * cp <= _MOST_ROWS
     ]
     # A folded axis needs no more than a few of its ranks to show its pattern.
-    if layout.recipe.world_size > 2 * MOST_ROWS:
+    if layout.recipe.world_size > 2 * _MOST_ROWS:
         most = 4 if mesh.cp == 1 else 6
         tall = [grid for grid in tall if len(grid.dp.shown) * len(grid.cp.shown) <= most]
     rows = max(tall, key=lambda grid: goodness(grid, grid.dp, grid.cp))
     return _Grid(columns.pp, columns.tp, rows.dp, rows.cp, rank_width, rank_height)
 
 
-def _draw_grid(picture: Picture, layout: Layout, grid: _Grid, top: float) -> None:
+def _draw_grid(picture: Picture, layout: NodeLayout, grid: _Grid, top: float) -> None:
     mesh = layout.recipe.mesh
-    boxes: dict[int, Box] = {}
+    boxes: dict[int, Area] = {}
     for column, pp_rank in enumerate(grid.pp.shown):
         _column_header(picture, layout, pp_rank, grid.cell(column, 0, top))
         for row in range(len(grid.dp.shown)):
-            fill = CELL_FILLS[column % len(CELL_FILLS)]
+            fill = _CELL_FILLS[column % len(_CELL_FILLS)]
             picture.rectangle(grid.cell(column, row, top), fill=fill, radius=8)
     for row, batch_rank in enumerate(grid.dp.shown):
         _row_header(picture, layout, batch_rank, grid.cell(0, row, top))
@@ -194,7 +194,7 @@ def _draw_grid(picture: Picture, layout: Layout, grid: _Grid, top: float) -> Non
     _arrows(picture, layout, grid, top)
 
 
-def _column_header(picture: Picture, layout: Layout, pp_rank: int, cell: Box) -> None:
+def _column_header(picture: Picture, layout: NodeLayout, pp_rank: int, cell: Area) -> None:
     """Write what a pipeline rank holds above its column; long lists are cut after three lines."""
     mesh = layout.recipe.mesh
     words = layout.stage_words(pp_rank)
@@ -202,32 +202,32 @@ def _column_header(picture: Picture, layout: Layout, pp_rank: int, cell: Box) ->
     lines = wrap(layout.layer_words(pp_rank), FONT_SIZE, cell.width + PP_GAP / 2)
     if len(lines) > 3:
         lines = [*lines[:2], "(see the table below)"]
-    y = cell.y - 18 - LINE_HEIGHT * len(lines)
+    y = cell.y - 18 - _LINE_HEIGHT * len(lines)
     if text_width(title, 13) > cell.width + PP_GAP / 2:
         title = f"pp {pp_rank}"
     picture.text(cell.middle_x, y, title, size=13, bold=True, anchor="middle")
     for line in lines:
-        y += LINE_HEIGHT
+        y += _LINE_HEIGHT
         picture.text(cell.middle_x, y, line, size=FONT_SIZE, anchor="middle")
 
 
-def _row_header(picture: Picture, layout: Layout, batch_rank: int, cell: Box) -> None:
+def _row_header(picture: Picture, layout: NodeLayout, batch_rank: int, cell: Area) -> None:
     mesh = layout.recipe.mesh
     replica, shard = divmod(batch_rank, mesh.dp_shard)
     lines = []
     if mesh.dp_replicate > 1:
         lines.append(f"dp_replicate {replica}")
     lines.append(f"dp_shard {shard}")
-    y = cell.middle_y - LINE_HEIGHT * len(lines) / 2
+    y = cell.middle_y - _LINE_HEIGHT * len(lines) / 2
     for line in lines:
         picture.text(MARGIN, y, line, size=13, bold=True)
-        y += LINE_HEIGHT + 2
-    for line in wrap(layout.sample_words(batch_rank), FONT_SIZE, ROW_LABEL_WIDTH - 10):
+        y += _LINE_HEIGHT + 2
+    for line in wrap(layout.sample_words(batch_rank), FONT_SIZE, _ROW_LABEL_WIDTH - 10):
         picture.text(MARGIN, y, line, size=FONT_SIZE)
-        y += LINE_HEIGHT
+        y += _LINE_HEIGHT
 
 
-def _rank_lines(layout: Layout, rank: int) -> list[str]:
+def _rank_lines(layout: NodeLayout, rank: int) -> list[str]:
     """Return the lines in the box of a rank, below its number."""
     cp_rank = coordinates(rank, layout.recipe.mesh)["cp"]
     return [
@@ -237,26 +237,26 @@ def _rank_lines(layout: Layout, rank: int) -> list[str]:
     ]
 
 
-def _token_lines(layout: Layout, cp_rank: int) -> list[str]:
+def _token_lines(layout: NodeLayout, cp_rank: int) -> list[str]:
     """Return the tokens of a context parallel rank, a line for each range of them."""
     if layout.recipe.mesh.cp == 1:
         return []
     return layout.token_words(cp_rank).split(", ")
 
 
-def _rank(picture: Picture, layout: Layout, rank: int, box: Box) -> None:
+def _rank(picture: Picture, layout: NodeLayout, rank: int, box: Area) -> None:
     picture.rectangle(box, fill=PAPER, stroke=QUIET_INK, radius=5)
     y = box.y + 16
     picture.text(box.middle_x, y, f"rank {rank}", size=12, bold=True, anchor="middle")
     for line in _rank_lines(layout, rank):
-        y += LINE_HEIGHT
+        y += _LINE_HEIGHT
         size = min(FONT_SIZE, FONT_SIZE * (box.width - 6) / text_width(line, FONT_SIZE))
         picture.text(box.middle_x, y, line, size=size, anchor="middle")
 
 
-def _nodes(picture: Picture, layout: Layout, boxes: dict[int, Box]) -> None:
+def _nodes(picture: Picture, layout: NodeLayout, boxes: dict[int, Area]) -> None:
     """Draw a dashed line round the shown ranks of each node, if these are rectangles."""
-    of_nodes: dict[int, list[Box]] = {}
+    of_nodes: dict[int, list[Area]] = {}
     for rank, box in sorted(boxes.items()):
         of_nodes.setdefault(rank // layout.gpus_per_node, []).append(box)
     outlines = [_outline(own) for own in of_nodes.values()]
@@ -266,16 +266,16 @@ def _nodes(picture: Picture, layout: Layout, boxes: dict[int, Box]) -> None:
         picture.rectangle(box, fill="none", stroke=QUIET_INK, radius=8, dashed=True)
 
 
-def _outline(boxes: list[Box]) -> Box:
+def _outline(boxes: list[Area]) -> Area:
     """Return the box that holds some boxes, with space around them."""
     x = min(box.x for box in boxes) - _SPACE_IN_NODE
     y = min(box.y for box in boxes) - _SPACE_IN_NODE
     right = max(box.right for box in boxes) + _SPACE_IN_NODE
     bottom = max(box.bottom for box in boxes) + _SPACE_IN_NODE
-    return Box(x, y, right - x, bottom - y)
+    return Area(x, y, right - x, bottom - y)
 
 
-def _overlap(a: Box, b: Box) -> bool:
+def _overlap(a: Area, b: Area) -> bool:
     return a.x < b.right and b.x < a.right and a.y < b.bottom and b.y < a.bottom
 
 
@@ -285,21 +285,21 @@ class _Gap(NamedTuple):
     ``hidden`` is the number of ranks that are left out between them.
     """
 
-    area: Box
+    area: Area
     axis: Axis
     hidden: int
 
 
-def _arrows(picture: Picture, layout: Layout, grid: _Grid, top: float) -> None:
+def _arrows(picture: Picture, layout: NodeLayout, grid: _Grid, top: float) -> None:
     """Draw the traffic between neighbours. The first arrow of each axis has its bytes."""
     across, down = [], []
     for column, row in product(range(len(grid.pp.shown)), range(len(grid.dp.shown))):
         cell = grid.cell(column, row, top)
         if column + 1 < len(grid.pp.shown):
-            area = Box(cell.right, cell.y, PP_GAP, cell.height)
+            area = Area(cell.right, cell.y, PP_GAP, cell.height)
             across.append(_Gap(area, "pp", _hidden_after(grid.pp, column)))
         if row + 1 < len(grid.dp.shown):
-            area = Box(cell.x, cell.bottom, cell.width, DP_GAP)
+            area = Area(cell.x, cell.bottom, cell.width, DP_GAP)
             axis = _data_axis(layout, grid.dp.shown[row], grid.dp.shown[row + 1])
             down.append(_Gap(area, axis, _hidden_after(grid.dp, row)))
 
@@ -307,10 +307,10 @@ def _arrows(picture: Picture, layout: Layout, grid: _Grid, top: float) -> None:
         for tp_column, cp_row in ranks:
             box = grid.rank_box(cell, tp_column, cp_row)
             if tp_column + 1 < len(grid.tp.shown):
-                area = Box(box.right, box.y, TP_GAP, box.height)
+                area = Area(box.right, box.y, TP_GAP, box.height)
                 across.append(_Gap(area, "tp", _hidden_after(grid.tp, tp_column)))
             if cp_row + 1 < len(grid.cp.shown):
-                area = Box(box.x, box.bottom, box.width, CP_GAP)
+                area = Area(box.x, box.bottom, box.width, CP_GAP)
                 down.append(_Gap(area, "cp", _hidden_after(grid.cp, cp_row)))
 
     labelled: set[Axis] = set()
@@ -319,7 +319,7 @@ def _arrows(picture: Picture, layout: Layout, grid: _Grid, top: float) -> None:
             forward_bytes, backward_bytes = layout.most_sent(gap.axis)
             words: tuple[str, ...] = ()
             if gap.axis not in labelled:
-                words = (bytes_words(forward_bytes), bytes_words(backward_bytes))
+                words = (bytes_text(forward_bytes), bytes_text(backward_bytes))
                 labelled.add(gap.axis)
             draw_gap(picture, gap, words)
 
@@ -329,7 +329,7 @@ def _hidden_after(folded: Folded, index: int) -> int:
     return folded.shown[index + 1] - folded.shown[index] - 1
 
 
-def _data_axis(layout: Layout, batch_rank: int, other: int) -> Axis:
+def _data_axis(layout: NodeLayout, batch_rank: int, other: int) -> Axis:
     """Return the axis on which two data-parallel ranks exchange parameters or gradients."""
     if layout.recipe.parallel.zero == 0:
         return "replicas"
@@ -337,13 +337,9 @@ def _data_axis(layout: Layout, batch_rank: int, other: int) -> Axis:
     return "fsdp" if batch_rank // shards == other // shards else "dp_replicate"
 
 
-def _bytes_or_dash(count: float) -> str:
-    return bytes_words(count) if count else "-"
-
-
 def _across(picture: Picture, gap: _Gap, words: tuple[str, ...]) -> None:
     """Draw arrows between two columns, with the bytes of forward above, of backward below."""
-    area, ink = gap.area, INKS[gap.axis]
+    area, ink = gap.area, _INKS[gap.axis]
     left, right, middle = area.x + 3, area.right - 3, area.middle_y
     picture.arrow(left, middle - 6, right, middle - 6, ink=ink)
     picture.arrow(right, middle + 6, left, middle + 6, ink=ink)
@@ -356,7 +352,7 @@ def _across(picture: Picture, gap: _Gap, words: tuple[str, ...]) -> None:
 
 def _down(picture: Picture, gap: _Gap, words: tuple[str, ...]) -> None:
     """Draw arrows between two rows, with the bytes of forward and of backward on their right."""
-    area, ink = gap.area, INKS[gap.axis]
+    area, ink = gap.area, _INKS[gap.axis]
     top, bottom, middle = area.y + 3, area.bottom - 3, area.middle_x
     picture.arrow(middle - 6, top, middle - 6, bottom, ink=ink)
     picture.arrow(middle + 6, bottom, middle + 6, top, ink=ink)
@@ -369,7 +365,7 @@ def _down(picture: Picture, gap: _Gap, words: tuple[str, ...]) -> None:
         y += 12
 
 
-def _legend(picture: Picture, layout: Layout, y: float) -> float:
+def _legend(picture: Picture, layout: NodeLayout, y: float) -> float:
     """Draw the meaning of lines and numbers; return the y below."""
     shown = layout.axes
     x = float(MARGIN)
@@ -380,13 +376,13 @@ def _legend(picture: Picture, layout: Layout, y: float) -> float:
         words = f"{axis}: {AXIS_WORDS[axis]}"
         if x + 30 + text_width(words, 12) > WIDTH - MARGIN:
             x, y = float(MARGIN), y + 20
-        picture.line(x, y + 6, x + 22, y + 6, ink=INKS[axis], width=3)
+        picture.line(x, y + 6, x + 22, y + 6, ink=_INKS[axis], width=3)
         picture.text(x + 28, y + 10, words, size=12)
         x += 28 + text_width(words, 12) + 16
     words = "a node"
     if x + 30 + text_width(words, 12) > WIDTH - MARGIN:
         x, y = float(MARGIN), y + 20
-    picture.rectangle(Box(x, y, 22, 12), fill="none", stroke=QUIET_INK, radius=3, dashed=True)
+    picture.rectangle(Area(x, y, 22, 12), fill="none", stroke=QUIET_INK, radius=3, dashed=True)
     picture.text(x + 28, y + 10, words, size=12)
     y += 18
     rule = (
@@ -397,7 +393,7 @@ def _legend(picture: Picture, layout: Layout, y: float) -> float:
     return y + 22
 
 
-def _stage_table(picture: Picture, layout: Layout, y: float) -> float:
+def _stage_table(picture: Picture, layout: NodeLayout, y: float) -> float:
     """List the layers of every pipeline rank; return the y below."""
     mesh = layout.recipe.mesh
     if mesh.pp == 1:
@@ -426,7 +422,7 @@ _COLUMNS = (("axis", 0.0), ("ranks", 190.0), ("operations in a step", 400.0))
 _NUMBERS = (800.0, 890.0, 980.0, 1070.0)
 
 
-def _traffic_table(picture: Picture, layout: Layout, y: float) -> float:
+def _traffic_table(picture: Picture, layout: NodeLayout, y: float) -> float:
     """List the traffic of the busiest pipeline rank by axis; return the y below."""
     title = "What one rank sends in a step"
     if layout.recipe.mesh.pp > 1:
@@ -442,11 +438,12 @@ def _traffic_table(picture: Picture, layout: Layout, y: float) -> float:
     picture.line(MARGIN, y, WIDTH - MARGIN, y, ink=FAINT)
     for row in layout.traffic(layout.busiest):
         y += 18
-        picture.text(MARGIN, y, row.axis, size=12, bold=True, ink=INKS[row.axis])
+        picture.text(MARGIN, y, row.axis, size=12, bold=True, ink=_INKS[row.axis])
         picture.text(MARGIN + _COLUMNS[1][1], y, _group_words(row), size=12)
         numbers = (row.forward_bytes, row.backward_bytes, row.node_bytes, row.nic_bytes)
         for x, count in zip(_NUMBERS, numbers, strict=True):
-            picture.text(MARGIN + x + 80, y, _bytes_or_dash(count), size=12, anchor="end")
+            words = bytes_text(count) if count else "-"
+            picture.text(MARGIN + x + 80, y, words, size=12, anchor="end")
         lines = wrap(operation_words(row.flows), 12, 410)
         for index, line in enumerate(lines):
             y += 15 if index else 0

@@ -1,23 +1,23 @@
 """Print who holds what, and who sends what, with characters."""
 
 from composer3d.draw.layout import (
-    Layout,
-    bytes_words,
+    NodeLayout,
     fold,
     operation_words,
 )
 from composer3d.draw.terminal import Style
+from composer3d.facts.text import bytes_text
 from composer3d.runtime.ranks import coordinates
 
-MOST_RANKS = 16  # that are listed
+_MOST_RANKS = 16  # that are listed
 
 
-def render(layout: Layout, style: Style) -> str:
+def render(layout: NodeLayout, style: Style) -> str:
     """Return a layout as text: pipeline ranks, ranks on nodes, and the traffic of each axis."""
     return "\n".join([*_stages(layout), *_ranks(layout, style), *_traffic(layout)]) + "\n"
 
 
-def _stages(layout: Layout) -> list[str]:
+def _stages(layout: NodeLayout) -> list[str]:
     if layout.recipe.mesh.pp == 1:
         return []
     return [
@@ -26,11 +26,11 @@ def _stages(layout: Layout) -> list[str]:
     ] + [""]
 
 
-def _ranks(layout: Layout, style: Style) -> list[str]:
+def _ranks(layout: NodeLayout, style: Style) -> list[str]:
     """List ranks by node. Of a large job, the first node, the second one and the last are shown."""
     mesh = layout.recipe.mesh
-    shown = fold(layout.nodes, max(3, MOST_RANKS // layout.gpus_per_node)).shown
-    if layout.recipe.world_size <= MOST_RANKS:
+    shown = fold(layout.nodes, max(3, _MOST_RANKS // layout.gpus_per_node)).shown
+    if layout.recipe.world_size <= _MOST_RANKS:
         shown = tuple(range(layout.nodes))
     lines = []
     for index, node in enumerate(shown):
@@ -48,7 +48,7 @@ def _rule(words: str, style: Style) -> str:
     return f"{line * 2} {words} {line * (40 - len(words))}"
 
 
-def _rank(layout: Layout, rank: int) -> str:
+def _rank(layout: NodeLayout, rank: int) -> str:
     mesh = layout.recipe.mesh
     at = coordinates(rank, mesh)
     place = " ".join(f"{axis}{at[axis]}" for axis in at if getattr(mesh, axis) > 1)
@@ -60,7 +60,7 @@ def _rank(layout: Layout, rank: int) -> str:
     return f"rank {rank} ({place}): {'; '.join(words)}"
 
 
-def _traffic(layout: Layout) -> list[str]:
+def _traffic(layout: NodeLayout) -> list[str]:
     title = "bytes that one rank sends in a step"
     if layout.recipe.mesh.pp > 1:
         title += f" (a rank of pp {layout.busiest}, which sends the most)"
@@ -70,7 +70,7 @@ def _traffic(layout: Layout) -> list[str]:
     ]
     for row in layout.traffic(layout.busiest):
         numbers = (row.forward_bytes, row.backward_bytes, row.node_bytes, row.nic_bytes)
-        cells = "".join(f"{bytes_words(count) if count else '-':>10}" for count in numbers)
+        cells = "".join(f"{bytes_text(count) if count else '-':>10}" for count in numbers)
         operations = operation_words(row.flows)
         lines.append(f"{row.axis:<16}{row.group.size:>6}{cells}  {operations}")
     return lines

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from composer3d.draw.timeline import Timeline
 from composer3d.facts.errors import PlanError
-from composer3d.facts.trace import Event, StepTrace
+from composer3d.facts.trace import StepTrace, TracedEvent
 from composer3d.planner.schedule import actions
 from composer3d.planner.simulate import Span, StageTimes, simulate
 
@@ -19,7 +19,7 @@ def measured_timeline(step: StepTrace) -> Timeline:
     """
     origin_s = min(event.begin_s for row in step.events for event in row if event.is_action)
     spans: list[list[Span]] = []
-    waits: list[list[Event]] = []
+    waits: list[list[TracedEvent]] = []
     for row in step.events:
         spans.append([])
         waits.append([])
@@ -29,7 +29,7 @@ def measured_timeline(step: StepTrace) -> Timeline:
             if action is not None:
                 spans[-1].append(Span((action,), begin_s, end_s))
             elif end_s > 0:
-                waits[-1].append(Event(event.name, max(0.0, begin_s), end_s))
+                waits[-1].append(TracedEvent(event.name, max(0.0, begin_s), end_s))
     head = step.heads[0]
     return Timeline(
         title=f"measured in step {head.step}: {_pipeline(step)}",

@@ -13,12 +13,12 @@ FONT = "Helvetica, Arial, 'DejaVu Sans', sans-serif"
 
 # The width of a character as a share of the font size: digits and lower case letters in the widest
 # of the fonts above.
-CHARACTER_WIDTH = 0.64
+_CHARACTER_WIDTH = 0.64
 
 Anchor = Literal["start", "middle", "end"]
 
 
-class Box(NamedTuple):
+class Area(NamedTuple):
     """A rectangle: its upper left corner and its size."""
 
     x: float
@@ -83,7 +83,7 @@ class Picture:
 
     def rectangle(
         self,
-        box: Box,
+        box: Area,
         *,
         fill: str,
         stroke: str | None = None,
@@ -143,7 +143,7 @@ class Picture:
 
 def text_width(words: str, size: float) -> float:
     """Return about the width of a line of text; it is rather too large than too small."""
-    return CHARACTER_WIDTH * size * len(words)
+    return _CHARACTER_WIDTH * size * len(words)
 
 
 def wrap(words: str, size: float, width: float) -> list[str]:

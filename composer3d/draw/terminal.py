@@ -5,7 +5,7 @@ import shutil
 from typing import NamedTuple, TextIO
 
 NARROWEST, WIDEST = 60, 200  # columns
-DEFAULT_WIDTH = 100  # of an output that is not a terminal
+_DEFAULT_WIDTH = 100  # of an output that is not a terminal
 
 
 class Style(NamedTuple):
@@ -29,7 +29,9 @@ class Style(NamedTuple):
 def style_of(stream: TextIO) -> Style:
     """Return what an output can show. ``NO_COLOR`` in the environment turns colours off."""
     is_terminal = stream.isatty()
-    width = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns if is_terminal else DEFAULT_WIDTH
+    width = (
+        shutil.get_terminal_size((_DEFAULT_WIDTH, 24)).columns if is_terminal else _DEFAULT_WIDTH
+    )
     return Style(
         width=min(max(width, NARROWEST), WIDEST),
         has_colours=is_terminal and not os.environ.get("NO_COLOR"),

@@ -12,24 +12,24 @@ from composer3d.draw.svg import (
     PAGE_INK,
     QUIET_INK,
     WIDTH,
-    Box,
+    Area,
     Picture,
     text_width,
     wrap,
 )
 from composer3d.facts.schedules import Action
-from composer3d.facts.trace import GRADIENTS, MESSAGES, WAITS, Event
+from composer3d.facts.trace import GRADIENTS, MESSAGES, WAITS, TracedEvent
 from composer3d.planner.simulate import Bubble, ClosedForm, Send, Span, bubble, step_s
 
 LABEL_WIDTH, COUNT_WIDTH = 62, 62  # left of the rows, and right of them
 ROW_HEIGHT, ROW_GAP = 24, 9
-OVERVIEW_ROW_HEIGHT = 7
-FONT_SIZE = 9  # of the numbers of micro-batches
-MOST_STRIPS = 4
+_OVERVIEW_ROW_HEIGHT = 7
+_FONT_SIZE = 9  # of the numbers of micro-batches
+_MOST_STRIPS = 4
 
 # The colours of Okabe and Ito, which people with any colour vision can tell apart.
-COLOURS = {"F": "#56B4E9", "B": "#D55E00", "I": "#E69F00", "W": "#009E73"}
-NAMES = {
+_COLOURS = {"F": "#56B4E9", "B": "#D55E00", "I": "#E69F00", "W": "#009E73"}
+_NAMES = {
     "F": "forward",
     "B": "backward",
     "I": "backward: gradients of inputs",
@@ -39,7 +39,7 @@ WAIT_COLOURS = {MESSAGES: "#d2d6dd", GRADIENTS: "#CC79A7"}
 IDLE, GRADIENT_INK, ACTIVATION_INK = "#f3f4f6", "#9a3b00", "#0b5a8f"
 
 
-class Unit(NamedTuple):
+class TimeUnit(NamedTuple):
     """The unit in which a picture shows times."""
 
     word: str
@@ -51,8 +51,8 @@ class Unit(NamedTuple):
 
 
 # A simulation without measured times counts its units as seconds.
-UNITS = Unit("units", 1.0)
-MILLISECONDS = Unit("ms", 1e-3)
+UNITS = TimeUnit("units", 1.0)
+MILLISECONDS = TimeUnit("ms", 1e-3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Timeline:
     messages: Sequence[Send]
     n_stages: int
     form: ClosedForm | None
-    waits: Sequence[Sequence[Event]] = ()
+    waits: Sequence[Sequence[TracedEvent]] = ()
 
     @staticmethod
     def title_of(schedule: str, pp: int, per_rank: int, micro_batches: int) -> str:
@@ -166,12 +166,14 @@ class _Scale(NamedTuple):
         return self.x + (inside_s - self.strip.start_s) * self.pixels_per_s
 
 
-def draw(timelines: Sequence[Timeline], *, heading: str, notes: Sequence[str], unit: Unit) -> str:
+def draw(
+    timelines: Sequence[Timeline], *, heading: str, notes: Sequence[str], unit: TimeUnit
+) -> str:
     """Return an SVG picture of schedules, one below the other, on the same scale of time.
 
     If a schedule is too long for legible numbers, all schedules have an overview on the same scale,
-    and each is cut into strips on a scale of its own. If there are more than ``MOST_STRIPS``, those
-    in the middle are left out, and the picture says so.
+    and each is cut into strips on a scale of its own. If there are more than ``_MOST_STRIPS``,
+    those in the middle are left out, and the picture says so.
 
     Args:
         timelines: at least one.
@@ -215,7 +217,7 @@ def _legible_s(timeline: Timeline) -> float:
         for span in row
         for action in span.cell
     )
-    return _plot_width() * short_s / (text_width("0" * digits, FONT_SIZE) + 1)
+    return _plot_width() * short_s / (text_width("0" * digits, _FONT_SIZE) + 1)
 
 
 def _plot_width() -> float:
@@ -228,7 +230,7 @@ def _timeline(
     y: float,
     strip_s: float,
     overview_s: float | None,
-    unit: Unit,
+    unit: TimeUnit,
 ) -> float:
     """Draw one schedule, with an overview of ``overview_s`` seconds; return the y below it."""
     picture.text(MARGIN, y + 14, timeline.title, size=14, bold=True)
@@ -241,8 +243,8 @@ def _timeline(
     shown = strips
     if overview_s is not None:
         y = _overview(picture, timeline, y, overview_s, unit)
-    if len(strips) > MOST_STRIPS:
-        half = MOST_STRIPS // 2
+    if len(strips) > _MOST_STRIPS:
+        half = _MOST_STRIPS // 2
         shown = [*strips[:half], *strips[-half:]]
     for index, strip in enumerate(shown):
         if index and strip.start_s > shown[index - 1].end_s:
@@ -260,20 +262,20 @@ def _strips(end_s: float, strip_s: float) -> list[_Strip]:
 
 
 def _overview(
-    picture: Picture, timeline: Timeline, y: float, longest_s: float, unit: Unit
+    picture: Picture, timeline: Timeline, y: float, longest_s: float, unit: TimeUnit
 ) -> float:
     """Draw the whole schedule without numbers, on the scale of the longest one."""
     whole = _Strip(0.0, timeline.end_s)
     scale = _Scale(MARGIN + LABEL_WIDTH, whole, _plot_width() / longest_s)
-    pitch = OVERVIEW_ROW_HEIGHT + 1
+    pitch = _OVERVIEW_ROW_HEIGHT + 1
     picture.text(
         MARGIN + LABEL_WIDTH - 8, y + 10, "whole step", size=10, anchor="end", ink=QUIET_INK
     )
     for row in timeline.spans:
         width = timeline.end_s * scale.pixels_per_s
-        picture.rectangle(Box(scale.x, y, width, OVERVIEW_ROW_HEIGHT), fill=IDLE)
+        picture.rectangle(Area(scale.x, y, width, _OVERVIEW_ROW_HEIGHT), fill=IDLE)
         for span in row:
-            _cell(picture, span, scale, y, OVERVIEW_ROW_HEIGHT, timeline, unit, numbers=False)
+            _cell(picture, span, scale, y, _OVERVIEW_ROW_HEIGHT, timeline, unit, numbers=False)
         y += pitch
     return y + 14
 
@@ -284,7 +286,7 @@ def _draw_strip(
     strip: _Strip,
     y: float,
     strip_s: float,
-    unit: Unit,
+    unit: TimeUnit,
     *,
     is_first: bool,
 ) -> float:
@@ -297,11 +299,11 @@ def _draw_strip(
     tops = [y + rank * (ROW_HEIGHT + ROW_GAP) for rank in range(len(timeline.spans))]
     for rank, (row, top) in enumerate(zip(timeline.spans, tops, strict=True)):
         picture.text(MARGIN, top + 16, f"rank {rank}", size=12)
-        picture.rectangle(Box(scale.x, top, right - scale.x, ROW_HEIGHT), fill=IDLE)
+        picture.rectangle(Area(scale.x, top, right - scale.x, ROW_HEIGHT), fill=IDLE)
         for wait in timeline.waits[rank] if timeline.waits else ():
             left, width = scale.at(wait.begin_s), scale.at(wait.end_s) - scale.at(wait.begin_s)
             if width > 0.2:  # pixels; most waits find their message there already
-                box = Box(left, top, width, ROW_HEIGHT)
+                box = Area(left, top, width, ROW_HEIGHT)
                 picture.rectangle(box, fill=WAIT_COLOURS[wait.name])
         for span in row:
             if span.start_s < strip.end_s - 1e-9 and span.end_s > strip.start_s + 1e-9:
@@ -322,7 +324,7 @@ def _cell(
     top: float,
     height: float,
     timeline: Timeline,
-    unit: Unit,
+    unit: TimeUnit,
     *,
     numbers: bool,
 ) -> None:
@@ -331,21 +333,21 @@ def _cell(
     width = scale.at(span.end_s) - left
     part = height / len(span.cell)
     for index, action in enumerate(span.cell):
-        box = Box(left, top + index * part, width, part)
+        box = Area(left, top + index * part, width, part)
         tip = ""
         if numbers:
             tip = f"{_sentence(action)}, {unit.of(span.start_s):.6g} to {unit.of(span.end_s):.6g}"
         stroke = "#ffffff" if numbers else None
-        fill = _mix(COLOURS[action.kind], timeline.shades[action.stage])
+        fill = _mix(_COLOURS[action.kind], timeline.shades[action.stage])
         picture.rectangle(box, fill=fill, stroke=stroke, stroke_width=0.8, tip=tip)
         label = str(action.micro_batch)
-        if numbers and text_width(label, FONT_SIZE) <= width:
-            base = box.middle_y + 0.36 * FONT_SIZE
-            picture.text(box.middle_x, base, label, size=FONT_SIZE, anchor="middle", ink="#000000")
+        if numbers and text_width(label, _FONT_SIZE) <= width:
+            base = box.middle_y + 0.36 * _FONT_SIZE
+            picture.text(box.middle_x, base, label, size=_FONT_SIZE, anchor="middle", ink="#000000")
 
 
 def _sentence(action: Action) -> str:
-    return f"stage {action.stage}, {NAMES[action.kind]}, micro-batch {action.micro_batch}"
+    return f"stage {action.stage}, {_NAMES[action.kind]}, micro-batch {action.micro_batch}"
 
 
 def _mix(colour: str, share: float) -> str:
@@ -384,7 +386,7 @@ def _messages(
                 picture.line(x, at_y, x, at_y + sign * (ROW_GAP / 2 - 0.5), ink=ink, width=1.2)
 
 
-def _axis(picture: Picture, scale: _Scale, strip: _Strip, y: float, unit: Unit) -> None:
+def _axis(picture: Picture, scale: _Scale, strip: _Strip, y: float, unit: TimeUnit) -> None:
     """Draw marks at round times, at least 60 pixels apart."""
     step = _round_step(unit.of(60 / scale.pixels_per_s))
     index = ceil(unit.of(strip.start_s) / step - 1e-9)
@@ -422,16 +424,16 @@ def _legend(picture: Picture, y: float, timelines: Sequence[Timeline]) -> float:
     x = float(MARGIN)
     for kind in "FBIW":
         if kind in kinds:
-            picture.rectangle(Box(x, y, 16, 12), fill=COLOURS[kind])
-            picture.text(x + 22, y + 10, NAMES[kind], size=12)
-            x += 22 + text_width(NAMES[kind], 12) + 14
+            picture.rectangle(Area(x, y, 16, 12), fill=_COLOURS[kind])
+            picture.text(x + 22, y + 10, _NAMES[kind], size=12)
+            x += 22 + text_width(_NAMES[kind], 12) + 14
     idle = [("idle", IDLE)]
     if any(timeline.waits for timeline in timelines):
         idle = [(words, WAIT_COLOURS[name]) for name, words in WAITS.items()]
         idle.append(("idle otherwise", IDLE))
         x, y = float(MARGIN), y + 20
     for words, colour in idle:
-        picture.rectangle(Box(x, y, 16, 12), fill=colour, stroke=FAINT)
+        picture.rectangle(Area(x, y, 16, 12), fill=colour, stroke=FAINT)
         picture.text(x + 22, y + 10, words, size=12)
         x += 22 + text_width(words, 12) + 14
     if any(timeline.messages for timeline in timelines):

@@ -4,20 +4,20 @@ from collections.abc import Sequence
 from math import ceil
 
 from composer3d.draw.terminal import Style
-from composer3d.draw.timeline import Timeline, Unit
+from composer3d.draw.timeline import Timeline, TimeUnit
 from composer3d.facts.schedules import Action
 from composer3d.planner.simulate import Span
 
 # Of the 256 colours of terminals, those nearest to the colours of the picture.
-COLOURS = {"F": 74, "B": 166, "I": 178, "W": 36}
-LEGEND = (
+_COLOURS = {"F": 74, "B": 166, "I": 178, "W": 36}
+_LEGEND = (
     "F forward, B backward, I and W its halves (gradients of inputs, of weights), {idle} idle; "
     "{number}; the later stages of a rank have small letters"
 )
-MOST_STRIPS = 3
+_MOST_STRIPS = 3
 
 
-def render(timelines: Sequence[Timeline], style: Style, unit: Unit) -> str:
+def render(timelines: Sequence[Timeline], style: Style, unit: TimeUnit) -> str:
     """Return schedules as text, one below the other, on the same scale of time.
 
     A short schedule shows the letter and the number of each action where it starts. A long one
@@ -27,7 +27,7 @@ def render(timelines: Sequence[Timeline], style: Style, unit: Unit) -> str:
     columns = style.width - label_width - 2
     scale = _detailed_scale(timelines)
     longest_s = max(timeline.end_s for timeline in timelines)
-    is_detailed = ceil(longest_s * scale - 1e-9) <= MOST_STRIPS * columns
+    is_detailed = ceil(longest_s * scale - 1e-9) <= _MOST_STRIPS * columns
     if not is_detailed:
         scale = columns / longest_s
 
@@ -51,7 +51,7 @@ def render(timelines: Sequence[Timeline], style: Style, unit: Unit) -> str:
     number = "the number is the micro-batch"
     if not is_detailed:
         number = "a column is what the rank does at that time"
-    lines.append(LEGEND.format(idle="·" if style.has_unicode else ".", number=number))
+    lines.append(_LEGEND.format(idle="·" if style.has_unicode else ".", number=number))
     return "\n".join(lines) + "\n"
 
 
@@ -96,7 +96,7 @@ def _detailed_row(
         begin, end = round(span.start_s * scale), round(span.end_s * scale)
         fill = "─" if style.has_unicode else "-"
         words = _label(span, timeline)[: max(0, end - begin)].ljust(end - begin, fill)
-        colour = COLOURS[span.cell[0].kind]
+        colour = _COLOURS[span.cell[0].kind]
         columns[begin:end] = [(character, colour) for character in words]
     return columns
 
@@ -110,7 +110,7 @@ def _compact_row(
         end = ceil(span.end_s * scale - 0.5)
         action = span.cell[0]
         for column in range(max(0, begin), min(total, end)):
-            columns[column] = (_letter(action, timeline), COLOURS[action.kind])
+            columns[column] = (_letter(action, timeline), _COLOURS[action.kind])
     return columns
 
 

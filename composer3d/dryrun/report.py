@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-GIB = 1 << 30
+from composer3d.facts.text import bytes_text
+from composer3d.planner.memory import GIB
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,8 @@ def traffic_table(report: StageReport, compute_s: float) -> list[str]:
                     axis,
                     name.replace("_", "-"),
                     f"{operation.count:,}",
-                    size_text(operation.sent_bytes / max(operation.count, 1)),
-                    size_text(operation.sent_bytes),
+                    bytes_text(operation.sent_bytes / max(operation.count, 1)),
+                    bytes_text(operation.sent_bytes),
                     _bandwidth_text(operation.sent_bytes / compute_s),
                     "between nodes" if operation.across_nodes else "inside a node",
                 )
@@ -149,15 +150,6 @@ def traffic_table(report: StageReport, compute_s: float) -> list[str]:
 def _bandwidth_text(bytes_per_s: float) -> str:
     gb_per_s = bytes_per_s / 1e9
     return f"{gb_per_s:.2f} GB/s" if gb_per_s >= 0.01 else "0 GB/s"
-
-
-def size_text(n_bytes: float) -> str:
-    """Write a number of bytes with the unit that fits: 512 B, 1.5 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if n_bytes < 1000:
-            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.3g} {unit}"
-        n_bytes /= 1000
-    return f"{n_bytes:,.3g} TB"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

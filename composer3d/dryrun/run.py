@@ -44,7 +44,7 @@ def dry_run(recipe: Recipe, *, skew: float = 1.0) -> DryRun:
     begin = time.monotonic()
     pp = recipe.mesh.pp
     stages: list[StageReport | None] = [None] * pp
-    orders = [rank_actions(recipe, rank) for rank in range(pp)]
+    orders = [_rank_actions(recipe, rank) for rank in range(pp)]
     with Pool() as pool:
         representatives = _representatives(pool, recipe)
         while None in stages:
@@ -73,13 +73,13 @@ def run_ranks(
     for taped, (recipe, rank) in zip(
         _run(pool, "tape_one_of", arguments, len(jobs)), jobs, strict=True
     ):
-        report = taped.report(rank, rank_actions(recipe, rank))
+        report = taped.report(rank, _rank_actions(recipe, rank))
         assert report is not None
         reports.append(report)
     return reports
 
 
-def rank_actions(recipe: Recipe, pp_rank: int) -> list[Action]:
+def _rank_actions(recipe: Recipe, pp_rank: int) -> list[Action]:
     """Return the actions of a pipeline rank, in order; without a pipeline, only the forwards."""
     cells = recipe_actions(recipe.mesh.pp, recipe.parallel, recipe.micro_batches)[pp_rank]
     actions = [action for cell in cells for action in cell]

@@ -68,10 +68,10 @@ from composer3d.training.optimizers import Optimizer, build_stages_optimizer
 from composer3d.training.step import compute_gradients, update
 
 # GPUs of a node: whether an axis stays inside of one.
-GPUS_PER_NODE = 8
+_GPUS_PER_NODE = 8
 
 # The documents of a row, with data.packing = "documents": all of one length.
-DOCUMENTS = 4
+_DOCUMENTS = 4
 
 # As many micro-batches do all that a step does.
 _FIRST_MIDDLE_LAST = 3
@@ -151,7 +151,7 @@ def tape_stage(recipe: Recipe, pp_rank: int, skew: float, *, run_all: bool = Fal
             around_pipeline_start(pause),
             recording.of_actions(rank.stages),
         ):
-            take_a_step(rank, ledger)
+            _take_a_step(rank, ledger)
         recording.mark(None)
         recording.tape.end = ledger.now
         return TapedStage(
@@ -159,7 +159,7 @@ def tape_stage(recipe: Recipe, pp_rank: int, skew: float, *, run_all: bool = Fal
             ranks=recipe.world_size // recipe.mesh.pp,
             tape=recording.tape,
             across_nodes={
-                axis: len({r // GPUS_PER_NODE for r in dist.get_process_group_ranks(group)}) > 1
+                axis: len({r // _GPUS_PER_NODE for r in dist.get_process_group_ranks(group)}) > 1
                 for axis, group in collectives.groups.items()
             },
         )
@@ -328,7 +328,7 @@ def _documents(recipe: Recipe) -> Tensor | None:
     data = recipe.data
     if data.packing == "none":
         return None
-    length = -(-data.seq_len // DOCUMENTS)
+    length = -(-data.seq_len // _DOCUMENTS)
     rows = data.micro_batch * recipe.micro_batches
     return (torch.arange(data.seq_len) // length).repeat(rows, 1)
 
@@ -340,7 +340,7 @@ def _batch(recipe: Recipe, documents_BT: Tensor | None) -> Batch:
     return Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
 
 
-def take_a_step(rank: RankWithoutData, ledger: MemoryLedger) -> None:
+def _take_a_step(rank: RankWithoutData, ledger: MemoryLedger) -> None:
     """Run one optimizer step as ``training.loop`` does."""
     stages, optim = rank.stages, rank.recipe.optim
     sums = compute_gradients(stages, rank.batch)

@@ -8,12 +8,14 @@ reads them has not: ``str`` refuses an integer with thousands of digits, and a r
 from collections.abc import Iterator
 from typing import Any
 
+from composer3d.facts.text import shorten
+
 MOST_TEXT = 300  # characters of a document's own words in a message
 
 # Of every format but TOML. 1e30 written as an integer stands in the tokenizer_config.json of many
 # models.
 MOST_DEPTH = 100
-MOST_BITS = 128
+_MOST_BITS = 128
 
 Path = tuple[str | int, ...]
 
@@ -29,10 +31,10 @@ class BoundsError(ValueError):
     def __init__(self, path: Path, problem: str) -> None:
         self.path = path
         self.problem = problem
-        super().__init__(f"'{name_of(path)}' {problem}" if path else f"it {problem}")
+        super().__init__(f"'{_name_of(path)}' {problem}" if path else f"it {problem}")
 
 
-def check_values(tree: Any, *, most_depth: int = MOST_DEPTH, most_bits: int = MOST_BITS) -> None:
+def check_values(tree: Any, *, most_depth: int = MOST_DEPTH, most_bits: int = _MOST_BITS) -> None:
     """Check the values of a document, in a loop without recursion.
 
     Args:
@@ -50,7 +52,9 @@ def check_values(tree: Any, *, most_depth: int = MOST_DEPTH, most_bits: int = MO
         path, value, depth = waiting.pop()
         if type(value) is int:
             if not -bound <= value < bound:
-                raise BoundsError(path, f"must be an int of {most_bits} bits, got {_shown(value)}")
+                raise BoundsError(
+                    path, f"must be an int of {most_bits} bits, got {_int_words(value)}"
+                )
         elif isinstance(value, str):
             if not is_utf8(value):
                 raise BoundsError(path, "has a lone surrogate, which is no character")
@@ -72,18 +76,13 @@ def _items(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
         yield (*path, key if isinstance(key, str) else "?"), inner
 
 
-def _shown(value: int) -> str:
+def _int_words(value: int) -> str:
     return str(value) if value.bit_length() <= 200 else f"one of {value.bit_length():,} bits"
 
 
-def name_of(path: Path) -> str:
+def _name_of(path: Path) -> str:
     """Return the place of a value as messages show it, such as ``model.dim``, cut if it is long."""
-    return cut(".".join(map(str, path)), 80)
-
-
-def cut(text: str, limit: int = MOST_TEXT) -> str:
-    """Return a text, or its beginning if it has more than ``limit`` characters."""
-    return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
+    return shorten(".".join(map(str, path)), 80)
 
 
 def is_utf8(value: str) -> bool:

@@ -18,7 +18,7 @@ FILE = "events.jsonl"
 # ended the job. lost ranks: the name of a report. end: the last step is done. ranks and bad steps:
 # what ``Metrics.report`` has told.
 Kind = Literal["start", "save", "stop", "lost ranks", "end", "ranks", "bad steps"]
-KINDS: tuple[str, ...] = get_args(Kind)
+_KINDS: tuple[str, ...] = get_args(Kind)
 
 # Bytes of the file that are read, and of a line.
 _FILE_LIMIT = 64 << 20
@@ -87,7 +87,7 @@ def _event(text: bytes) -> Event | None:
         and 0 <= values["step"] <= _MOST_STEP
         and _is_seconds(values["unix_s"])
         and isinstance(values["kind"], str)
-        and values["kind"] in KINDS
+        and values["kind"] in _KINDS
         and isinstance(values["text"], str)
         and (values["device"] is None or isinstance(values["device"], str))
         and (values["seconds"] is None or _is_seconds(values["seconds"]))

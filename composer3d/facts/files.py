@@ -14,10 +14,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from composer3d.facts.bounds import MOST_DEPTH, check_values, cut
+from composer3d.facts.bounds import MOST_DEPTH, check_values
+from composer3d.facts.text import in_quotes, shorten
 
 MIB = 1 << 20
-_MOST_DIGITS = 38  # of an integer in JSON; it has at most ``MOST_BITS``
+_MOST_DIGITS = 38  # of an integer in JSON; ``bounds`` allows no more bits
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 _KINDS = {
@@ -146,7 +147,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
         ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"it has the key {cut(key, 80)!r} twice")
+        raise ValueError(f"it has the key {in_quotes(key, 80)} twice")
     return value
 
 
@@ -157,7 +158,7 @@ def _refuse_constant(text: str) -> Any:
 def _finite(text: str) -> float:
     value = float(text)
     if math.isinf(value):
-        raise ValueError(f"it holds {cut(text, 40)}, which is beyond the range of a float")
+        raise ValueError(f"it holds {shorten(text, 40)}, which is beyond the range of a float")
     return value
 
 

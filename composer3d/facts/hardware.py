@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from composer3d.facts.errors import DeviceError
 from composer3d.facts.files import read_plain
+from composer3d.facts.text import in_quotes, short_json
 from composer3d.facts.toml import parse_toml
 
 Generation = Literal["ampere", "ada", "hopper", "blackwell", "cdna3", "cpu"]
@@ -377,7 +378,7 @@ def read_row(path: str) -> Hardware:
     problems = [f"{path}: the key '{key}' is missing" for key in _REQUIRED if key not in values]
     known = (*_REQUIRED, *_OPTIONAL)
     problems += [
-        f"{path}: unknown key {key[:80]!r}; the keys are {', '.join(known)}"
+        f"{path}: unknown key {in_quotes(key, 80)}; the keys are {', '.join(known)}"
         for key in values
         if key not in known
     ]
@@ -396,7 +397,9 @@ def read_row(path: str) -> Hardware:
         for dtype in table:
             if dtype not in _DTYPES:
                 allowed = ", ".join(_DTYPES)
-                raise DeviceError(f"{path}: unknown dtype {dtype[:80]!r} in {key}; use {allowed}")
+                raise DeviceError(
+                    f"{path}: unknown dtype {in_quotes(dtype, 80)} in {key}; use {allowed}"
+                )
         return {dtype: _positive(v, f"{key}.{dtype}", path) * 1e12 for dtype, v in table.items()}
 
     name = values["name"]
@@ -405,12 +408,12 @@ def read_row(path: str) -> Hardware:
     domain = values.get("domain", 8)
     if type(domain) is not int or not 1 <= domain <= _MOST_DOMAIN:
         raise DeviceError(
-            f"{path}: domain = {str(domain)[:80]!r} must be a whole number from 1 to {_MOST_DOMAIN}"
+            f"{path}: domain = {short_json(domain)} must be a whole number from 1 to {_MOST_DOMAIN}"
         )
     generation = values.get("generation", "ampere")
     if generation not in get_args(Generation):
         allowed = ", ".join(get_args(Generation))
-        raise DeviceError(f"{path}: generation = {str(generation)[:80]!r} must be one of {allowed}")
+        raise DeviceError(f"{path}: generation = {short_json(generation)} must be one of {allowed}")
 
     def seconds(key: str) -> float | None:
         return number(key) / 1e6 if key in values else None
@@ -442,7 +445,7 @@ def _positive(value: Any, key: str, path: str) -> float:
     # NaN is in no range, and an int of any size can be compared.
     if not is_number or not _LEAST < value < _MOST:
         raise DeviceError(
-            f"{path}: {key} = {str(value)[:80]!r} must be a number above 0: at least {_LEAST:g}, "
+            f"{path}: {key} = {short_json(value)} must be a number above 0: at least {_LEAST:g}, "
             f"and below {_MOST:g}"
         )
     return float(value)

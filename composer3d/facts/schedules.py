@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 
 from composer3d.facts.errors import PlanError
 from composer3d.facts.files import read_plain
+from composer3d.facts.text import in_quotes, shorten
 
 
 class StageCount(NamedTuple):
@@ -248,15 +249,11 @@ def _parse_cell(cell: str, place: str) -> Cell:
         action = parse_action(text.strip())
         if action is None:
             raise PlanError(
-                f"{place}: {_cut(repr(cell))} is not an action; write a stage, one of F, B, I and "
+                f"{place}: {in_quotes(cell)} is not an action; write a stage, one of F, B, I and "
                 "W, and a micro-batch, such as 0F0"
             )
         actions.append(action)
     return tuple(actions)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def _check_stages(stages: Sequence[Sequence[int]], path: str, stages_per_rank: int) -> None:
@@ -268,7 +265,7 @@ def _check_stages(stages: Sequence[Sequence[int]], path: str, stages_per_rank: i
     found = "; ".join(f"line {line}: {held}" for line, held in enumerate(stages, 1))
     raise PlanError(
         f"{path} must put stages 0 to {count - 1} on {len(stages)} ranks, {stages_per_rank} on "
-        f"each (mesh.pp x parallel.virtual_stages), but has {_cut(found)}"
+        f"each (mesh.pp x parallel.virtual_stages), but has {shorten(found, 300)}"
     )
 
 

@@ -15,7 +15,7 @@ import tomli
 KeyPath = tuple[str, ...]
 
 MOST_DEPTH = 16  # levels of brackets, and parts of a dotted key
-MOST_STATEMENTS = 4_000  # a recipe has fewer than a hundred
+_MOST_STATEMENTS = 4_000  # a recipe has fewer than a hundred
 
 # White space and comments, which may stand between two statements.
 _BLANK = r"(?:[ \t\r\n]|#[^\n]*(?=\n|\Z))*"
@@ -63,8 +63,8 @@ def statements(text: str) -> Iterator[Statement]:
         first = _skip_blank(text, begin, end)
         if first < end:
             count += 1
-            if count > MOST_STATEMENTS:
-                raise ValueError(f"it has more than {MOST_STATEMENTS:_} statements")
+            if count > _MOST_STATEMENTS:
+                raise ValueError(f"it has more than {_MOST_STATEMENTS:_} statements")
             yield Statement(
                 line=line + text.count("\n", begin, first),
                 text=text[first:end],

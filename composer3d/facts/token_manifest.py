@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 
 from composer3d.facts.errors import DataError
 from composer3d.facts.files import NotPlainFileError, open_plain, read_json
+from composer3d.facts.text import short_json
 
 MANIFEST = "tokens.json"
 TOKENIZER = "tokenizer.json"
@@ -35,14 +36,13 @@ CHUNK_BYTES = 64 << 20
 AGAIN = "make the folder again with composer3d prepare"
 
 Dtype = Literal["uint16", "uint32"]
-ITEM_BYTES = {"uint16": 2, "uint32": 4}
+_ITEM_BYTES = {"uint16": 2, "uint32": 4}
 _START_BYTES = 8  # an entry of documents.bin is an int64
 
 _MOST_MANIFEST_BYTES = 64 << 20  # enough for the digests of 100 TB, or for 100,000 shards
 MOST_TOKENIZER_BYTES = 64 << 20
 _MOST = 1 << 50  # tokens, documents or bytes
 _DIGEST_DIGITS = 32
-_SHOWN_LIMIT = 100  # characters of a value in a message
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ def _parse(folder: Path, document: Any) -> TokenManifest:
     version = facts["version"]
     if type(version) is not int or version not in (VERSION, SHARDS_VERSION, MASK_VERSION):
         raise ValueError(
-            f"it has version {_shown(version)}, but this composer3d reads {VERSION}, "
+            f"it has version {short_json(version)}, but this composer3d reads {VERSION}, "
             f"{SHARDS_VERSION} and {MASK_VERSION}"
         )
     has_mask = version == MASK_VERSION
@@ -288,12 +288,12 @@ def _parse(folder: Path, document: Any) -> TokenManifest:
     optional = tuple(key for key in ("content", "turn_ends") if key in facts)
     _object(document, "it", (*keys, *optional), exact=True)
     if facts["format"] != FORMAT:
-        raise ValueError(f"its format is {_shown(facts['format'])}, not {_shown(FORMAT)}")
+        raise ValueError(f"its format is {short_json(facts['format'])}, not {short_json(FORMAT)}")
 
     dtype = facts["dtype"]
     if dtype not in get_args(Dtype):
-        raise ValueError(f"dtype is {_shown(dtype)}, not uint16 or uint32")
-    vocab = _whole(facts, "vocab", 1, 1 << 8 * ITEM_BYTES[dtype])
+        raise ValueError(f"dtype is {short_json(dtype)}, not uint16 or uint32")
+    vocab = _whole(facts, "vocab", 1, 1 << 8 * _ITEM_BYTES[dtype])
     tokens = _whole(facts, "tokens", 1, _MOST)
     documents = _whole(facts, "documents", 1, tokens)
     learned = _whole(facts, "learned", 1, tokens) if has_mask else None
@@ -314,7 +314,7 @@ def _parse(folder: Path, document: Any) -> TokenManifest:
 
     tokenizer = _object(facts["tokenizer"], "tokenizer", ("name", "digest"), exact=True)
     if type(tokenizer["name"]) is not str:
-        raise ValueError(f"tokenizer.name is {_shown(tokenizer['name'])}, not a text")
+        raise ValueError(f"tokenizer.name is {short_json(tokenizer['name'])}, not a text")
     if tokenizer["digest"] is not None:
         _digest(tokenizer["digest"], "tokenizer.digest")
 
@@ -324,7 +324,7 @@ def _parse(folder: Path, document: Any) -> TokenManifest:
         shards = _shards(facts["shards"], tokens, documents, has_mask=has_mask)
     sizes = {}
     for shard in shards:
-        sizes[shard.tokens_file] = shard.tokens * ITEM_BYTES[dtype]
+        sizes[shard.tokens_file] = shard.tokens * _ITEM_BYTES[dtype]
         sizes[shard.documents_file] = (shard.documents + 1) * _START_BYTES
         if shard.mask_file is not None:
             sizes[shard.mask_file] = shard.tokens
@@ -408,13 +408,13 @@ def _object(
 ) -> dict[str, Any]:
     """Return ``value`` if it is an object with all ``keys``, and with no others if ``exact``."""
     if type(value) is not dict:
-        raise ValueError(f"{place} must be an object, not {_shown(value)}")
+        raise ValueError(f"{place} must be an object, not {short_json(value)}")
     for key in keys:
         if key not in value:
             raise ValueError(f"{place} lacks {key}")
     for key in value:
         if exact and key not in keys:
-            raise ValueError(f"{place} has {_shown(key)}, which does not belong there")
+            raise ValueError(f"{place} has {short_json(key)}, which does not belong there")
     return value
 
 
@@ -424,7 +424,9 @@ def _whole(facts: dict[str, Any], key: str, least: int, most: int, *, place: str
     # A bool is not accepted as an int.
     if type(value) is not int or not least <= value <= most:
         name = f"{place}.{key}" if place else key
-        raise ValueError(f"{name} is {_shown(value)}, not a whole number from {least} to {most}")
+        raise ValueError(
+            f"{name} is {short_json(value)}, not a whole number from {least} to {most}"
+        )
     return value
 
 
@@ -436,16 +438,6 @@ def _digest(value: Any, place: str) -> str:
     )
     if not is_digest:
         raise ValueError(
-            f"{place} has {_shown(value)}, not a digest of {_DIGEST_DIGITS} hexadecimal digits"
+            f"{place} has {short_json(value)}, not a digest of {_DIGEST_DIGITS} hexadecimal digits"
         )
     return value
-
-
-def _shown(value: Any) -> str:
-    """Return a value on one line: a long one is cut, and lists and objects are only named."""
-    if isinstance(value, list):
-        return "a list"
-    if isinstance(value, dict):
-        return "an object"
-    text = json.dumps(value[:_SHOWN_LIMIT] if isinstance(value, str) else value)
-    return text if len(text) <= _SHOWN_LIMIT else f"{text[:_SHOWN_LIMIT]}..."

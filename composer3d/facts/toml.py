@@ -4,8 +4,9 @@ from typing import Any, NamedTuple
 
 import tomli
 
-from composer3d.facts.bounds import BoundsError, check_values, cut
+from composer3d.facts.bounds import MOST_TEXT, BoundsError, check_values
 from composer3d.facts.statements import MOST_DEPTH, KeyPath, Statement, key_lines, statements
+from composer3d.facts.text import shorten
 
 _INT_BITS = 64  # as the TOML specification says
 
@@ -70,7 +71,7 @@ def _parse(content: bytes | str) -> tuple[dict[str, Any], list[Statement]]:
     try:
         tables = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
-        problem = f"not TOML: {cut(error.msg)} (column {error.colno})"
+        problem = f"not TOML: {shorten(error.msg, MOST_TEXT)} (column {error.colno})"
         raise TomlError(problem, error.lineno) from None
     except (ValueError, RecursionError):
         raise TomlBoundsError(

@@ -21,6 +21,7 @@ from composer3d.facts.errors import PlanError, UserError
 from composer3d.facts.files import open_plain, parse_json
 from composer3d.facts.ranges import MOST_LAYERS
 from composer3d.facts.schedules import SCHEDULES, Action, parse_action, parse_csv
+from composer3d.facts.text import short_json
 
 FOLDER = "timeline"  # in the folder of the run
 
@@ -39,7 +40,7 @@ _MOST_RANKS = 4096
 _MOST_S = 1e7
 
 
-class Event(NamedTuple):
+class TracedEvent(NamedTuple):
     """An action or a wait of a pipeline rank. Times are in seconds on the clock of rank 0.
 
     Attributes:
@@ -64,7 +65,7 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Head:
+class TraceHead:
     """The facts about one traced step of one pipeline rank.
 
     Attributes:
@@ -107,8 +108,8 @@ class StepTrace(NamedTuple):
         events: those of each pipeline rank, in order.
     """
 
-    heads: list[Head]
-    events: list[list[Event]]
+    heads: list[TraceHead]
+    events: list[list[TracedEvent]]
 
 
 def file_of(run: Path, pp_rank: int) -> Path:
@@ -116,7 +117,7 @@ def file_of(run: Path, pp_rank: int) -> Path:
     return run / FOLDER / f"pp{pp_rank}.jsonl"
 
 
-def lines(head: Head, events: Iterable[Event]) -> bytes:
+def lines(head: TraceHead, events: Iterable[TracedEvent]) -> bytes:
     """Return a traced step as text, for the end of the rank's file."""
     rows: list[dict[str, Any]] = [
         {"event": name, "begin_s": round(begin_s, 7), "end_s": round(end_s, 7)}
@@ -162,7 +163,9 @@ def read(run: Path, step: int | None = None) -> StepTrace:
     return StepTrace(heads, all_events)
 
 
-def _read_rank(path: Path, pp_rank: int, is_wanted: Any) -> tuple[Head, list[Event]] | None:
+def _read_rank(
+    path: Path, pp_rank: int, is_wanted: Any
+) -> tuple[TraceHead, list[TracedEvent]] | None:
     """Return the last traced step of a file that is wanted, or None."""
     found = None
     try:
@@ -208,8 +211,8 @@ def _skip(numbered: Iterator[tuple[int, bytes]], count: int, place: str) -> None
             raise UserError(f"{place}: the file ends before the {count} events of this step")
 
 
-def _events(numbered: Iterator[tuple[int, bytes]], count: int, path: Path) -> list[Event]:
-    events: list[Event] = []
+def _events(numbered: Iterator[tuple[int, bytes]], count: int, path: Path) -> list[TracedEvent]:
+    events: list[TracedEvent] = []
     previous_end_s = -_MOST_S
     for _ in range(count):
         number, line = next(numbered, (0, b""))
@@ -228,16 +231,16 @@ def _events(numbered: Iterator[tuple[int, bytes]], count: int, path: Path) -> li
         name = row["event"]
         if not isinstance(name, str) or (name not in WAITS and parse_action(name) is None):
             raise UserError(
-                f"{place}: {_shown(name)} is no event; it must be an action such as 0F0, or one of "
-                f"{', '.join(WAITS)}"
+                f"{place}: {short_json(name)} is no event; it must be an action such as 0F0, or "
+                f"one of {', '.join(WAITS)}"
             )
-        events.append(Event(name, begin_s, end_s))
+        events.append(TracedEvent(name, begin_s, end_s))
     return events
 
 
-def _head(row: dict[str, Any], place: str) -> tuple[Head, int]:
+def _head(row: dict[str, Any], place: str) -> tuple[TraceHead, int]:
     """Return the head of a step, and the number of its events."""
-    _check_keys(row, {entry.name for entry in fields(Head)} | {"events"}, place)
+    _check_keys(row, {entry.name for entry in fields(TraceHead)} | {"events"}, place)
     bounds = {
         "step": (1, 10**9),
         "pp": (2, _MOST_RANKS),
@@ -250,20 +253,20 @@ def _head(row: dict[str, Any], place: str) -> tuple[Head, int]:
         # Not ``isinstance``: True is an int too.
         if type(row[key]) is not int or not least <= row[key] <= most:
             raise UserError(
-                f"{place}: {key} is {_shown(row[key])}, but must be a whole number from {least:,} "
-                f"to {most:,}"
+                f"{place}: {key} is {short_json(row[key])}, but must be a whole number from "
+                f"{least:,} to {most:,}"
             )
     for key, choices in {"schedule": tuple(SCHEDULES), "device": ("cpu", "cuda")}.items():
         if row[key] not in choices:
             raise UserError(
-                f"{place}: {key} is {_shown(row[key])}, but must be one of {', '.join(choices)}"
+                f"{place}: {key} is {short_json(row[key])}, but must be one of {', '.join(choices)}"
             )
     _seconds(row, "clock_error_s", place)
     _seconds(row, "started_unix_s", place, most_s=1e11)
     stages = row["pp"] * row["stages_per_rank"]
     if stages > MOST_LAYERS:
         raise UserError(f"{place}: pp x stages_per_rank is {stages}, above {MOST_LAYERS:,}")
-    return Head(**{key: value for key, value in row.items() if key != "events"}), row["events"]
+    return TraceHead(**{key: value for key, value in row.items() if key != "events"}), row["events"]
 
 
 def _object(line: bytes, place: str) -> dict[str, Any]:
@@ -272,14 +275,14 @@ def _object(line: bytes, place: str) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{place} is not JSON ({error})") from None
     if not isinstance(row, dict):
-        raise UserError(f"{place} is {_shown(row)}, but must be an object")
+        raise UserError(f"{place} is {short_json(row)}, but must be an object")
     return row
 
 
 def _check_keys(row: dict[str, Any], expected: set[str], place: str) -> None:
     if row.keys() != expected:
         needed = ", ".join(sorted(expected))
-        raise UserError(f"{place} has the keys {_shown(sorted(row))}, but must have {needed}")
+        raise UserError(f"{place} has the keys {short_json(sorted(row))}, but must have {needed}")
 
 
 def _seconds(row: dict[str, Any], key: str, place: str, most_s: float = _MOST_S) -> float:
@@ -287,18 +290,13 @@ def _seconds(row: dict[str, Any], key: str, place: str, most_s: float = _MOST_S)
     # NaN and infinity fail the comparison. Whole numbers are legal.
     if type(value) not in (int, float) or not abs(value) <= most_s:
         raise UserError(
-            f"{place}: {key} is {_shown(value)}, but must be a finite number of seconds, at most "
-            f"{most_s:.0e}"
+            f"{place}: {key} is {short_json(value)}, but must be a finite number of seconds, at "
+            f"most {most_s:.0e}"
         )
     return float(value)
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."
-
-
-def _check_actions(run: Path, head: Head, events: list[list[Event]]) -> None:
+def _check_actions(run: Path, head: TraceHead, events: list[list[TracedEvent]]) -> None:
     """Check that all ranks together have run a whole schedule. The file's lines become its rows."""
     rows = [[event.name for event in row if event.is_action] for row in events]
     try:

@@ -17,6 +17,7 @@ from torch import Tensor
 from composer3d.facts.errors import DeviceError
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.layers.attention import bias_of, sdpa
+from composer3d.planner.memory import GIB
 
 
 class KeyValueCache:
@@ -64,7 +65,7 @@ class KeyValueCache:
                 # Zeros: a slot that is not filled yet has weight 0, and 0 times NaN would be NaN.
                 self._layers[module] = k_BKTD.new_zeros(size), k_BKTD.new_zeros(size)
             except RuntimeError:
-                gib = 2 * prod(size) * k_BKTD.itemsize / 2**30
+                gib = 2 * prod(size) * k_BKTD.itemsize / GIB
                 raise DeviceError(
                     f"there is no memory for the keys and values of {self.rows} sequences of up to "
                     f"{self.longest:,} tokens, {gib:,.1f} GiB in each layer; lower --batch, "

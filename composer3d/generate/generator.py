@@ -24,12 +24,12 @@ from composer3d.parallel.tensor.collectives import gather_columns
 
 # A longer prompt is read in parts of this many tokens, which bounds the memory of its activations
 # and of the mask of a window.
-PREFILL_TOKENS = 2048
+_PREFILL_TOKENS = 2048
 
 Stop = Literal["end", "max_tokens", "longest"]
 
 
-class Model(Protocol):
+class WholeModel(Protocol):
     """A whole model: a ``Decoder``, or the only ``Stage`` of a composed one."""
 
     blocks: nn.ModuleDict
@@ -94,7 +94,7 @@ class Generator:
 
     def __init__(
         self,
-        model: Model,
+        model: WholeModel,
         plan: ShardingPlan,
         *,
         device: torch.device,
@@ -144,7 +144,7 @@ class Generator:
         max_tokens: int,
         sampling: Sampling | None = None,
         batch: int = 8,
-        prefill_tokens: int = PREFILL_TOKENS,
+        prefill_tokens: int = _PREFILL_TOKENS,
         on_token: Callable[[int, int], None] | None = None,
         on_done: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:

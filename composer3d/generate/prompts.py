@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from composer3d.facts.bounds import is_utf8
 from composer3d.facts.errors import DataError
 from composer3d.facts.files import parse_json, read_plain
-from composer3d.recipe.values import one_line
+from composer3d.facts.text import one_line
 
 _FILE_BYTES = 64 << 20
 _SHOWN_CHARACTERS = 80
@@ -39,7 +39,7 @@ def read_prompts(texts: Sequence[str], path: str | None) -> list[Prompt]:
     """
     prompts = []
     for number, text in enumerate(texts, 1):
-        place = f"--prompt {one_line(text[:_SHOWN_CHARACTERS])}"
+        place = f"--prompt {one_line(text, _SHOWN_CHARACTERS)}"
         if len(texts) > 1:
             place = f"--prompt number {number}"
         if not is_utf8(text):
@@ -78,11 +78,11 @@ def _read_file(path: str) -> list[Prompt]:
 
 def _parse_line(line: str, place: str) -> Prompt:
     """Return the prompt in a line of JSONL. Raises DataError if there is none."""
-    problem = f"got {one_line(line[:_SHOWN_CHARACTERS])}"
+    problem = f"got {one_line(line, _SHOWN_CHARACTERS)}"
     try:
         entry: Any = parse_json(line.encode())
     except ValueError as error:
-        entry, problem = None, one_line(str(error))[:300]
+        entry, problem = None, one_line(error, 300)
     prompt = entry.get("prompt") if isinstance(entry, dict) else None
     if isinstance(prompt, str) and is_utf8(prompt):
         return Prompt(place, prompt)

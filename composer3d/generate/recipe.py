@@ -7,13 +7,13 @@ from typing import Any
 
 from composer3d.facts.errors import RecipeError
 from composer3d.generate.load import Checkpoint
-from composer3d.recipe.draft import Document
+from composer3d.recipe.draft import ParsedRecipe
 from composer3d.recipe.resolve import Resolved, load
 
 
 def document_of(
     name: str, checkpoint: Checkpoint, tables: Mapping[str, Mapping[str, Any]]
-) -> Document:
+) -> ParsedRecipe:
     """Make a recipe with the checkpoint's model.
 
     Args:
@@ -28,7 +28,7 @@ def document_of(
         table: {key: _plain(value) for key, value in values.items() if value is not None}
         for table, values in {"model": model, **tables}.items()
     }
-    return Document(name, content, {})
+    return ParsedRecipe(name, content, {})
 
 
 def _plain(value: Any) -> Any:
@@ -36,7 +36,7 @@ def _plain(value: Any) -> Any:
 
 
 def load_document(
-    document: Document, sets: Sequence[str] = (), *, world_size: int | None = None
+    document: ParsedRecipe, sets: Sequence[str] = (), *, world_size: int | None = None
 ) -> Resolved:
     """Resolve a recipe of ``document_of``.
 

@@ -9,7 +9,7 @@ from composer3d.recipe.values import describe_type, nearest_multiples
 
 
 @dataclass
-class Layout:
+class StatedLayout:
     """What a file says of the layout. None is what it does not say.
 
     Attributes:
@@ -67,13 +67,13 @@ class Layout:
         return tuple(name for one in attributes for name in self.names.get(one, ()))
 
 
-def read_layout(made: Translation) -> Layout:
+def read_layout(made: Translation) -> StatedLayout:
     """Read what a file says of the layout in whole numbers.
 
     Args:
         made: has the settings, and gets a problem if the level of ZeRO is none.
     """
-    layout = Layout()
+    layout = StatedLayout()
     for attribute, word in made.known.layout.items():
         number = made.number(word)
         if attribute == "zero" and number is not None and number > 3:
@@ -83,7 +83,7 @@ def read_layout(made: Translation) -> Layout:
     return layout
 
 
-def read_world(made: Translation, layout: Layout, gpus: int | None) -> None:
+def read_world(made: Translation, layout: StatedLayout, gpus: int | None) -> None:
     """Read the number of all ranks from the options of a launcher.
 
     With ``--gpus``, it need not be known.
@@ -97,7 +97,7 @@ def read_world(made: Translation, layout: Layout, gpus: int | None) -> None:
         layout.set("world", per_node * (1 if nodes is None else nodes), *words)
 
 
-def read_schedule(made: Translation, layout: Layout, word: str) -> None:
+def read_schedule(made: Translation, layout: StatedLayout, word: str) -> None:
     """Read the pipeline schedule, which may be spelled with other capitals; 1F1B by default.
 
     Args:
@@ -120,7 +120,7 @@ def read_schedule(made: Translation, layout: Layout, word: str) -> None:
     layout.set("schedule", known.get((name or "").lower(), "1F1B"), word)
 
 
-def set_layout(made: Translation, layout: Layout, gpus: int | None) -> int | None:
+def set_layout(made: Translation, layout: StatedLayout, gpus: int | None) -> int | None:
     """Set the keys of the mesh, of the pipeline and of the batch.
 
     Returns:
@@ -145,7 +145,7 @@ def set_layout(made: Translation, layout: Layout, gpus: int | None) -> int | Non
     return dp
 
 
-def _data_parallel_ranks(made: Translation, layout: Layout, gpus: int | None) -> int | None:
+def _data_parallel_ranks(made: Translation, layout: StatedLayout, gpus: int | None) -> int | None:
     """Return the data-parallel ranks, or None and add a problem.
 
     The user's word counts first, then the file's word for them, that for all ranks, and the batch.
@@ -168,7 +168,7 @@ def _data_parallel_ranks(made: Translation, layout: Layout, gpus: int | None) ->
     return _ranks_of_batch(made, layout)
 
 
-def _ranks_of_gpus(made: Translation, layout: Layout, gpus: int) -> int | None:
+def _ranks_of_gpus(made: Translation, layout: StatedLayout, gpus: int) -> int | None:
     """Return the ranks on the GPUs that ``--gpus`` gives, whatever the file says."""
     if gpus % layout.model_ranks:
         made.problems.append(
@@ -189,7 +189,7 @@ def _ranks_of_gpus(made: Translation, layout: Layout, gpus: int) -> int | None:
     return ranks
 
 
-def _ranks_as_said(made: Translation, layout: Layout, dp: int) -> int:
+def _ranks_as_said(made: Translation, layout: StatedLayout, dp: int) -> int:
     """Return the ranks of the file's own word, compared with its number of all ranks."""
     words, product = made.words(*layout.names_of("dp")), layout.product
     world_words = made.words(*layout.names_of("world"))
@@ -213,7 +213,7 @@ def _ranks_as_said(made: Translation, layout: Layout, dp: int) -> int:
     return dp
 
 
-def _ranks_of_world(made: Translation, layout: Layout, world: int) -> int:
+def _ranks_of_world(made: Translation, layout: StatedLayout, world: int) -> int:
     """Return the ranks on all GPUs of the file; what is left over is a contradiction."""
     words, ranks = made.words(*layout.names_of("world")), world // layout.model_ranks
     if world % layout.model_ranks:
@@ -228,7 +228,7 @@ def _ranks_of_world(made: Translation, layout: Layout, world: int) -> int:
     return ranks
 
 
-def _ranks_of_batch(made: Translation, layout: Layout) -> int | None:
+def _ranks_of_batch(made: Translation, layout: StatedLayout) -> int | None:
     """Return the ranks that follow from the batch, as in a configuration of DeepSpeed."""
     micro, steps, batch = layout.micro_batch, layout.accumulation, layout.global_batch
     if micro and steps and batch and batch % (micro * steps) == 0:
@@ -246,7 +246,7 @@ def _ranks_of_batch(made: Translation, layout: Layout) -> int | None:
     return None
 
 
-def _set_zero(made: Translation, layout: Layout, dp: int) -> None:
+def _set_zero(made: Translation, layout: StatedLayout, dp: int) -> None:
     given = made.override("parallel.zero")
     zero, names = (layout.zero or 0) if given is None else given, layout.names_of("zero")
     replicas = dp if layout.replicas == -1 else layout.replicas or 1
@@ -287,7 +287,7 @@ def _set_zero(made: Translation, layout: Layout, dp: int) -> None:
     made.taken.append(f"{dp} data-parallel ranks -> {sizes}mesh.dp_shard = {dp // replicas}")
 
 
-def _set_batch(made: Translation, layout: Layout, dp: int, gpus: int | None) -> None:
+def _set_batch(made: Translation, layout: StatedLayout, dp: int, gpus: int | None) -> None:
     micro, steps, batch = layout.micro_batch, layout.accumulation, layout.global_batch
     is_changed = gpus is not None or any(
         key.startswith(("mesh.", "data.")) for key in made.overridden
@@ -344,7 +344,7 @@ def _set_batch(made: Translation, layout: Layout, dp: int, gpus: int | None) -> 
     _set_schedule(made, layout, batch // unit)
 
 
-def _set_schedule(made: Translation, layout: Layout, micro_batches: int) -> None:
+def _set_schedule(made: Translation, layout: StatedLayout, micro_batches: int) -> None:
     pp, stages, schedule = layout.pp or 1, layout.virtual_stages, layout.schedule
     names = layout.names_of("schedule")
     if pp == 1:

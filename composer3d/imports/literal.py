@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from composer3d.facts.bounds import check_values
 from composer3d.facts.errors import RecipeError
-from composer3d.recipe.values import one_line
+from composer3d.facts.text import one_line
 
 _MOST_EXPRESSION = 200  # characters of an arithmetic expression
 _MOST_NUMBER = 10**18

@@ -3,7 +3,7 @@
 import re
 from math import lcm
 
-from composer3d.imports.layout import Layout, read_layout, read_world, set_layout
+from composer3d.imports.layout import StatedLayout, read_layout, read_world, set_layout
 from composer3d.imports.literal import Unread
 from composer3d.imports.shared import padded, read_dtype, set_dtype, take_betas
 from composer3d.imports.translation import Translation
@@ -53,7 +53,7 @@ def _set_layout(made: Translation, gpus: int | None) -> None:
         made.take("parallel.sequence_parallel", made.flag(word), word, note=note)
 
 
-def _set_stages(made: Translation, layout: Layout) -> None:
+def _set_stages(made: Translation, layout: StatedLayout) -> None:
     """Set the cut of the pipeline if the first or the last stage has other layers than the rest."""
     ends = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
     extras = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
@@ -80,7 +80,7 @@ def _set_stages(made: Translation, layout: Layout) -> None:
     made.take("parallel.stages", stages, *names)
 
 
-def _set_zero(made: Translation, layout: Layout) -> None:
+def _set_zero(made: Translation, layout: StatedLayout) -> None:
     """Set the level of ZeRO where other words than ``zero_stage`` say it."""
     stage = layout.zero
     strategy = made.choose("data_parallel_sharding_strategy", "parallel.zero")

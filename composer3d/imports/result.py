@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from composer3d.facts.errors import RecipeError
+from composer3d.facts.text import one_line
 from composer3d.imports import automodel, deepspeed, megatron, nanotron, source, torchtitan
 from composer3d.imports.translation import ENTRIES, Translation, Value, point_name
 from composer3d.models import registry
 from composer3d.recipe.draft import parse_document
 from composer3d.recipe.resolve import Resolved, broken_rules, load
 from composer3d.recipe.schema import FOLDER_NAME, OPEN_POINTS, TABLES, model_table
-from composer3d.recipe.values import as_toml, one_line, value_of
+from composer3d.recipe.values import as_toml, value_of
 
 _TRANSLATORS: dict[str, Callable[[Translation, int | None], None]] = {
     "Megatron-LM": megatron.translate,

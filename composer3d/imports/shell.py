@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from composer3d.facts.errors import RecipeError
-from composer3d.recipe.values import one_line
+from composer3d.facts.text import one_line
 
 _MOST_CHARACTERS = 1 << 16  # of an expanded word: A=$A$A doubles with each line
 _MOST_NESTED = 200  # characters of a default value, which may nest

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from composer3d.facts.bounds import check_values
 from composer3d.facts.errors import RecipeError
 from composer3d.facts.files import parse_json, read_plain
+from composer3d.facts.text import one_line
 from composer3d.facts.toml import parse_toml
 from composer3d.imports import torchtitan
 from composer3d.imports.literal import Entry, Unread, dicts_of
 from composer3d.imports.shell import Script, ShellCommand, read_script
 from composer3d.imports.translation import Setting, canonical, setting
 from composer3d.imports.words import BRIDGE_SECTIONS, PROGRAMS, SHARED, Program
-from composer3d.recipe.values import one_line
 
 MOST_BYTES = 256 << 10
 _MOST_JSON_BYTES = 4 << 20  # a resolved configuration of torchtitan has each layer
@@ -75,7 +75,7 @@ class Guess(NamedTuple):
 
 
 @dataclass
-class Source:
+class SourceSettings:
     """What a file says.
 
     Attributes:
@@ -95,7 +95,7 @@ class Source:
     is_override: bool = False
 
 
-def read(path: str) -> Source:
+def read(path: str) -> SourceSettings:
     """Read the file ``path``.
 
     Raises:
@@ -133,7 +133,7 @@ def read(path: str) -> Source:
 # --- JSON and Python ---
 
 
-def _read_dict_or_json(text: str, name: str, *, is_json: bool) -> Source:
+def _read_dict_or_json(text: str, name: str, *, is_json: bool) -> SourceSettings:
     try:
         tree = parse_json(text, object_pairs_hook=_Pairs)
     except ValueError as error:
@@ -185,7 +185,7 @@ def _plain(value: Any) -> Any:
     return str(type(value).__name__)
 
 
-def _read_python(text: str, name: str) -> Source:
+def _read_python(text: str, name: str) -> SourceSettings:
     if _TORCHTITAN_PYTHON.search(text):
         raise RecipeError(
             f"{name}: a Python configuration of torchtitan is a program, which import does not "
@@ -198,7 +198,7 @@ def _read_python(text: str, name: str) -> Source:
 # --- which program ---
 
 
-def _from_entries(entries: list[Entry], name: str, *, has_lines: bool) -> Source:
+def _from_entries(entries: list[Entry], name: str, *, has_lines: bool) -> SourceSettings:
     """Make a source of the leaves of a tree: a JSON, TOML or YAML file, or Python dicts."""
     _limit(len(entries), name)
     # The innermost dict that holds a marker of DeepSpeed is the root of its keys.
@@ -294,15 +294,15 @@ def _limit(count: int, name: str) -> None:
         raise RecipeError(f"{name}: more than {_MOST_SETTINGS:,} values; no configuration has them")
 
 
-def _single(program: str, settings: list[Setting]) -> Source:
+def _single(program: str, settings: list[Setting]) -> SourceSettings:
     """Make a source of the words of one program."""
     twice: dict[str, str] = {}
-    source = Source(program, canonical(program, settings, twice))
+    source = SourceSettings(program, canonical(program, settings, twice))
     source.contradictions += twice.values()
     return source
 
 
-def _together(megatron: list[Setting], ds: list[Setting]) -> Source:
+def _together(megatron: list[Setting], ds: list[Setting]) -> SourceSettings:
     """Make one source of words of Megatron-LM and of DeepSpeed."""
     megatron = [
         one if "." in one.name else one._replace(name=one.name.replace("-", "_"))
@@ -321,7 +321,7 @@ def _together(megatron: list[Setting], ds: list[Setting]) -> Source:
             lost.append(f"{one.shown}: {word.note}; the arguments of Megatron-LM count")
     twice: dict[str, str] = {}
     settings = canonical("Megatron-LM", megatron, twice)
-    source = Source("Megatron-LM", settings, [*twice.values()], lost)
+    source = SourceSettings("Megatron-LM", settings, [*twice.values()], lost)
     # The last of two options counts. In a tree, or in two files, none of two values does.
     options = {one.name for one in megatron if one.shown.startswith("--")}
     source.open = {
@@ -335,7 +335,7 @@ def _together(megatron: list[Setting], ds: list[Setting]) -> Source:
 # --- TOML and YAML ---
 
 
-def _read_toml(text: str, name: str) -> Source:
+def _read_toml(text: str, name: str) -> SourceSettings:
     try:
         tree = parse_toml(text)
     except ValueError as error:
@@ -345,7 +345,7 @@ def _read_toml(text: str, name: str) -> Source:
     return _from_entries(list(_entries_of(tree, ())), name, has_lines=False)
 
 
-def _read_yaml(text: str, name: str) -> Source:
+def _read_yaml(text: str, name: str) -> SourceSettings:
     try:
         import yaml
     except ImportError:
@@ -353,7 +353,7 @@ def _read_yaml(text: str, name: str) -> Source:
             f"{name}: YAML needs the package pyyaml; install it with pip install composer3d[import]"
         ) from None
 
-    class Loader(yaml.SafeLoader):
+    class YamlLoader(yaml.SafeLoader):
         """Builds plain values only. Aliases are refused: they can repeat a text without end."""
 
         def compose_node(self, parent: Any, index: Any) -> Any:
@@ -369,7 +369,7 @@ def _read_yaml(text: str, name: str) -> Source:
             return super().construct_mapping(node, deep)
 
     try:
-        tree = yaml.load(text, Loader)
+        tree = yaml.load(text, YamlLoader)
         check_values(tree)
     except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
         reason = one_line(" ".join(str(error).split())[:300]) or "it nests too deep"
@@ -387,7 +387,7 @@ def _read_yaml(text: str, name: str) -> Source:
 # --- shell ---
 
 
-def _read_shell(text: str, name: str) -> Source:
+def _read_shell(text: str, name: str) -> SourceSettings:
     script = read_script(text, name)
     command = max(script.commands, key=_known_options, default=None)
     if command is None or not _known_options(command):
@@ -447,7 +447,7 @@ def _decides(program: Program, name: str) -> bool:
     return (word.is_computed and not word.ours) or word.ours.startswith(_DECIDING_KEYS)
 
 
-def _note_unsure(source: Source, script: Script, command: ShellCommand) -> None:
+def _note_unsure(source: SourceSettings, script: Script, command: ShellCommand) -> None:
     """Open a point for each variable that is set under a condition, if what it gives decides.
 
     A variable decides if it is the value of a word that does, or if one of its values, used or not,
@@ -463,7 +463,7 @@ def _note_unsure(source: Source, script: Script, command: ShellCommand) -> None:
             source.open[name] = Guess(script.unsure[name], deciding)
 
 
-def _deciding_words(source: Source, variable: str) -> tuple[str, ...]:
+def _deciding_words(source: SourceSettings, variable: str) -> tuple[str, ...]:
     """Return the words that decide, and whose value has this variable in it."""
     program = PROGRAMS[source.program]
     words = [one.name for one in source.settings.values() if variable in one.unsure]
@@ -471,7 +471,7 @@ def _deciding_words(source: Source, variable: str) -> tuple[str, ...]:
 
 
 def _gives_a_deciding_option(
-    source: Source, script: Script, command: ShellCommand, variable: str
+    source: SourceSettings, script: Script, command: ShellCommand, variable: str
 ) -> bool:
     """Return whether a value of a variable, used or not, has an option that decides."""
     program = PROGRAMS[source.program]
@@ -495,7 +495,7 @@ def _options_of(text: str) -> Iterator[str]:
         before = word
 
 
-def _note_other_command(source: Source, other: Source) -> None:
+def _note_other_command(source: SourceSettings, other: SourceSettings) -> None:
     """Open a point for each word that another command of the same script has with another value."""
     for word, one in other.settings.items():
         mine = source.settings.get(word)

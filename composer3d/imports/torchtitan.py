@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from composer3d.imports.layout import Layout, read_layout, read_schedule, set_layout
+from composer3d.imports.layout import StatedLayout, read_layout, read_schedule, set_layout
 from composer3d.imports.shared import note_parameters, read_dtype, take_betas
 from composer3d.imports.translation import Translation
 from composer3d.imports.words import PROGRAMS
@@ -154,7 +154,7 @@ def _set_layout(made: Translation, gpus: int | None) -> None:
         made.take("parallel.cp_method", method, word)
 
 
-def _zero(layout: Layout, shards: int | None, reshard: str) -> int:
+def _zero(layout: StatedLayout, shards: int | None, reshard: str) -> int:
     """Return the level of ZeRO that FSDP2 has with such degrees."""
     has_pp = (layout.pp or 1) > 1
     if shards == 1 and (layout.cp or 1) == 1 and (layout.replicas or 1) > 1:
@@ -164,7 +164,7 @@ def _zero(layout: Layout, shards: int | None, reshard: str) -> int:
     return 3
 
 
-def _set_batch_of_tokens(made: Translation, layout: Layout) -> None:
+def _set_batch_of_tokens(made: Translation, layout: StatedLayout) -> None:
     """Set the batch of a file of 2026, which counts tokens."""
     layout.set("micro_batch", _samples(made, _TOKENS), _TOKENS)
     word = "training.num_tokens_per_train_step"
@@ -174,7 +174,7 @@ def _set_batch_of_tokens(made: Translation, layout: Layout) -> None:
         layout.set("accumulation", made.number(_STEPS) or 1, _STEPS)
 
 
-def _set_batch(made: Translation, layout: Layout) -> None:
+def _set_batch(made: Translation, layout: StatedLayout) -> None:
     """Set the batch of an older file, in which a pipeline cuts the batch of a rank."""
     local = made.number(_LOCAL) if _LOCAL in made.settings else 8
     layout.set("micro_batch", local, _LOCAL)
@@ -196,7 +196,7 @@ def _set_batch(made: Translation, layout: Layout) -> None:
         layout.set("accumulation", local // micro, _LOCAL)
 
 
-def _set_stages(made: Translation, layout: Layout) -> None:
+def _set_stages(made: Translation, layout: StatedLayout) -> None:
     """Set the virtual stages of a pipeline that is cut after so many layers."""
     word, pp = "parallelism.pipeline_parallel_layers_per_stage", layout.pp or 1
     per_stage, layers = made.number(word), made.value("model.n_layers")

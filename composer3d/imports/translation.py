@@ -5,10 +5,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from composer3d.facts.text import one_line
 from composer3d.imports.literal import Unread
 from composer3d.imports.words import PROGRAMS, Program, Word
 from composer3d.recipe.schema import TABLES, model_table
-from composer3d.recipe.values import as_toml, coerce, entries_of, one_line, type_of
+from composer3d.recipe.values import as_toml, coerce, entries_of, type_of
 
 _MOST_SHOWN = 80  # characters of a value of theirs in a line of ours
 _MOST_LINES = 500  # of one list

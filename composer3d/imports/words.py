@@ -14,7 +14,7 @@ programs share, and each program has a file with these tables:
                      which are open points
     [defaults]       what the program has for what a file does not say, why, and the word that says
                      it, if that word may be there without a value
-    [layout]         the word of each attribute of ``layout.Layout``
+    [layout]         the word of each attribute of ``layout.StatedLayout``
     [[without_equal]], [[open]]   words that have no equal, and why; open: they decide something
     [own]            what only the translator of this program knows
 

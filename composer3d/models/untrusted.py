@@ -4,15 +4,13 @@ Anybody may have written a config.json, a params.json or the manifest of a check
 and the range of every value are checked before anything is computed with it.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from composer3d.facts.errors import CheckpointError
+from composer3d.facts.text import short_json
 from composer3d.models.shape import DecoderShape
-
-_SHOWN_CHARACTERS = 60  # of a value in a message
 
 # The name of a field's type in messages.
 _TYPE_NAMES: dict[Any, str] = {
@@ -115,17 +113,3 @@ def is_number(value: Any) -> bool:
     The bounds also refuse integers with hundreds of digits, which no float can hold.
     """
     return type(value) in (int, float) and -1e300 < value < 1e300
-
-
-def short_json(value: Any) -> str:
-    """Return ``value`` as JSON, cut to a length that fits into a message.
-
-    A value that is not JSON becomes the name of its type in parentheses.
-    """
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        text = f"({type(value).__name__})"
-    if len(text) <= _SHOWN_CHARACTERS:
-        return text
-    return f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"

@@ -24,7 +24,7 @@ from composer3d.models.contract import ShardingPlan
 from composer3d.recipe.schema import MemoryTable
 
 # The reduce-scatter of a compiled graph with ``parallel.async_tp``.
-FUSIBLE_SUM = "_c10d_functional.reduce_scatter_tensor.*"
+_FUSIBLE_SUM = "_c10d_functional.reduce_scatter_tensor.*"
 
 # Whether the module that runs is one whose output backward does not read.
 _is_unread = ContextVar("is_unread", default=False)
@@ -54,7 +54,7 @@ def apply(
     # "full" passes no ``context_fn``: torch.compile cannot trace a context that does nothing.
     options: dict[str, Any] = {}
     if checkpointing.mode == "selective":
-        policy = save_policy((*plan.save, FUSIBLE_SUM) if async_tp else plan.save)
+        policy = save_policy((*plan.save, _FUSIBLE_SUM) if async_tp else plan.save)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     for place, (number, block) in enumerate(blocks.items()):
         mode = checkpointing.mode_of(place)

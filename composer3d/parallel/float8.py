@@ -31,8 +31,8 @@ from composer3d.facts.errors import DeviceError, PlanError
 from composer3d.models.contract import ShardingPlan
 from composer3d.recipe.schema import FLOAT8_MULTIPLE, MeshTable, PrecisionTable
 
-E4M3 = torch.float8_e4m3fn
-LARGEST = torch.finfo(E4M3).max  # 448
+_E4M3 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(_E4M3).max  # 448
 _SMALLEST_AMAX = 1e-12  # rows of zeros have a finite scale too
 _LEAST_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
 
@@ -67,7 +67,7 @@ def _scale_of(amax: Tensor) -> Tensor:
     If ``amax`` is not finite, the scale is NaN, and so are all numbers that it scales.
     """
     # In float64, so that compiled and eager code divide alike.
-    ratio = LARGEST / amax.to(torch.float64).clamp(min=_SMALLEST_AMAX)
+    ratio = _LARGEST / amax.to(torch.float64).clamp(min=_SMALLEST_AMAX)
     # ratio = mantissa x 2^n, with a mantissa of at least 0.5 and below 1.
     return (ratio / (2 * torch.frexp(ratio).mantissa)).to(torch.float32)
 
@@ -75,7 +75,7 @@ def _scale_of(amax: Tensor) -> Tensor:
 def _round(x: Tensor, scale: Tensor) -> Tensor:
     # torch rounds a float64 number to float32 first. So does the reference of ``verify``. Kernels
     # take consecutive rows.
-    return (x * scale.to(x.dtype)).to(E4M3, memory_format=torch.contiguous_format)
+    return (x * scale.to(x.dtype)).to(_E4M3, memory_format=torch.contiguous_format)
 
 
 def output_product(x_NK: Tensor, weight_MK: Tensor) -> Tensor:

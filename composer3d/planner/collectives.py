@@ -13,14 +13,14 @@ from composer3d.planner.setup import Machine
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
-LAUNCH_S = 20e-6  # a collective kernel, without any data
+_LAUNCH_S = 20e-6  # a collective kernel, without any data
 _STEP_S = 3e-6  # for each doubling of an all-reduce's group inside a node
 _STEP_BETWEEN_NODES_S = 10e-6  # the same between nodes, where trees are used
 _HOP_IN_NODE_S = 0.3e-6
 _RAMP_BYTES = 8e6  # a message of this size reaches half the bandwidth, without the latency
 
 
-class Group(NamedTuple):
+class GroupShape(NamedTuple):
     """The ranks of one collective.
 
     Attributes:
@@ -42,7 +42,7 @@ class Group(NamedTuple):
 
 def collective_s(
     operation: Operation,
-    group: Group,
+    group: GroupShape,
     size_bytes: float,
     machine: Machine,
     constants: Constants,
@@ -75,16 +75,16 @@ def collective_s(
         if measured_s is not None:
             latency = measured_s * log2(ranks)
         elif operation == "all_reduce":
-            latency = LAUNCH_S + 2 * _STEP_S * log2(ranks)
+            latency = _LAUNCH_S + 2 * _STEP_S * log2(ranks)
         else:
-            latency = LAUNCH_S + _HOP_IN_NODE_S * ranks
+            latency = _LAUNCH_S + _HOP_IN_NODE_S * ranks
         return messages * latency + moved / ring
     if measured_s is not None:
         latency = measured_s * log2(ranks)
     elif operation == "all_reduce":
-        latency = LAUNCH_S + _STEP_BETWEEN_NODES_S * log2(ranks)
+        latency = _LAUNCH_S + _STEP_BETWEEN_NODES_S * log2(ranks)
     else:
-        latency = LAUNCH_S + constants.hop_s * (ranks - 1)
+        latency = _LAUNCH_S + constants.hop_s * (ranks - 1)
     # Every node's cards carry the whole once.
     cards = machine.nic_bytes_s * _share(machine, constants.nic_share) * group.in_node(machine)
     return messages * latency + moved / min(ring, cards)
@@ -100,7 +100,9 @@ def _share(machine: Machine, fitted: float) -> float:
     return 1.0 if is_measured and machine.hardware.generation == "cpu" else fitted
 
 
-def all_to_all_s(group: Group, size_bytes: float, machine: Machine, constants: Constants) -> float:
+def all_to_all_s(
+    group: GroupShape, size_bytes: float, machine: Machine, constants: Constants
+) -> float:
     """Return the seconds of an all-to-all in which each rank sends ``size_bytes`` in all.
 
     A rank keeps 1/ranks. What goes to other nodes passes its own card; the rest its NVLink.
@@ -117,7 +119,7 @@ def all_to_all_s(group: Group, size_bytes: float, machine: Machine, constants: C
     return 2 * _launch_s(machine, crosses) + seconds
 
 
-def send_s(group: Group, size_bytes: float, machine: Machine, constants: Constants) -> float:
+def send_s(group: GroupShape, size_bytes: float, machine: Machine, constants: Constants) -> float:
     """Return the seconds until a message of one rank has arrived at its neighbour in ``group``."""
     if group.ranks <= 1:
         return 0.0
@@ -131,4 +133,4 @@ def send_s(group: Group, size_bytes: float, machine: Machine, constants: Constan
 def _launch_s(machine: Machine, crosses: bool) -> float:
     """Return the time of a message without data."""
     measured_s = machine.nic_latency_s if crosses else machine.latency_s
-    return LAUNCH_S if measured_s is None else measured_s
+    return _LAUNCH_S if measured_s is None else measured_s

@@ -59,7 +59,7 @@ _NARROW_HEADS = 0.9
 _NEW_UNITS = ("hopper", "blackwell")
 
 
-class Rates(NamedTuple):
+class ComputeRates(NamedTuple):
     """Sustained rates of a setup.
 
     Attributes:
@@ -129,7 +129,7 @@ class Product(NamedTuple):
         return Product(self.columns, self.depth, self.rows, self.copies)
 
 
-def rates(setup: Setup, constants: Constants) -> Rates:
+def rates(setup: Setup, constants: Constants) -> ComputeRates:
     """Return the sustained rates of a setup's device."""
     machine = setup.machine
     is_new = machine.hardware.generation in _NEW_UNITS
@@ -139,7 +139,7 @@ def rates(setup: Setup, constants: Constants) -> Rates:
     precision = setup.precision
     head_type = "bfloat16" if precision.matrix == "fp8" else precision.matrix
     weight_type = precision.weight_products or precision.matrix
-    return Rates(
+    return ComputeRates(
         matrix=machine.hardware.matrix_rate(precision.matrix) * share,
         weight=machine.hardware.matrix_rate(weight_type) * share,
         head=machine.hardware.matrix_rate(head_type) * share,
@@ -158,7 +158,9 @@ def _clock_share(power_share: float) -> float:
     return ((power_share - _STATIC_POWER) / (1 - _STATIC_POWER)) ** 0.5 if power_share < 1 else 1.0
 
 
-def product_s(product: Product, flops_s: float, rate: Rates, output_bytes: float = 2.0) -> float:
+def product_s(
+    product: Product, flops_s: float, rate: ComputeRates, output_bytes: float = 2.0
+) -> float:
     """Return the seconds of a product in 16 bits.
 
     Args:
@@ -239,14 +241,14 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool) -> Work
     forward_products = seconds(products)
     input_products = seconds([product.input_gradient() for product in products])
     weight_products = sum(
-        product_s(product.weight_gradient(), rate.weight, rate, gradient_bytes(setup))
+        product_s(product.weight_gradient(), rate.weight, rate, _gradient_bytes(setup))
         for product in products
     )
     attend_forward, attend_backward = attend_s(setup, rate)
     traffic = constants.fused_traffic
     if not setup.software.fuses_elementwise:
         traffic = constants.eager_traffic
-    elementwise = elementwise_bytes(setup, has_experts=has_experts) / rate.memory * traffic
+    elementwise = _elementwise_bytes(setup, has_experts=has_experts) / rate.memory * traffic
     # Only the products of outputs and of input gradients round their operands.
     rounding = input_rounding = 0.0
     if setup.precision.weight_products is not None:
@@ -293,7 +295,7 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool) -> Work
     )
 
 
-def gradient_bytes(setup: Setup) -> float:
+def _gradient_bytes(setup: Setup) -> float:
     """Return the bytes that move for each element of a weight's gradient in one micro-batch.
 
     A sum over micro-batches is read and written: by the product itself, or by a further kernel,
@@ -306,7 +308,7 @@ def gradient_bytes(setup: Setup) -> float:
     return 2.0
 
 
-def summing_s(setup: Setup, parameters: float, rate: Rates) -> float:
+def summing_s(setup: Setup, parameters: float, rate: ComputeRates) -> float:
     """Return the seconds in which gradients of one micro-batch are added to the sum."""
     is_needed = setup.layout.zero <= 2 and setup.batch.micro_batches > 1
     if not is_needed or setup.software.fuses_weight_gradients:
@@ -314,7 +316,7 @@ def summing_s(setup: Setup, parameters: float, rate: Rates) -> float:
     return (2.0 + 2.0 * setup.precision.gradients) * parameters / rate.memory
 
 
-def attend_s(setup: Setup, rate: Rates) -> tuple[float, float]:
+def attend_s(setup: Setup, rate: ComputeRates) -> tuple[float, float]:
     """Return the seconds of attention itself, forward and backward, of one block."""
     sizes, layout = setup.sizes, setup.layout
     heads = sizes.heads / layout.tp
@@ -335,7 +337,7 @@ def attend_s(setup: Setup, rate: Rates) -> tuple[float, float]:
     return forward, forward * (_BACKWARD_FLASH1 if is_first else _BACKWARD_ATTENTION)
 
 
-def _unfused_attend_s(setup: Setup, rate: Rates) -> tuple[float, float]:
+def _unfused_attend_s(setup: Setup, rate: ComputeRates) -> tuple[float, float]:
     """Return the seconds of attention that writes its scores to memory, forward and backward.
 
     Batched products, masked scores included; one fused kernel of scale, mask and softmax; dropout.
@@ -372,7 +374,7 @@ def _rounded_bytes(product: Product) -> float:
     return product.copies * (2 + 2 + 1) * product.depth * (product.rows + product.columns)
 
 
-def elementwise_bytes(setup: Setup, *, has_experts: bool) -> float:
+def _elementwise_bytes(setup: Setup, *, has_experts: bool) -> float:
     """Return the memory traffic of a block's elementwise work in forward, in bytes, in 16 bits.
 
     For each element of the residual stream: two norms (read, write) and two additions (read twice,

@@ -15,7 +15,7 @@ from composer3d.planner.matrices import newton_schulz_flops
 from composer3d.planner.memory import GIB, RankMemory, predict_memory
 from composer3d.planner.schedule import keeps_gradients_of_loss
 from composer3d.planner.setup import (
-    Batch,
+    BatchSizes,
     BlockMatrices,
     Layout,
     Machine,
@@ -162,7 +162,7 @@ def of_recipe(
             schedule_csv=parallel.schedule_csv,
             stage_blocks=tuple(map(len, stage_ranges(recipe))),
         ),
-        batch=Batch(
+        batch=BatchSizes(
             seq_len=recipe.data.seq_len,
             micro_batch=recipe.data.micro_batch,
             micro_batches=recipe.micro_batches,

@@ -73,8 +73,8 @@ def price(recipe: Recipe, device: Device) -> Plan:
         recipe,
         prediction,
         mfu(setup, flops, prediction.tokens_s),
-        bound_by(setup, prediction),
-        lever(setup, prediction),
+        _bound_by(setup, prediction),
+        _lever(setup, prediction),
     )
 
 
@@ -221,7 +221,7 @@ def _shares(prediction: Prediction) -> dict[str, float]:
     return {name: seconds / time.step_s for name, seconds in parts.items()}
 
 
-def bound_by(setup: Setup, prediction: Prediction) -> str:
+def _bound_by(setup: Setup, prediction: Prediction) -> str:
     """Say what costs most besides the work itself, such as "bubble 18%"."""
     name, share = max(_shares(prediction).items(), key=lambda item: item[1])
     if share < 0.05:
@@ -239,7 +239,7 @@ def bound_by(setup: Setup, prediction: Prediction) -> str:
     return f"{_AXIS_WORDS[name]} over {link} {share:.0%}"
 
 
-def lever(setup: Setup, prediction: Prediction) -> str:
+def _lever(setup: Setup, prediction: Prediction) -> str:
     """Say what would help most."""
     shares = _shares(prediction)
     if not prediction.fits:

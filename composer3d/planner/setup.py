@@ -202,7 +202,7 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class BatchSizes:
     """The work of one optimizer step.
 
     Attributes:
@@ -379,7 +379,7 @@ class Setup:
 
     sizes: Sizes
     layout: Layout
-    batch: Batch
+    batch: BatchSizes
     machine: Machine
     precision: Precision = Precision()
     software: Software = Software()

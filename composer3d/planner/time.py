@@ -12,7 +12,7 @@ from math import log2
 from typing import NamedTuple
 
 from composer3d.planner import compute
-from composer3d.planner.collectives import Group, all_to_all_s, collective_s, send_s
+from composer3d.planner.collectives import GroupShape, all_to_all_s, collective_s, send_s
 from composer3d.planner.compute import Work
 from composer3d.planner.constants import SHIPPED, Constants
 from composer3d.planner.pipeline import Compiled, length_s
@@ -45,10 +45,10 @@ class StepTime:
     overhead_s: float
 
 
-def groups(setup: Setup) -> dict[str, Group]:
+def groups(setup: Setup) -> dict[str, GroupShape]:
     """Return the group of each axis."""
     axes = ("tp", "cp", "fsdp", "dp_replicate", "pp", "ep", "efsdp")
-    return {axis: Group(*setup.layout.ranks_of(axis)) for axis in axes}
+    return {axis: GroupShape(*setup.layout.ranks_of(axis)) for axis in axes}
 
 
 def predict_time(
@@ -108,7 +108,7 @@ def predict_time(
     )
 
 
-def _stage_parts(setup: Setup, constants: Constants) -> list["_Part"]:
+def _stage_parts(setup: Setup, constants: Constants) -> list["_BlockTimes"]:
     """Return the times of each stage."""
     layout = setup.layout
     blocks = {
@@ -119,19 +119,19 @@ def _stage_parts(setup: Setup, constants: Constants) -> list["_Part"]:
     }
     head = compute.head_work(setup, constants)
 
-    stage_times: list[_Part] = []
+    stage_times: list[_BlockTimes] = []
     for stage, counts in enumerate(setup.block_kinds):
-        part = _Part(Work(), 0.0, {})
+        part = _BlockTimes(Work(), 0.0, {})
         for kind, block in blocks.items():
             if counts[kind]:
                 part = part.plus(block.times(counts[kind]))
         if stage == layout.stages - 1:
-            part = part.plus(_Part(head, head.recompute_s, {}))
+            part = part.plus(_BlockTimes(head, head.recompute_s, {}))
         stage_times.append(part)
     return stage_times
 
 
-class _Part(NamedTuple):
+class _BlockTimes(NamedTuple):
     """The times of some blocks for one micro-batch.
 
     Attributes:
@@ -144,25 +144,25 @@ class _Part(NamedTuple):
     recompute_s: float
     exposed: dict[str, float]
 
-    def times(self, count: int) -> "_Part":
+    def times(self, count: int) -> "_BlockTimes":
         """Return the times of ``count`` such parts."""
-        return _Part(
+        return _BlockTimes(
             Work(*(count * seconds for seconds in self.work)),
             count * self.recompute_s,
             {axis: count * seconds for axis, seconds in self.exposed.items()},
         )
 
-    def plus(self, other: "_Part") -> "_Part":
+    def plus(self, other: "_BlockTimes") -> "_BlockTimes":
         """Return the times of both parts."""
         axes = self.exposed.keys() | other.exposed.keys()
-        return _Part(
+        return _BlockTimes(
             Work(*(a + b for a, b in zip(self.work, other.work, strict=True))),
             self.recompute_s + other.recompute_s,
             {axis: self.exposed.get(axis, 0.0) + other.exposed.get(axis, 0.0) for axis in axes},
         )
 
 
-def _block(setup: Setup, constants: Constants, *, has_experts: bool) -> _Part:
+def _block(setup: Setup, constants: Constants, *, has_experts: bool) -> _BlockTimes:
     """Return the time of one block for one micro-batch, with its collectives."""
     layout, sizes, software = setup.layout, setup.sizes, setup.software
     machine = setup.machine
@@ -220,7 +220,7 @@ def _block(setup: Setup, constants: Constants, *, has_experts: bool) -> _Part:
         dp_s += added
         weight_s += added
     exposed["dp"] = dp_s
-    return _Part(Work(forward_s, input_s, weight_s, recompute_s), work.recompute_s, exposed)
+    return _BlockTimes(Work(forward_s, input_s, weight_s, recompute_s), work.recompute_s, exposed)
 
 
 def _beside(compute_s: float, collective_s: float, constants: Constants) -> float:
@@ -232,7 +232,7 @@ def _beside(compute_s: float, collective_s: float, constants: Constants) -> floa
     )
 
 
-def _context_s(setup: Setup, constants: Constants, group: Group) -> tuple[float, float]:
+def _context_s(setup: Setup, constants: Constants, group: GroupShape) -> tuple[float, float]:
     """Return the visible seconds of context parallelism in forward and backward of a block."""
     layout, sizes, machine = setup.layout, setup.sizes, setup.machine
     width = setup.precision.activations
@@ -266,7 +266,7 @@ def _held_parameters(setup: Setup, *, has_experts: bool) -> float:
 
 
 def _sharding_s(
-    setup: Setup, constants: Constants, axis_groups: dict[str, Group], *, has_experts: bool
+    setup: Setup, constants: Constants, axis_groups: dict[str, GroupShape], *, has_experts: bool
 ) -> tuple[float, float]:
     """Return the seconds of a block's gather and of its reduction, for one micro-batch.
 
@@ -305,7 +305,7 @@ def _sharding_s(
     return gather_s, reduce_s + replicas_s / once
 
 
-def _scattered_s(setup: Setup, constants: Constants, group: Group, parameters: float) -> float:
+def _scattered_s(setup: Setup, constants: Constants, group: GroupShape, parameters: float) -> float:
     """Return the seconds in which gradients are summed over ``group``, a shard for each rank."""
     precision, machine = setup.precision, setup.machine
     if precision.exchanged:
@@ -324,7 +324,11 @@ def rank_of(pp: int, stage: int, schedule: str) -> int:
 
 
 def _pipeline_s(
-    setup: Setup, constants: Constants, parts: list[_Part], group: Group, length: LengthOf
+    setup: Setup,
+    constants: Constants,
+    parts: list[_BlockTimes],
+    group: GroupShape,
+    length: LengthOf,
 ) -> float:
     """Return the seconds of all micro-batches, from the schedule's own actions."""
     layout, micro_batches = setup.layout, setup.batch.micro_batches
@@ -358,7 +362,7 @@ def pipeline_times(setup: Setup, constants: Constants = SHIPPED) -> PipelineTime
 
 
 def _actions_s(
-    setup: Setup, constants: Constants, works: list[Work], group: Group
+    setup: Setup, constants: Constants, works: list[Work], group: GroupShape
 ) -> PipelineTimes:
     """Return the times of the actions of each stage, and of the messages between them."""
     # Each rank of tp sends its part.
@@ -378,13 +382,13 @@ def _actions_s(
 
 
 def _boundary_s(
-    setup: Setup, constants: Constants, group: Group, message_bytes: float
+    setup: Setup, constants: Constants, group: GroupShape, message_bytes: float
 ) -> list[float]:
     """Return the seconds of a message over each boundary between stages."""
     layout, machine = setup.layout, setup.machine
-    inside_s = send_s(Group(group.ranks, 1), message_bytes, machine, constants)
+    inside_s = send_s(GroupShape(group.ranks, 1), message_bytes, machine, constants)
     between_s = send_s(
-        Group(group.ranks, machine.devices_per_node), message_bytes, machine, constants
+        GroupShape(group.ranks, machine.devices_per_node), message_bytes, machine, constants
     )
     found = []
     for stage in range(layout.stages - 1):
@@ -435,7 +439,7 @@ def stage_parameters(setup: Setup) -> list[tuple[float, float]]:
     return found
 
 
-def _first_unit_s(setup: Setup, constants: Constants, axis_groups: dict[str, Group]) -> float:
+def _first_unit_s(setup: Setup, constants: Constants, axis_groups: dict[str, GroupShape]) -> float:
     """Return the visible seconds of a step that a first unit of several blocks adds.
 
     Nothing runs until all of them are gathered, and when their gradients are reduced, nothing is
@@ -463,7 +467,7 @@ def _largest_rank(setup: Setup) -> tuple[float, float]:
     return dense, experts
 
 
-def _gradient_tail_s(setup: Setup, constants: Constants, parts: list[_Part]) -> float:
+def _gradient_tail_s(setup: Setup, constants: Constants, parts: list[_BlockTimes]) -> float:
     """Return the visible seconds of what moves once a step: gradients, and updated parameters."""
     layout, precision, machine = setup.layout, setup.precision, setup.machine
     software = setup.software
@@ -504,7 +508,7 @@ def _gradient_tail_s(setup: Setup, constants: Constants, parts: list[_Part]) -> 
                 "all_gather", shard, precision.gathered * held, machine, constants, messages
             )
         else:
-            everyone = Group(shard.ranks * layout.dp_replicate, shard.stride)
+            everyone = GroupShape(shard.ranks * layout.dp_replicate, shard.stride)
             reduce_s += collective_s(
                 "all_reduce", everyone, precision.reduced * held, machine, constants
             )
@@ -541,7 +545,7 @@ def _behind(
     return one + _beside(window_s, rest_s, constants) - window_s
 
 
-def _optimizer_s(setup: Setup, rate: compute.Rates) -> float:
+def _optimizer_s(setup: Setup, rate: compute.ComputeRates) -> float:
     """Return the seconds of the norm, the clipping and the optimizer's step."""
     layout, precision = setup.layout, setup.precision
     dense, experts = _largest_rank(setup)
@@ -560,7 +564,7 @@ def _optimizer_s(setup: Setup, rate: compute.Rates) -> float:
     return seconds
 
 
-def _matrices_s(setup: Setup, rate: compute.Rates, constants: Constants) -> float:
+def _matrices_s(setup: Setup, rate: compute.ComputeRates, constants: Constants) -> float:
     """Return the seconds in which an optimizer orthogonalises matrices (``planner.matrices``).
 
     The ranks of a stage share the work evenly, but one matrix is the work of one rank. Each part
@@ -569,7 +573,7 @@ def _matrices_s(setup: Setup, rate: compute.Rates, constants: Constants) -> floa
     matrices, layout = setup.matrices, setup.layout
     if matrices is None:
         return 0.0
-    group = Group(*layout.ranks_of("stage"))
+    group = GroupShape(*layout.ranks_of("stage"))
     elements, flops = map(max, zip(*matrices_of_ranks(setup), strict=True))
     computed_flops = max(flops / group.ranks, matrices.largest.flops)
     if matrices.dtype == "bfloat16":

@@ -51,7 +51,7 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", 
 Phase = Literal["forward", "backward", "step"]
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-COUNT_BYTES = 8  # int64 numbers of rows, and float64 sums
+_COUNT_BYTES = 8  # int64 numbers of rows, and float64 sums
 
 # As ``parallel.grad_norm.PARTS``, which needs torch.
 _PARTS = 8
@@ -132,7 +132,7 @@ def traffic(recipe: Recipe, pp_rank: int = 0) -> dict[Axis, dict[Operation, Traf
 
 def flows(recipe: Recipe, pp_rank: int = 0) -> list[Flow]:
     """Return the same as ``traffic``, by purpose and phase."""
-    return _Rank(recipe, pp_rank).flows()
+    return _RankTraffic(recipe, pp_rank).flows()
 
 
 # How tp cuts a parameter: by rows, by columns, not at all (every rank has the whole gradient), not
@@ -194,7 +194,7 @@ class _Gathers(NamedTuple):
     backward: int
 
 
-class _Rank:
+class _RankTraffic:
     """The traffic of one pipeline rank."""
 
     def __init__(self, recipe: Recipe, pp_rank: int) -> None:
@@ -415,12 +415,12 @@ class _Rank:
             ("backward", "recomputed ", calls_again),
         ]
         for phase, words, count in forwards:
-            counts_bytes = shape.experts * COUNT_BYTES
+            counts_bytes = shape.experts * _COUNT_BYTES
             self._add("ep", "all_to_all", phase, f"{words}counts", count, counts_bytes, mesh.ep)
             for purpose in ("tokens for experts", "outputs of experts"):
                 self._add("ep", "all_to_all", phase, words + purpose, count, rows_bytes, mesh.ep)
             if getattr(shape, "balance_loss", 0.0):
-                sums_bytes = self.recipe.data.micro_batch * shape.experts * COUNT_BYTES
+                sums_bytes = self.recipe.data.micro_batch * shape.experts * _COUNT_BYTES
                 purpose, size = f"{words}counts of sequences", mesh.cp * mesh.tp
                 self._add("sequence", "all_reduce", phase, purpose, count, sums_bytes, size)
         for purpose in ("gradients of outputs", "gradients of tokens"):
@@ -675,12 +675,12 @@ class _Rank:
         size = self.mesh.world_size
         of_step = 2 + N_FLAGS + _PARTS
         for purpose, numbers in (("valid tokens", 1), ("loss, norms and flags", of_step)):
-            self._add("world", "all_reduce", "step", purpose, 1, numbers * COUNT_BYTES, size)
+            self._add("world", "all_reduce", "step", purpose, 1, numbers * _COUNT_BYTES, size)
         routers = sum(map(self._has_experts, range(self.shape.n_layers)))
         if routers:
             numbers = routers * (self.shape.experts + 5)
             purpose = "loads of experts"
-            self._add("world", "all_reduce", "step", purpose, 1, numbers * COUNT_BYTES, size)
+            self._add("world", "all_reduce", "step", purpose, 1, numbers * _COUNT_BYTES, size)
 
     def _has_experts(self, layer: int) -> bool:
         return any(row.style == "experts" for row in self.table.blocks[layer])

@@ -7,7 +7,7 @@ within limits, no path in it is read, and its values are only compared and shown
 from dataclasses import MISSING
 from typing import Any, NamedTuple
 
-from composer3d.facts.text import printable
+from composer3d.facts.text import one_line
 from composer3d.facts.toml import parse_toml
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import (
@@ -21,7 +21,7 @@ from composer3d.recipe.values import (
 )
 
 _TEXT_LIMIT = 256 << 10  # characters; a resolved recipe has about 10,000
-_SHOWN_LIMIT = 80  # characters of a value
+_SHOWN_LIMIT = 60  # characters of a value
 
 
 class Change(NamedTuple):
@@ -104,5 +104,4 @@ def shown(value: object) -> str:
     """Return a value as TOML on one line, cut at 80 characters; None is "absent"."""
     if value is None:
         return "absent"
-    text = printable(as_toml(value))
-    return text if len(text) <= _SHOWN_LIMIT else f"{text[:_SHOWN_LIMIT]}..."
+    return one_line(as_toml(value), _SHOWN_LIMIT)

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
 
-from composer3d.facts.bounds import cut, is_utf8
+from composer3d.facts.bounds import MOST_TEXT, is_utf8
 from composer3d.facts.errors import ModelError, RecipeError
 from composer3d.facts.files import read_plain
 from composer3d.facts.statements import KeyPath, statements
+from composer3d.facts.text import one_line
 from composer3d.facts.toml import TomlBoundsError, TomlError, parse_toml, parse_toml_with_lines
 from composer3d.models import registry
 from composer3d.recipe.schema import ARCHITECTURE, OPEN_POINTS, PATH, TABLES, model_table
@@ -21,17 +22,16 @@ from composer3d.recipe.values import (
     coerce,
     entries_of,
     join_with_or,
-    one_line,
     type_of,
 )
 
-MOST_BYTES = 256 << 10  # in a recipe and its bases together; a long recipe has a few thousand
-MOST_BASES = 32
-MOST_PROBLEMS = 100  # reported for one recipe
+_MOST_BYTES = 256 << 10  # in a recipe and its bases together; a long recipe has a few thousand
+_MOST_BASES = 32
+_MOST_PROBLEMS = 100  # reported for one recipe
 _VALUE = "value"  # the key of an override's value, while it is parsed
 
 
-class Document(NamedTuple):
+class ParsedRecipe(NamedTuple):
     """The parsed text of a recipe.
 
     Attributes:
@@ -51,7 +51,7 @@ class Document(NamedTuple):
 
 
 # What ``resolve.load`` reads: a file, or a document whose content was checked before.
-Source = str | os.PathLike[str] | Document
+Source = str | os.PathLike[str] | ParsedRecipe
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Draft:
     def name(self) -> str:
         """The name of the recipe, for messages."""
         source = self.source
-        return source.name if isinstance(source, Document) else one_line(os.fspath(source))
+        return source.name if isinstance(source, ParsedRecipe) else one_line(os.fspath(source))
 
     def place(self, key: str) -> str:
         """Return the prefix of an error about ``key``.
@@ -117,7 +117,7 @@ class Draft:
             RecipeError: a file cannot be read, the architecture cannot be imported, or there are
                 too many problems. The error includes the problems that were found before.
         """
-        documents: list[Document] = []
+        documents: list[ParsedRecipe] = []
         unreadable: RecipeError | None = None
         try:
             for document in _documents(self.source):
@@ -136,7 +136,7 @@ class Draft:
             raise RecipeError([*self.problems, *error.lines]) from None
 
     def _choose_architecture(
-        self, documents: Sequence[Document], sets: Sequence[str], may_import: bool
+        self, documents: Sequence[ParsedRecipe], sets: Sequence[str], may_import: bool
     ) -> None:
         """Set the fields of [model] to those of the architecture that the recipe names.
 
@@ -169,7 +169,7 @@ class Draft:
             ) from None
         self.entries = entries_of(self.tables)
 
-    def _add_document(self, document: Document) -> None:
+    def _add_document(self, document: ParsedRecipe) -> None:
         for table, content in document.tables.items():
             place = document.place(table)
             if table == OPEN_POINTS:
@@ -187,14 +187,14 @@ class Draft:
                 for name, value in content.items():
                     self._add_value(f"{table}.{name}", value, document.place(table, name))
 
-    def _refuse_open_points(self, content: object, document: Document, place: str) -> None:
+    def _refuse_open_points(self, content: object, document: ParsedRecipe, place: str) -> None:
         """Report each open point of a draft, of a base as well. No override settles one."""
         if not isinstance(content, dict):
             self.problems.append(
                 f"{place}: '{OPEN_POINTS}' is the table of the open points of a draft; remove it"
             )
             return
-        for key, point in list(content.items())[:MOST_PROBLEMS]:
+        for key, point in list(content.items())[:_MOST_PROBLEMS]:
             shown = point if isinstance(point, str) else as_short_toml(point)
             self.problems.append(
                 f"{document.place(OPEN_POINTS, key)}: open point "
@@ -262,23 +262,23 @@ class Draft:
         else:
             advice = f"a recipe has base and the tables {', '.join(TABLES)}"
 
-        self.problems.append(f"{place}: unknown {noun} '{cut(one_line(key))}'; {advice}")
+        self.problems.append(f"{place}: unknown {noun} '{one_line(key, MOST_TEXT)}'; {advice}")
         self.invalid_keys.update(meant_keys)
-        if len(self.problems) >= MOST_PROBLEMS:
+        if len(self.problems) >= _MOST_PROBLEMS:
             raise RecipeError(
-                f"{place}: the recipe has {MOST_PROBLEMS} problems up to here; fix them first"
+                f"{place}: the recipe has {_MOST_PROBLEMS} problems up to here; fix them first"
             )
 
     def _keys_of(self, table: str) -> list[str]:
         return [key for key in self.entries if key.startswith(f"{table}.")]
 
 
-def _documents(source: Source) -> Iterator[Document]:
+def _documents(source: Source) -> Iterator[ParsedRecipe]:
     """Yield the recipe's file, then its base, then the base of that one, and so on.
 
     Raises RecipeError if a file cannot be read or a ``base`` is wrong.
     """
-    if isinstance(source, Document):
+    if isinstance(source, ParsedRecipe):
         yield source
         return
     path = os.fspath(source)
@@ -288,16 +288,16 @@ def _documents(source: Source) -> Iterator[Document]:
     while True:
         name = one_line(path)
         try:
-            content = read_plain(path, limit=MOST_BYTES)
+            content = read_plain(path, limit=_MOST_BYTES)
         except OSError as error:
             raise RecipeError(f"{blame}{name}: {error.strerror}") from None
         except ValueError as error:  # the name contains a NUL byte, or UTF-8 cannot encode it
             raise RecipeError(f"{blame}{name}: no file has such a name ({error})") from None
 
         total_bytes += len(content)
-        if total_bytes > MOST_BYTES:
+        if total_bytes > _MOST_BYTES:
             raise RecipeError(
-                f"{blame}{name}: the recipe and its bases are larger than {MOST_BYTES:_} bytes"
+                f"{blame}{name}: the recipe and its bases are larger than {_MOST_BYTES:_} bytes"
             )
         document = parse_document(content, name)
         base = document.tables.get("base")
@@ -315,13 +315,14 @@ def _documents(source: Source) -> Iterator[Document]:
         blame = f"{place}: base cannot be read: "
         if os.path.realpath(path) in seen:
             raise RecipeError(f"{place}: base = {shown_base} makes a cycle; remove one base")
-        if len(seen) > MOST_BASES:
+        if len(seen) > _MOST_BASES:
             raise RecipeError(
-                f"{place}: base = {shown_base} is base number {len(seen)}; use at most {MOST_BASES}"
+                f"{place}: base = {shown_base} is base number {len(seen)}; use at most "
+                f"{_MOST_BASES}"
             )
 
 
-def parse_document(content: bytes | str, name: str) -> Document:
+def parse_document(content: bytes | str, name: str) -> ParsedRecipe:
     """Parse the text of a recipe. Nothing that it names is opened or imported.
 
     Args:
@@ -332,7 +333,7 @@ def parse_document(content: bytes | str, name: str) -> Document:
         RecipeError: the content is not TOML, or holds more than any recipe.
     """
     try:
-        return Document(name, *parse_toml_with_lines(content))
+        return ParsedRecipe(name, *parse_toml_with_lines(content))
     except TomlError as error:
         if error.line is None:
             raise RecipeError(f"{name}: cannot be read as TOML: {error.problem}") from None
@@ -350,7 +351,7 @@ def key_of_override(text: str) -> str:
 
 
 def _place_of_override(text: str) -> str:
-    return f"--set {cut(one_line(text))}"
+    return f"--set {one_line(text, MOST_TEXT)}"
 
 
 def _parse_override(raw: str, value_type: Any) -> object:

@@ -52,13 +52,13 @@ def folder_problem(recipe: Recipe) -> str | None:
         if not os.access(existing, os.W_OK | os.X_OK):
             return f"{existing} cannot be written by this user"
 
-    owner = owner_of(folder)
+    owner = _owner_of(folder)
     if owner is not None:
         return f"{folder} is in use by {owner}; wait for its end, or give this run another run.name"
     return None
 
 
-def owner_of(folder: Path) -> str | None:
+def _owner_of(folder: Path) -> str | None:
     """Return the job that has locked a run's folder, or None if no job has.
 
     The result is the job's note in the file ``lock``, or "another job" if there is no readable

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from composer3d.facts.errors import CheckpointError, DataError, PlanError, RecipeError
 from composer3d.facts.schedules import check_csv, read_csv
+from composer3d.facts.text import one_line
 from composer3d.facts.token_manifest import MANIFEST, read_manifest
 from composer3d.models import registry
 from composer3d.models.llama.shape import PRESETS
@@ -22,7 +23,7 @@ from composer3d.recipe.machine import count_bytes
 from composer3d.recipe.rules import PATHS, Violation, violations
 from composer3d.recipe.schema import ARCHITECTURE, AXES, MODEL_KEYS, PATH, MeshTable, Model, Recipe
 from composer3d.recipe.tokenizers import find_difference
-from composer3d.recipe.values import as_short_toml, as_toml, mention, nearest_multiples, one_line
+from composer3d.recipe.values import as_short_toml, as_toml, mention, nearest_multiples
 
 
 @dataclass(frozen=True)

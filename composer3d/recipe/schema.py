@@ -60,45 +60,45 @@ def _is_printable_text(value: str) -> bool:
     return not any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") for char in value)
 
 
-AXIS = between(1, 1 << 20)
-SHARDS = within_bounds(
-    Bounds(1, 1 << 20, also=(-1,)), f"{AXIS.requirement}, or -1 to use all remaining processes"
+_AXIS = between(1, 1 << 20)
+_SHARDS = within_bounds(
+    Bounds(1, 1 << 20, also=(-1,)), f"{_AXIS.requirement}, or -1 to use all remaining processes"
 )
-STEPS = between(1, MOST_STEPS)
-STEPS_OR_NEVER = between(0, MOST_STEPS)
-MINUTES = within_bounds(
+_STEPS = between(1, MOST_STEPS)
+_STEPS_OR_NEVER = between(0, MOST_STEPS)
+_MINUTES = within_bounds(
     Bounds(0, 10_080, is_above=True), "must be above 0 and at most 10080, a week"
 )
-MINUTES_OR_NEVER = between(0, 60 * 24 * 365)
+_MINUTES_OR_NEVER = between(0, 60 * 24 * 365)
 # The type sets the upper bound: every int of a recipe has 64 bits.
-SEED = within_bounds(Bounds(0, (1 << 63) - 1), "must be at least 0")
-STRAGGLER_FACTOR = within_bounds(
+_SEED = within_bounds(Bounds(0, (1 << 63) - 1), "must be at least 0")
+_STRAGGLER_FACTOR = within_bounds(
     Bounds(1.1, 100, also=(0,)), "must be from 1.1 to 100, or 0 to watch nothing"
 )
-SPIKE_SIGMA = within_bounds(
+_SPIKE_SIGMA = within_bounds(
     Bounds(2, 1000, also=(0,)),
     "must be from 2 to 1000, or 0 to let no finite value count as a spike",
 )
-MOST_TRACED = 100  # steps
-TRACED_STEPS = Range(
-    lambda value: 1 <= value[0] <= value[1] <= MOST_STEPS and value[1] - value[0] < MOST_TRACED,
-    f"must be the first and the last step, counted from 1, and at most {MOST_TRACED} steps in all",
+_MOST_TRACED = 100  # steps
+_TRACED_STEPS = Range(
+    lambda value: 1 <= value[0] <= value[1] <= MOST_STEPS and value[1] - value[0] < _MOST_TRACED,
+    f"must be the first and the last step, counted from 1, and at most {_MOST_TRACED} steps in all",
 )
-MOST_PROFILED = 20  # steps
-PROFILED_STEPS = Range(
-    lambda value: 1 <= value[0] <= value[1] <= MOST_STEPS and value[1] - value[0] < MOST_PROFILED,
-    f"must be the first and the last step, counted from 1, and at most {MOST_PROFILED} steps in "
+_MOST_PROFILED = 20  # steps
+_PROFILED_STEPS = Range(
+    lambda value: 1 <= value[0] <= value[1] <= MOST_STEPS and value[1] - value[0] < _MOST_PROFILED,
+    f"must be the first and the last step, counted from 1, and at most {_MOST_PROFILED} steps in "
     "all",
 )
-RANKS = Range(
+_RANKS = Range(
     lambda value: len(value) > 0 and min(value) >= 0 and len(set(value)) == len(value),
     "must be ranks, counted from 0, each of them once",
 )
-BETAS = Range(
+_BETAS = Range(
     lambda value: all(0 <= beta < 1 for beta in value),
     "must both be at least 0 and below 1",
 )
-COEFFICIENTS = Range(
+_COEFFICIENTS = Range(
     lambda value: all(abs(number) <= 100 for number in value), "must be from -100 to 100"
 )
 _TITLE = OPTIMIZERS[DEFAULT].title
@@ -128,7 +128,7 @@ PATH = Range(
     lambda value: 0 < len(value) <= 4096 and _is_printable_text(value),
     "must be a path of 1 to 4096 characters, without control characters",
 )
-GLOBS = Range(
+_GLOBS = Range(
     lambda value: 0 < len(value) <= 256 and all(map(PATH.accepts, value)),
     'must be 1 to 256 globs, such as "blocks.*.attn.*"',
 )
@@ -139,8 +139,8 @@ class RunTable:
     """The run itself: its name, its length and the processes that it runs on."""
 
     name: str = key("run", "name of the run; its folder is out_dir/name", FOLDER_NAME)
-    steps: int = key(100, "optimizer steps of the whole run", STEPS)
-    seed: int = key(0, "seed of the initial weights", SEED)
+    steps: int = key(100, "optimizer steps of the whole run", _STEPS)
+    seed: int = key(0, "seed of the initial weights", _SEED)
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto", "device that trains; auto: cuda if this machine has it, else cpu"
     )
@@ -148,7 +148,7 @@ class RunTable:
         "runs", "folder with one folder per run, relative to the working directory", PATH
     )
     timeout_minutes: float = key(
-        10.0, "minutes a training collective waits before the missing ranks are named", MINUTES
+        10.0, "minutes a training collective waits before the missing ranks are named", _MINUTES
     )
     deterministic: bool = key(
         False,
@@ -195,18 +195,18 @@ class Model(ModelShape):
 class MeshTable:
     """Sizes of the mesh axes, outermost first. Their product, without ep, is the world size."""
 
-    pp: int = key(1, "pipeline parallel ranks", AXIS)
-    dp_replicate: int = key(1, "replicas that all-reduce gradients (HSDP)", AXIS)
+    pp: int = key(1, "pipeline parallel ranks", _AXIS)
+    dp_replicate: int = key(1, "replicas that all-reduce gradients (HSDP)", _AXIS)
     dp_shard: int = key(
-        -1, "ranks that shard parameters (FSDP); -1: all remaining processes", SHARDS
+        -1, "ranks that shard parameters (FSDP); -1: all remaining processes", _SHARDS
     )
-    cp: int = key(1, "context parallel ranks: each holds a part of every sequence", AXIS)
-    tp: int = key(1, "tensor parallel ranks", AXIS)
+    cp: int = key(1, "context parallel ranks: each holds a part of every sequence", _AXIS)
+    tp: int = key(1, "tensor parallel ranks", _AXIS)
     ep: int = key(
         1,
         "ranks that share the experts of each layer, a part of dp_shard x cp x tp: no further "
         "processes",
-        AXIS,
+        _AXIS,
     )
 
     @property
@@ -418,14 +418,14 @@ class DataSource:
     weight: float
 
 
-MOST_SOURCES = 128
-SOURCES = Range(
+_MOST_SOURCES = 128
+_SOURCES = Range(
     lambda value: (
-        1 <= len(value) <= MOST_SOURCES
+        1 <= len(value) <= _MOST_SOURCES
         and all(PATH.accepts(source.path) for source in value)
         and all(1e-6 <= source.weight <= 1e6 for source in value)
     ),
-    f"must be 1 to {MOST_SOURCES} tables, each with a path of 1 to 4096 characters, without "
+    f"must be 1 to {_MOST_SOURCES} tables, each with a path of 1 to 4096 characters, without "
     "control characters, and a weight from 0.000001 to 1_000_000",
 )
 
@@ -448,7 +448,7 @@ class DataTable:
     sources: tuple[DataSource, ...] | None = key(
         None,
         "in place of path: several of them, each with the share of its weight in the samples",
-        SOURCES,
+        _SOURCES,
     )
     field: str = key("text", "key of the text in each line of a JSONL file")
     seq_len: int = key(256, "tokens in a sample", between(1, MOST_TOKENS))
@@ -467,7 +467,7 @@ class DataTable:
         words="packing {}",
         column=Column("packing", {name: name for name in ("none", "documents")}),
     )
-    seed: int = key(0, "seed of the order of samples", SEED)
+    seed: int = key(0, "seed of the order of samples", _SEED)
     other_tokenizer: bool = key(
         False,
         "train although the tokenizer of the data is not that of the weights (model.hf or "
@@ -497,15 +497,15 @@ class OptimGroup:
     weight_decay: float | None = None
 
 
-MOST_GROUPS = 64
-GROUPS = Range(
+_MOST_GROUPS = 64
+_GROUPS = Range(
     lambda value: (
-        1 <= len(value) <= MOST_GROUPS
-        and all(GLOBS.accepts(group.train) for group in value)
+        1 <= len(value) <= _MOST_GROUPS
+        and all(_GLOBS.accepts(group.train) for group in value)
         and all(0 < group.lr_factor <= 1000 for group in value)
         and all(group.weight_decay is None or 0 <= group.weight_decay <= 10 for group in value)
     ),
-    f"must be 1 to {MOST_GROUPS} tables, each with train (1 to 256 globs), and maybe lr_factor "
+    f"must be 1 to {_MOST_GROUPS} tables, each with train (1 to 256 globs), and maybe lr_factor "
     "(above 0 and at most 1000) and weight_decay (from 0 to 10)",
 )
 
@@ -544,7 +544,7 @@ class OptimTable:
         # A very small update would hide its own error. A very large one lets rounding grow.
         in_proof=within(1e-4, 1e-2),
     )
-    betas: tuple[float, float] = key((0.9, 0.95), f"{_TITLE} betas", BETAS)
+    betas: tuple[float, float] = key((0.9, 0.95), f"{_TITLE} betas", _BETAS)
     eps: float = key(
         1e-8,
         f"{_TITLE} epsilon",
@@ -559,7 +559,7 @@ class OptimTable:
         None,
         "muon: globs of the names of its matrices. Absent: those of attention, feed-forward layers "
         "and experts",
-        GLOBS,
+        _GLOBS,
     )
     matrix_lr: float | None = key(
         None,
@@ -575,7 +575,7 @@ class OptimTable:
     momentum: float = key(0.95, "muon: momentum of its matrices", between(0, 0.9999))
     nesterov: bool = key(True, "muon: Nesterov momentum")
     newton_schulz: tuple[float, float, float] = key(
-        (3.4445, -4.775, 2.0315), "muon: coefficients of Newton-Schulz", COEFFICIENTS
+        (3.4445, -4.775, 2.0315), "muon: coefficients of Newton-Schulz", _COEFFICIENTS
     )
     newton_schulz_steps: int = key(5, "muon: steps of Newton-Schulz", between(1, 99))
     newton_schulz_dtype: Literal["bfloat16", "float32", "float64"] = key(
@@ -585,7 +585,7 @@ class OptimTable:
         None,
         "parameters with rates of their own: tables of train (globs of their names), lr_factor and "
         "weight_decay. The first that has a parameter counts for it",
-        GROUPS,
+        _GROUPS,
         words="groups",
         in_proof=InProof(_groups_in_proof),
         column=Column("groups", {"none": None, "two": _TWO_GROUPS}),
@@ -599,15 +599,15 @@ class OptimTable:
     schedule: Literal["cosine", "linear", "wsd", "constant"] = key(
         "cosine", "learning rate after the warmup"
     )
-    warmup: int = key(0, "steps of linear warmup", STEPS_OR_NEVER)
+    warmup: int = key(0, "steps of linear warmup", _STEPS_OR_NEVER)
     decay: int | None = key(
         None,
         "step, counted from 1, that reaches min_lr; absent: run.steps",
-        STEPS,
+        _STEPS,
         optional=True,
     )
     decay_steps: int | None = key(
-        None, "steps of wsd's linear decay, which ends at decay; absent: a tenth of decay", STEPS
+        None, "steps of wsd's linear decay, which ends at decay; absent: a tenth of decay", _STEPS
     )
     min_lr: float = key(
         0.0,
@@ -620,7 +620,7 @@ class OptimTable:
         None,
         "globs of the names of the parameters that are trained; the others stay as they are. "
         "Absent: all are trained",
-        GLOBS,
+        _GLOBS,
     )
 
     @property
@@ -636,17 +636,17 @@ class CheckpointTable:
     every: int = key(
         500,
         "steps between checkpoints; 0: no checkpoint by step count. The end of a run always saves",
-        STEPS_OR_NEVER,
+        _STEPS_OR_NEVER,
     )
     every_minutes: float = key(
-        15.0, "minutes between checkpoints, at any step; 0: never", MINUTES_OR_NEVER
+        15.0, "minutes between checkpoints, at any step; 0: never", _MINUTES_OR_NEVER
     )
     keep: int = key(2, "number of newest checkpoints to keep", between(1, 1_000_000))
     async_save: bool = key(
         False, "write in the background: a save stops training only to copy its tensors"
     )
     timeout_minutes: float = key(
-        60.0, "minutes a save or load may take longer on one rank than on another", MINUTES
+        60.0, "minutes a save or load may take longer on one rank than on another", _MINUTES
     )
     resume: str = key(
         "auto",
@@ -666,7 +666,7 @@ class CheckpointTable:
 class MetricsTable:
     """What a run reports."""
 
-    every: int = key(10, "steps between console lines and TensorBoard points", STEPS)
+    every: int = key(10, "steps between console lines and TensorBoard points", _STEPS)
     tensorboard: bool = key(True, "write TensorBoard event files to the folder of the run")
     wandb: bool = key(False, "send the metrics to Weights & Biases; needs composer3d[wandb]")
     mlflow: bool = key(False, "send the metrics to MLflow; needs composer3d[mlflow]")
@@ -674,15 +674,15 @@ class MetricsTable:
         None,
         "with pp > 1: the first and the last step whose actions are timed, for composer3d timeline "
         "--measured; absent: none",
-        TRACED_STEPS,
+        _TRACED_STEPS,
     )
     profile_steps: tuple[int, int] | None = key(
         None,
         "the first and the last step that torch's profiler records, for Perfetto; absent: none",
-        PROFILED_STEPS,
+        _PROFILED_STEPS,
     )
     profile_ranks: tuple[int, ...] = key(
-        (0,), "with profile_steps: the ranks whose steps are recorded", RANKS
+        (0,), "with profile_steps: the ranks whose steps are recorded", _RANKS
     )
 
     @property
@@ -698,7 +698,7 @@ class ValidationTable:
     every: int = key(
         0,
         "steps between validations; above 0, the end of the run validates too; 0: never",
-        STEPS_OR_NEVER,
+        _STEPS_OR_NEVER,
     )
     steps: int = key(4, "global batches in a validation", between(1, 1_000_000))
     path: str | None = key(
@@ -736,7 +736,7 @@ class ReliabilityTable:
         0.0,
         "a loss or gradient norm is a spike if it is this many standard deviations above the mean "
         "of the good steps before; 0: never",
-        SPIKE_SIGMA,
+        _SPIKE_SIGMA,
     )
     spike_window: int = key(
         128, "how many good steps the mean is taken of, at least half of them", between(8, 1000)
@@ -747,7 +747,7 @@ class ReliabilityTable:
         1.3,
         "on CPUs: a rank is named if its own time is this many times that of its peers, twice in a "
         "row over straggler_window steps; 0: never",
-        STRAGGLER_FACTOR,
+        _STRAGGLER_FACTOR,
     )
     straggler_window: int = key(
         6, "steps of which the lower quartile of a rank's own time is taken", between(3, 1000)
@@ -758,7 +758,7 @@ class ReliabilityTable:
         0,
         "with data-parallel ranks: steps between comparisons of what replicas must hold and "
         "compute bitwise; 0: never",
-        STEPS_OR_NEVER,
+        _STEPS_OR_NEVER,
         in_proof=InProof(lambda _: 0),  # It checks no layout.
     )
 

@@ -10,12 +10,11 @@ from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from composer3d.facts.bounds import is_utf8
-from composer3d.facts.text import printable
+from composer3d.facts.text import shorten
 from composer3d.models.registry import OURS, architecture
 from composer3d.recipe.schema import TABLES, Model, Recipe
 
 _SHORT = 300  # characters of a value in a message
-_LINE = 4096  # characters of a path or a key in a message
 _MOST_DIVISOR = 65536
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -184,11 +183,7 @@ def as_key(name: str) -> str:
 
 def as_short_toml(value: object) -> str:
     """Return a value as TOML text for a message; a long one is cut at 300 characters."""
-    return _cut(as_toml(value), _SHORT)
-
-
-def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
+    return shorten(as_toml(value), _SHORT)
 
 
 def has_key(recipe: Recipe, key: str) -> bool:
@@ -224,14 +219,6 @@ def variant(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 def mention(recipe: Recipe, key: str) -> str:
     """Return a key with its value, as messages show it: ``mesh.tp = 4``."""
     return f"{key} = {as_short_toml(value_of(recipe, key))}"
-
-
-def one_line(text: str) -> str:
-    """Return a user's text on one line, for a message or a comment.
-
-    Text with a character that is not printable is escaped. Text over 4096 characters is cut.
-    """
-    return _cut(printable(text), _LINE)
 
 
 class SchemaRow(NamedTuple):

@@ -18,7 +18,7 @@ from composer3d.runtime.ranks import coordinates
 
 # A rank that loses less in a step is not slow, whatever the factor is: the steps of a very small
 # model are as short as a time slice of the scheduler.
-LEAST_EXCESS_S = 0.002
+_LEAST_EXCESS_S = 0.002
 
 
 def peer_groups(
@@ -119,6 +119,6 @@ class StragglerJudge:
             for place, rank in enumerate(in_order):
                 others = [in_order[at + (at >= place)] for at in (low, high)]
                 found = Straggler(rank, own_s[rank], sum(own_s[peer] for peer in others) / 2)
-                is_longer = found.own_s - found.peers_s >= LEAST_EXCESS_S
+                is_longer = found.own_s - found.peers_s >= _LEAST_EXCESS_S
                 if is_longer and found.factor >= self._factor:
                     yield found

@@ -17,11 +17,11 @@ from composer3d.facts import events
 from composer3d.facts.errors import UserError
 from composer3d.facts.events import Event
 from composer3d.facts.files import open_plain, read_plain
+from composer3d.facts.text import one_line
 from composer3d.models.registry import DEFAULT, is_ours
 from composer3d.recipe.draft import parse_document
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
-from composer3d.recipe.values import one_line
 from composer3d.reliability import bad_steps
 from composer3d.report import series
 
@@ -29,7 +29,7 @@ from composer3d.report import series
 _RECIPE_LIMIT = 256 << 10
 
 # Of events, after the saves were taken out.
-MOST_EVENTS = 300
+_MOST_EVENTS = 300
 
 _MOST_LOST_REPORTS = 5
 _LOST_REPORT = re.compile(r"lost-ranks-(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)Z(?:_(\d{1,9}))?\.txt")
@@ -71,7 +71,7 @@ class RunFolder:
         curves: its metrics.
         recipe_toml: the text of ``recipe.toml``; empty if there is none.
         recipe: the recipe; None if ``recipe_problem`` says why not.
-        events: the newest ``MOST_EVENTS``, without the saves.
+        events: the newest ``_MOST_EVENTS``, without the saves.
         hidden_events: how many older ones there are.
         saves: the saves.
         device: the name of the devices of the last start; None if it is not known.
@@ -159,14 +159,14 @@ def _read_recipe(run: RunFolder) -> None:
         run.recipe_problem = f"recipe.toml cannot be read ({error})"
     else:
         try:
-            run.recipe = recipe_of(run.recipe_toml)
+            run.recipe = _recipe_of(run.recipe_toml)
         except (UserError, ValueError) as error:
             run.recipe_problem = f"recipe.toml cannot be used ({error})"
     if run.recipe_problem:
         run.problems.append(run.recipe_problem)
 
 
-def recipe_of(text: str) -> Recipe:
+def _recipe_of(text: str) -> Recipe:
     """Return the recipe of a resolved text. No file that it names is opened.
 
     Raises:
@@ -235,7 +235,7 @@ def _read_events(run: RunFolder) -> None:
         found += [
             RunEvent(None, _when(lost.name), "lost ranks", lost.name) for lost in run.lost_ranks
         ]
-    run.hidden_events = max(0, len(found) - MOST_EVENTS)
+    run.hidden_events = max(0, len(found) - _MOST_EVENTS)
     run.events = found[run.hidden_events :]
 
 

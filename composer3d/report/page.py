@@ -132,7 +132,7 @@ for (const svg of document.querySelectorAll("svg[data-chart]")) {
 """
 
 
-class Picture(NamedTuple):
+class Drawing(NamedTuple):
     """A drawing of the layout or of the pipeline.
 
     Attributes:
@@ -175,17 +175,17 @@ class Subject(NamedTuple):
     run: RunFolder
     facts: dict[str, str]
     forecast: Forecast
-    pictures: list[Picture]
+    pictures: list[Drawing]
 
 
-class Difference(NamedTuple):
+class KeyDifference(NamedTuple):
     """A key whose value differs between the recipes of two runs."""
 
     key: str
     values: tuple[str, str]
 
 
-def render(subjects: Sequence[Subject], differences: Sequence[Difference] | None) -> str:
+def render(subjects: Sequence[Subject], differences: Sequence[KeyDifference] | None) -> str:
     """Return the page.
 
     Args:
@@ -289,7 +289,9 @@ def final_numbers(run: RunFolder) -> dict[str, str]:
     return numbers
 
 
-def _comparison(subjects: Sequence[Subject], differences: Sequence[Difference] | None) -> list[str]:
+def _comparison(
+    subjects: Sequence[Subject], differences: Sequence[KeyDifference] | None
+) -> list[str]:
     """Return the final numbers of two runs side by side, and how their recipes differ."""
     columns = [{**final_numbers(subject.run)} for subject in subjects]
     names = dict.fromkeys(name for column in columns for name in column)

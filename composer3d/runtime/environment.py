@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from composer3d.facts.errors import LaunchError
+from composer3d.facts.text import in_quotes
 
 # The path of the store of a world that ``launch`` has started.
 STORE_VARIABLE = "COMPOSER3D_STORE"
@@ -23,7 +24,6 @@ START_VARIABLE = "COMPOSER3D_START"
 MOST_RANKS = 1_000_000
 
 _MOST_THREADS = 4096
-_SHOWN_CHARACTERS = 40
 
 _TORCHRUN = "torchrun sets it, or your script that starts one process for each rank"
 _USER = "you set it, or the image of the machine"
@@ -197,7 +197,7 @@ def _problems_of_number(name: str) -> list[str]:
     # Python's ``int`` would also take " 1", "1_0" and digits of other scripts.
     if value is None or (re.fullmatch("[0-9]{1,9}", value) and least <= int(value) <= most):
         return []
-    return [f"{_shown(name)}: it must be a whole number from {least} to {most}; {set_by}"]
+    return [f"{_with_value(name)}: it must be a whole number from {least} to {most}; {set_by}"]
 
 
 def _problems_of_text(name: str) -> list[str]:
@@ -208,7 +208,7 @@ def _problems_of_text(name: str) -> list[str]:
     is_right = re.fullmatch(pattern, value) is not None
     if is_right and name == "OMP_NUM_THREADS":
         is_right = all(1 <= int(part) <= _MOST_THREADS for part in value.split(","))
-    return [] if is_right else [f"{_shown(name)}: it must be {allowed}; {set_by}"]
+    return [] if is_right else [f"{_with_value(name)}: it must be {allowed}; {set_by}"]
 
 
 def _problems_of_interfaces() -> list[str]:
@@ -224,14 +224,14 @@ def _problems_of_interfaces() -> list[str]:
     if all(part in known for part in value.split(",")):
         return []
     allowed = f"network interfaces of this machine, of {', '.join(known)}"
-    return [f"{_shown(name)}: it must name {allowed}; {_USER}"]
+    return [f"{_with_value(name)}: it must name {allowed}; {_USER}"]
 
 
 def _problems_of_own() -> list[str]:
     problems = []
     store = os.environ.get(STORE_VARIABLE)
     if store is not None and not (store and Path(store).parent.is_dir()):
-        problems.append(f"{_shown(STORE_VARIABLE)}: it must be the path of a store; {_OWN}")
+        problems.append(f"{_with_value(STORE_VARIABLE)}: it must be the path of a store; {_OWN}")
     start = os.environ.get(START_VARIABLE)
     if start is not None:
         try:
@@ -239,7 +239,7 @@ def _problems_of_own() -> list[str]:
         except ValueError:
             is_right = False
         if not is_right:
-            problems.append(f"{_shown(START_VARIABLE)}: it must be a time in seconds; {_OWN}")
+            problems.append(f"{_with_value(START_VARIABLE)}: it must be a time in seconds; {_OWN}")
     return problems
 
 
@@ -249,7 +249,7 @@ def _problems_together() -> list[str]:
     given = [name for name in of_ranks if name in os.environ]
     absent = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
     if given and absent:
-        return [_absent(name, f"{_shown(given[0])} is set") for name in absent]
+        return [_absent(name, f"{_with_value(given[0])} is set") for name in absent]
     if not given:
         return []
     problems = []
@@ -270,7 +270,7 @@ def _problems_together() -> list[str]:
     ):
         if value > size:
             problems.append(
-                f"{_shown(name)} and WORLD_SIZE = {size}: {name} must be at most "
+                f"{_with_value(name)} and WORLD_SIZE = {size}: {name} must be at most "
                 f"{size - (name == 'GROUP_RANK')}; {_TORCHRUN}"
             )
     if not has_launcher():
@@ -286,7 +286,5 @@ def _absent(name: str, reason: str) -> str:
     return f"{name} is not set, but {reason}: set both, or unset all variables of ranks; {set_by}"
 
 
-def _shown(name: str) -> str:
-    value = os.environ[name]
-    cut = "..." if len(value) > _SHOWN_CHARACTERS else ""
-    return f"{name} = {value[:_SHOWN_CHARACTERS]!r}{cut}"
+def _with_value(name: str) -> str:
+    return f"{name} = {in_quotes(os.environ[name], 40)}"

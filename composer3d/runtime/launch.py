@@ -30,6 +30,7 @@ from composer3d.facts.interrupts import INSIST_S, STOP_SIGNALS
 from composer3d.facts.text import printable_lines
 from composer3d.runtime import starter
 from composer3d.runtime.console import say
+from composer3d.runtime.ends import DIED, is_no_answer, no_answer
 from composer3d.runtime.environment import START_VARIABLE, STORE_VARIABLE
 from composer3d.runtime.lost_words import tells_lost_peer
 from composer3d.runtime.shortage import no_memory
@@ -54,9 +55,6 @@ NO_MEMORY = 65
 
 # Importing this module runs all slow imports of a rank.
 _PRELOAD = "composer3d.training.loop"
-
-# The failure of a rank that was still running when ``_collect`` gave up.
-_NO_ANSWER = "no answer after"
 
 
 def usable_cores() -> int:
@@ -662,7 +660,7 @@ def _collect(pipes: list[Connection], limit_s: float) -> list[Any]:
         if not ready:
             timed_out = not failures
             for rank in waiting.values():
-                failures[rank] = f"{_NO_ANSWER} {limit_s:.0f} s"
+                failures[rank] = no_answer(limit_s)
             break
         for pipe in ready:
             rank = waiting.pop(pipe)
@@ -670,7 +668,7 @@ def _collect(pipes: list[Connection], limit_s: float) -> list[Any]:
                 answer: Answer = pickle.loads(pipe.recv_bytes())
             except (EOFError, OSError):
                 # The pipe was closed before the whole answer had arrived.
-                answer = Answer(False, "the process died")
+                answer = Answer(False, DIED)
             if answer.succeeded:
                 values[rank] = answer.value
             else:
@@ -685,7 +683,7 @@ def _collect(pipes: list[Connection], limit_s: float) -> list[Any]:
             rank: failure
             for rank, failure in failures.items()
             if isinstance(failure, UserError)
-            or not (failure.startswith(_NO_ANSWER) or _has_only_lost_a_peer(failure))
+            or not (is_no_answer(failure) or _has_only_lost_a_peer(failure))
         }
         raise WorkerError(causes or failures, timed_out=timed_out)
     return [values[rank] for rank in sorted(values)]

@@ -27,12 +27,10 @@ import torch.distributed as dist
 
 from composer3d.facts.errors import LostPeersError, UserError
 from composer3d.runtime.lost_words import tells_lost_connection, tells_lost_peer
+from composer3d.runtime.ranks import MOST_DESCRIBED, describe_several
 from composer3d.runtime.situation import Situation, parse, situation_of, situation_of_error
 
 GRACE_S = 5.0  # how long a running rank may take to answer an alarm
-
-# An error names at most this many ranks.
-_NAMED_RANKS = 8
 
 
 # Writes the text of a report, and returns the path of its file, or None if it could not be written.
@@ -43,7 +41,7 @@ WriteReport = Callable[[str], str | None]
 WriteTrace = Callable[[str], str | None]
 
 
-class FirstError(NamedTuple):
+class _FirstError(NamedTuple):
     """The error with which a collective failed on a rank.
 
     Attributes:
@@ -190,7 +188,7 @@ class PeerWatch:
 
     def _search(self, error: BaseException, advice: str) -> LostPeersError:
         try:
-            first_error = FirstError(time.time(), _first_line(error))
+            first_error = _FirstError(time.time(), _first_line(error))
             with self._lock:
                 self._store.set(f"error/{self._rank}", json.dumps(first_error))
                 self._store.set(f"here/{self._rank}", situation_of_error(error).to_json())
@@ -222,16 +220,17 @@ class PeerWatch:
         absent = [rank for rank in range(self._size) if rank not in situations]
         if ended and len(ended) == len(absent):
             has = "has" if len(ended) == 1 else "have"
-            return f"{self._describe_all(ended)} {has} ended"
+            return f"{describe_several(ended, self._describe)} {has} ended"
         elsewhere = {rank: found.place for rank, found in situations.items() if found.place}
         if len(absent) == 1:
             return f"{self._describe(absent[0])} does not answer: it has died, or is stopped"
         if absent:
-            return f"{self._describe_all(absent)} do not answer: they have died, or are stopped"
+            names = describe_several(absent, self._describe)
+            return f"{names} do not answer: they have died, or are stopped"
         if elsewhere:
             shown = "; ".join(
                 f"{self._describe(rank)} at {place}"
-                for rank, place in list(elsewhere.items())[:_NAMED_RANKS]
+                for rank, place in list(elsewhere.items())[:MOST_DESCRIBED]
             )
             return f"a collective failed: {shown} did not join it ({cause})"
         return f"a collective failed, although all ranks are running ({cause})"
@@ -359,19 +358,14 @@ class PeerWatch:
             time.sleep(0.1)
         return found
 
-    def _collect_errors(self) -> dict[int, FirstError]:
+    def _collect_errors(self) -> dict[int, _FirstError]:
         """Return the errors of the ranks whose collectives have failed so far."""
         with self._lock:
             return {
-                rank: FirstError(*json.loads(self._store.get(f"error/{rank}")))
+                rank: _FirstError(*json.loads(self._store.get(f"error/{rank}")))
                 for rank in range(self._size)
                 if self._store.check([f"error/{rank}"])
             }
-
-    def _describe_all(self, ranks: Sequence[int]) -> str:
-        shown = ", ".join(self._describe(rank) for rank in ranks[:_NAMED_RANKS])
-        hidden = len(ranks) - _NAMED_RANKS
-        return f"{shown} and {hidden} more" if hidden > 0 else shown
 
 
 def _first_line(error: BaseException) -> str:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer3d.facts.errors import DeviceError, MachineError, MeshError, UserError, of_os_error
+from composer3d.facts.text import one_line
 from composer3d.runtime import devices, environment, open_files
 from composer3d.runtime.environment import STORE_VARIABLE
 from composer3d.runtime.meeting import wait_for_host, wait_in_store
@@ -758,7 +759,7 @@ def check_same_table(what: str, table: Mapping[str, str]) -> None:
                 ranks_of.setdefault(of_rank.get(key, "absent"), []).append(rank)
             if len(ranks_of) > 1:
                 values = "; ".join(
-                    f"{text[:_SHOWN_CHARACTERS]} on {describe_ranks(ranks)}"
+                    f"{one_line(text, _SHOWN_CHARACTERS)} on {describe_ranks(ranks)}"
                     for text, ranks in ranks_of.items()
                 )
                 lines.append(f"{what} must be the same on every rank: {key} is {values}")

@@ -8,10 +8,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
+from composer3d.facts.text import clock_text
 from composer3d.runtime.console import say
 
 # Seconds before a bar is shown, and between plain lines.
@@ -96,15 +96,11 @@ class Progress:
         if self._total:
             done += f" of {self._total / scale:,.0f}"
         elapsed_s = now_s - self._begun_s
-        parts = [f"{self._what}: {done} {unit}", f"{_clock(elapsed_s)} so far"]
+        parts = [f"{self._what}: {done} {unit}", f"{clock_text(elapsed_s)} so far"]
         if self._total and self._done:
             # Assume the average speed so far. The total may have been an estimate.
             left_s = elapsed_s * max(self._total / self._done - 1, 0)
-            parts.append(f"about {_clock(left_s)} left")
+            parts.append(f"about {clock_text(left_s)} left")
         if note:
             parts.append(note)
         return ", ".join(parts)
-
-
-def _clock(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))

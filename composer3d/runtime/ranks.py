@@ -3,8 +3,12 @@
 This module does not import torch, because the launcher describes ranks too.
 """
 
+from collections.abc import Callable, Sequence
+
 from composer3d.recipe.schema import AXES, MeshTable
 from composer3d.runtime import environment
+
+MOST_DESCRIBED = 8  # ranks in a message
 
 
 def coordinates(rank: int, sizes: MeshTable) -> dict[str, int]:
@@ -65,6 +69,18 @@ def identity(rank: int, sizes: MeshTable, device_type: str = "cpu") -> str:
 def describe_rank(rank: int, sizes: MeshTable) -> str:
     """Describe any rank of the job by its coordinates: ``rank 13 (pp1 dp0 cp1 tp1)``."""
     return f"rank {rank} ({_coordinates_text(rank, sizes)})"
+
+
+def describe_several(ranks: Sequence[int], describe: Callable[[int], str]) -> str:
+    """Describe some ranks of the job one by one; of many, the first eight.
+
+    Args:
+        ranks: the ranks.
+        describe: returns the description of one, such as ``describe_rank``.
+    """
+    text = ", ".join(describe(rank) for rank in ranks[:MOST_DESCRIBED])
+    hidden = len(ranks) - MOST_DESCRIBED
+    return f"{text} and {hidden} more" if hidden > 0 else text
 
 
 def _coordinates_text(rank: int, sizes: MeshTable) -> str:

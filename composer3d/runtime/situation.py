@@ -194,9 +194,7 @@ def _stacks_of(frames: Mapping[int, FrameType]) -> dict[str, list[str]]:
     for identity, frame in frames.items():
         stack = list(_walk(frame))
         if identity != threading.get_ident() and any(_is_own(frame) for frame, _ in stack):
-            lines = [
-                f"{_shown_path(frame)}:{line} in {frame.f_code.co_name}" for frame, line in stack
-            ]
+            lines = [f"{_file_of(frame)}:{line} in {frame.f_code.co_name}" for frame, line in stack]
             stacks[names.get(identity, str(identity))] = lines[-_MOST_FRAMES:]
     return stacks
 
@@ -205,7 +203,7 @@ def _is_own(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_PACKAGE + "/")
 
 
-def _shown_path(frame: FrameType) -> str:
+def _file_of(frame: FrameType) -> str:
     """Return the path of a frame's file from its package on."""
     path = frame.f_code.co_filename
     _, found, inside = path.rpartition("/site-packages/")
@@ -217,7 +215,7 @@ def _shown_path(frame: FrameType) -> str:
 def situation_of_error(error: BaseException) -> Situation:
     """Describe this process at the place where its main thread raised ``error``."""
     stack = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    lines = [f"{_shown_path(frame)}:{line} in {frame.f_code.co_name}" for frame, line in stack]
+    lines = [f"{_file_of(frame)}:{line} in {frame.f_code.co_name}" for frame, line in stack]
     return Situation(
         host=platform.node(),
         place="",

@@ -30,10 +30,11 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from composer3d.facts.files import MIB, open_plain, parse_json, read_json, read_plain
 from composer3d.facts.tags import tag_of
 from composer3d.recipe.changes import values_of
+from composer3d.runtime.ends import describe_end
 from composer3d.runtime.files import open_own, write_atomic
 
-METRICS = "metrics.jsonl"
-LOG = "log.txt"
+_METRICS = "metrics.jsonl"
+_LOG = "log.txt"
 _STATE = "run.json"
 
 # Seconds that a service may take, after the training, to receive the last points.
@@ -69,12 +70,12 @@ class Tracker:
         self.service = service
         folder = run_dir / service
         folder.mkdir(exist_ok=True)
-        self._log_path = folder / LOG
+        self._log_path = folder / _LOG
         task = _Task(
             service,
             str(run_dir.absolute()),
             begins=start_step == 0,
-            kept_bytes=(run_dir / METRICS).stat().st_size,
+            kept_bytes=(run_dir / _METRICS).stat().st_size,
             tokens_per_step=tokens_per_step,
             end_s=END_S,
         )
@@ -131,7 +132,7 @@ class Tracker:
             lines = []
         last = next((line for line in reversed(lines) if line.strip()), "")
         text = "".join(letter for letter in last if letter.isprintable())
-        return text or f"its process ended with status {status}"
+        return text or f"its process {describe_end(-status)}"
 
 
 class _Task(NamedTuple):
@@ -287,7 +288,7 @@ def _send_all(task: _Task) -> None:
 
     service: _Service = _SERVICES[task.service](folder, run_dir.name, run_id, recipe)
     _write_state(folder, service.run_id, sent_bytes)
-    with open_plain(run_dir / METRICS, follow_links=False) as file:
+    with open_plain(run_dir / _METRICS, follow_links=False) as file:
         file.seek(sent_bytes)
         message: bytes | None = None
         while message is None:

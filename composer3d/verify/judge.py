@@ -166,7 +166,7 @@ class ReferenceStats(NamedTuple):
     closest_rounding: float | None = None
 
 
-class TensorError(NamedTuple):
+class _TensorError(NamedTuple):
     """The error of a whole tensor, combined from the shards of all ranks.
 
     Attributes:
@@ -195,7 +195,7 @@ class TensorError(NamedTuple):
         return not self.error <= self.bound
 
 
-class ScalarError(NamedTuple):
+class _ScalarError(NamedTuple):
     """The error of a loss or a norm on one rank.
 
     Attributes:
@@ -237,7 +237,7 @@ def judge(
     verdict.max_weight_rel_err = _largest_error(tensors, "weight")
     verdict.worst_parameter = max(tensors, key=lambda tensor: tensor.error / tensor.bound).name
 
-    errors: list[TensorError | ScalarError] = [*tensors, *scalars]
+    errors: list[_TensorError | _ScalarError] = [*tensors, *scalars]
     wrong = [error for error in errors if error.is_wrong]
     if not wrong:
         broken_rules = [rank.wrong_learning_rate or rank.wrong_reduction for rank in ranks]
@@ -249,8 +249,8 @@ def judge(
     blamed = min(
         wrong, key=lambda error: (error.step, _BLAME_ORDER.index(error.kind), -error.error)
     )
-    if isinstance(blamed, ScalarError):
-        only_scalars = all(isinstance(error, ScalarError) for error in wrong)
+    if isinstance(blamed, _ScalarError):
+        only_scalars = all(isinstance(error, _ScalarError) for error in wrong)
         verdict.error = _describe_scalar(blamed, steps, only_scalars)
         return verdict
 
@@ -275,7 +275,7 @@ def judge(
 # Errors and their bounds.
 
 
-def _largest_error(errors: Sequence[TensorError | ScalarError], *kinds: str) -> float | None:
+def _largest_error(errors: Sequence[_TensorError | _ScalarError], *kinds: str) -> float | None:
     """Return the largest error of these kinds: 0 if there is none, None if one is not finite."""
     values = [error.error for error in errors if error.kind in kinds]
     if not all(map(math.isfinite, values)):
@@ -285,7 +285,7 @@ def _largest_error(errors: Sequence[TensorError | ScalarError], *kinds: str) -> 
 
 def _check_scalars(
     ranks: Sequence[RankErrors], stats: ReferenceStats, dtype: str
-) -> list[ScalarError]:
+) -> list[_ScalarError]:
     """Return the error of each loss and norm on each rank; infinite if the rank reported none."""
     steps = len(stats.norms["weight"])
     scalars = []
@@ -300,7 +300,7 @@ def _check_scalars(
             for step, error in enumerate([*errors, *missing]):
                 clips = kind == "clipped" and stats.clips[step]
                 bound = _scalar_bound(kind, dtype, clips=clips)
-                scalars.append(ScalarError(step, kind, error, bound))
+                scalars.append(_ScalarError(step, kind, error, bound))
     return scalars
 
 
@@ -337,7 +337,7 @@ def scalar_scale(
 
 def _combine_shards(
     ranks: Sequence[RankErrors], stats: ReferenceStats, dtype: str
-) -> list[TensorError]:
+) -> list[_TensorError]:
     """Combine the shards of all ranks into the error of each tensor after each step."""
     shards: dict[tuple[int, str, str], list[tuple[int, ShardError]]] = defaultdict(list)
     for rank, measured in enumerate(ranks):
@@ -383,7 +383,7 @@ def _combine_tensor(
     *,
     scale: float,
     bound: float,
-) -> TensorError:
+) -> _TensorError:
     """Combine the shards of one tensor. The error of the tensor is relative to ``scale``."""
     shards = sorted(shards, key=lambda rank_shard: -rank_shard[1].diff_sq)
     worst_of_box: dict[tuple[tuple[int, ...], tuple[int, ...]], ShardError] = {}
@@ -410,7 +410,7 @@ def _combine_tensor(
         error = whole_error
     if problem is not None:
         error = math.inf
-    return TensorError(step, kind, name, error, bound, shards, boxes, problem)
+    return _TensorError(step, kind, name, error, bound, shards, boxes, problem)
 
 
 def _error_scale(norm: float, noise: float, norm_of_all: float, dtype: str) -> float:
@@ -498,7 +498,7 @@ def _find_wrong_holders(name: str, holders: set[int], ranks: Sequence[RankErrors
 # Descriptions of an error. Joined, they are the text of a verdict.
 
 
-def _describe_scalar(scalar: ScalarError, steps: int, only_scalars: bool) -> str:
+def _describe_scalar(scalar: _ScalarError, steps: int, only_scalars: bool) -> str:
     if scalar.step == steps:
         name = "validation loss"
     else:
@@ -507,7 +507,7 @@ def _describe_scalar(scalar: ScalarError, steps: int, only_scalars: bool) -> str
     return f"{name} is off by {scalar.error:.1e}, while {right} is right"
 
 
-def _describe_tensor(tensor: TensorError, ranks: Sequence[RankErrors]) -> str:
+def _describe_tensor(tensor: _TensorError, ranks: Sequence[RankErrors]) -> str:
     """Describe the error of a tensor on the rank where it is worst."""
     subject = f"{tensor.kind} of {tensor.name} at step {tensor.step + 1}"
     if not tensor.shards:
@@ -520,7 +520,7 @@ def _describe_tensor(tensor: TensorError, ranks: Sequence[RankErrors]) -> str:
     return f"{subject} is off by {tensor.error:.1e} on {ranks[rank].identity}"
 
 
-def _describe_factor(tensor: TensorError, small: Recipe) -> str | None:
+def _describe_factor(tensor: _TensorError, small: Recipe) -> str | None:
     """If a tensor is a multiple of its reference, name the factor and the axes of that size."""
     diff_sq = sum(box.diff_sq for box in tensor.boxes)
     norm_sq = sum(box.norm_sq for box in tensor.boxes)
@@ -565,7 +565,7 @@ def _is_size_or_inverse(factor: float, size: int) -> bool:
     return min(abs(factor / size - 1), abs(factor * size - 1)) < 1e-3
 
 
-def _describe_ranks(tensors: Sequence[TensorError], ranks: Sequence[RankErrors]) -> str | None:
+def _describe_ranks(tensors: Sequence[_TensorError], ranks: Sequence[RankErrors]) -> str | None:
     """Name the ranks with wrong shards, and the coordinates that these ranks share.
 
     Returns None if no rank or every rank is wrong.

@@ -60,28 +60,28 @@ def shrink(full: Recipe) -> list[Recipe]:
     - the optimizer: clipping (to 0.1, so that it is active), a learning rate from 1e-4 to 1e-2, and
       an epsilon of 1e-12 or more.
 
-    The recipes also keep how FSDP cuts each kind of tensor (``fsdp_cuts``). If one recipe cannot
+    The recipes also keep how FSDP cuts each kind of tensor (``_fsdp_cuts``). If one recipe cannot
     have all cuts, there are further recipes, so that at least one of them has each cut of ``full``.
     A cut that no small mesh can have is left out.
 
     Raises:
         UserError: the file of a schedule is for more pipeline ranks than ``LIMIT``.
     """
-    cuts = fsdp_cuts(full)
+    cuts = _fsdp_cuts(full)
     small_recipes = [_shrink_to(full, mesh, cuts) for mesh in _meshes(full)]
-    kept = {item for small in small_recipes for item in fsdp_cuts(small).items()}
+    kept = {item for small in small_recipes for item in _fsdp_cuts(small).items()}
     missing = cuts.items() - kept
 
     # Some cuts exclude each other in one shape, such as an even width of heads and uneven rows.
     while missing:
         candidates = [_shrink_to(full, mesh, dict(missing)) for mesh in _meshes_of_shards(full)]
         best = max(
-            candidates, key=lambda small: len(missing & fsdp_cuts(small).items()), default=None
+            candidates, key=lambda small: len(missing & _fsdp_cuts(small).items()), default=None
         )
-        if best is None or missing.isdisjoint(fsdp_cuts(best).items()):
+        if best is None or missing.isdisjoint(_fsdp_cuts(best).items()):
             break
         small_recipes.append(best)
-        missing -= fsdp_cuts(best).items()
+        missing -= _fsdp_cuts(best).items()
     return small_recipes
 
 
@@ -100,10 +100,10 @@ def shrink_on_own_mesh(full: Recipe) -> Recipe:
             "machine, check all of it with composer3d doctor, and the layout with composer3d "
             "verify without --here"
         )
-    return _shrink_to(full, full.mesh, fsdp_cuts(full))
+    return _shrink_to(full, full.mesh, _fsdp_cuts(full))
 
 
-def fsdp_cuts(recipe: Recipe) -> dict[str, Cut]:
+def _fsdp_cuts(recipe: Recipe) -> dict[str, Cut]:
     """Return how FSDP cuts a tp rank's rows of each kind of tensor; empty if it shards nothing."""
     shards = recipe.mesh.dp_shard * recipe.mesh.cp if recipe.parallel.zero else 1
     return _cuts_of_model(recipe.model, recipe.mesh.tp, shards) if shards > 1 else {}
@@ -164,7 +164,7 @@ def _meshes(full: Recipe) -> list[MeshTable]:
     # In a ring of two, no rank forwards the keys that it received: take three.
     is_long_ring = mesh.cp > 2 and full.parallel.cp_method == "ring"
     # Two shards divide most sizes: take three if some sizes are uneven in ``full``.
-    is_uneven = any(cut != "even" for cut in fsdp_cuts(full).values())
+    is_uneven = any(cut != "even" for cut in _fsdp_cuts(full).values())
     axes_of_three = []
     if (is_uneven or is_long_ring) and mesh.cp > 2:
         axes_of_three.append("cp")

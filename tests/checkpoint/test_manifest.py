@@ -146,7 +146,10 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "step 10^30": (field(step=10**30), NO_STEP.format(10**30)),
     "step true": (field(step=True), NO_STEP.format(True)),
     "step 1.5": (field(step=1.5), NO_STEP.format(1.5)),
-    "step text": (field(step="x" * 10**6), NO_STEP.format("'" + "x" * 59)),
+    "step text": (
+        field(step="x" * 10**6),
+        NO_STEP.format(f"'{'x' * 60}... (1,000,000 characters)'"),
+    ),
     "no ranks": (field(world_size=0), "world_size is 0, but must be an integer from 1 to 2^53"),
     "history of one list": (field(history={"losses": [1.0]}), WRONG_HISTORY),
     "history of texts": (field(history={"losses": ["1"], "norms": [1.0]}), WRONG_HISTORY),

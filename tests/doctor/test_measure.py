@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from composer3d.doctor import measure, rank
-from composer3d.doctor.report import Report
+from composer3d.doctor.report import DoctorReport
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import open_store, pool_world
@@ -23,7 +23,7 @@ def make_small() -> None:
     measure._COPY_BYTES["cpu"] = 1 << 20
 
 
-def examine(sets: list[str], slow_rank: int, nodes: int) -> Report | None:
+def examine(sets: list[str], slow_rank: int, nodes: int) -> DoctorReport | None:
     """A task: examine a recipe; a product takes 20 ms longer on one rank."""
     make_small()
     own, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -73,7 +73,7 @@ def test_wrong_values_end_the_examination(pool: Pool) -> None:
     assert not report.is_measured
 
 
-def examine_wrong() -> Report | None:
+def examine_wrong() -> DoctorReport | None:
     """A task: examine tp 2; an all-reduce over tp is wrong on rank 1."""
     from composer3d.runtime import exchanges
 

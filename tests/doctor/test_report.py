@@ -8,7 +8,7 @@ import pytest
 from composer3d.doctor.facts import RankFacts, Speed
 from composer3d.doctor.report import (
     Disk,
-    Report,
+    DoctorReport,
     as_json_of,
     bus_bandwidth,
     make_report,
@@ -59,7 +59,7 @@ SIZES = {"tp": 2, "node": 4, "between nodes": 2}
 DISK = Disk("/runs", free_gib=10.0, checkpoint_gib=1.0, kept=3)
 
 
-def report_of(changes: dict[int, dict[str, Any]] | None = None, disk: Disk = DISK) -> Report:
+def report_of(changes: dict[int, dict[str, Any]] | None = None, disk: Disk = DISK) -> DoctorReport:
     recipe = load(RECIPE).recipe
     ranks = [facts_of(rank, **(changes or {}).get(rank, {})) for rank in range(8)]
     return make_report(recipe, ranks, SIZES, [], {"torch": "2.13.0"}, disk)

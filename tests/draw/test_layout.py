@@ -6,7 +6,6 @@ import pytest
 
 from composer3d.draw import layout_svg, layout_text
 from composer3d.draw.layout import (
-    bytes_words,
     fold,
     make_layout,
 )
@@ -154,18 +153,3 @@ def test_axes_are_folded_to_their_ends() -> None:
     assert fold(16, 4).hidden == 12
     assert fold(16, 2).shown == (0, 15)
     assert fold(16, 1).shown == (0,)
-
-
-@pytest.mark.parametrize(
-    ("count", "words"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1 kB"),
-        (999_600, "1 MB"),
-        (1.5e9, "1.5 GB"),
-        (2e12, "2 TB"),
-    ],
-)
-def test_bytes_have_three_digits(count: float, words: str) -> None:
-    assert bytes_words(count) == words

@@ -7,7 +7,7 @@ from composer3d.draw.terminal import Style
 from composer3d.draw.timeline import MILLISECONDS, WAIT_COLOURS, draw
 from composer3d.draw.timeline_text import render
 from composer3d.facts.schedules import SCHEDULES
-from composer3d.facts.trace import Event, Head, StepTrace
+from composer3d.facts.trace import StepTrace, TracedEvent, TraceHead
 from composer3d.planner.schedule import actions
 from composer3d.planner.simulate import StageTimes, bubble, simulate
 from tests.draw.pictures import outside, overlapping_rectangles, overlapping_texts, read
@@ -25,7 +25,7 @@ def traced(schedule: str, times: StageTimes = TIMES) -> StepTrace:
     heads, events = [], []
     for rank, row in enumerate(spans):
         heads.append(
-            Head(
+            TraceHead(
                 step=2,
                 pp_rank=rank,
                 pp=PP,
@@ -41,13 +41,13 @@ def traced(schedule: str, times: StageTimes = TIMES) -> StepTrace:
         end_s = BEGIN_S
         for cell, start_s, _ in row:
             if BEGIN_S + start_s > end_s + 1e-9:
-                events[-1].append(Event("messages", end_s, BEGIN_S + start_s))
+                events[-1].append(TracedEvent("messages", end_s, BEGIN_S + start_s))
             end_s = BEGIN_S + start_s
             for action in cell:  # torch runs actions that overlap one after the other
                 begin_s, seconds = end_s, times["FBIW".index(action.kind)]
                 end_s = begin_s + seconds
-                events[-1].append(Event(str(action), begin_s, end_s))
-        events[-1].append(Event("gradients", end_s, end_s + 0.01))
+                events[-1].append(TracedEvent(str(action), begin_s, end_s))
+        events[-1].append(TracedEvent("gradients", end_s, end_s + 0.01))
     return StepTrace(heads, events)
 
 
@@ -103,7 +103,7 @@ def test_the_simulation_takes_the_mean_times_of_each_stage() -> None:
     row = step.events[0]
     last = max(index for index, event in enumerate(row) if "F" in event.name)
     later = [
-        Event(name, begin_s + 0.01 * (index > last), end_s + 0.01 * (index >= last))
+        TracedEvent(name, begin_s + 0.01 * (index > last), end_s + 0.01 * (index >= last))
         for index, (name, begin_s, end_s) in enumerate(row)
     ]
     changed = step._replace(events=[later, *step.events[1:]])

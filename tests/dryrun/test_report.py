@@ -2,15 +2,12 @@
 
 from dataclasses import replace
 
-import pytest
-
 from composer3d.dryrun.report import (
     DryRun,
     Memory,
     Operation,
     StageReport,
     memory_table,
-    size_text,
     traffic_table,
 )
 from composer3d.dryrun.routing import most_skew, rows_of_experts
@@ -58,13 +55,6 @@ def test_tables_are_aligned() -> None:
     assert row.split() == [
         *("tp", "all-gather", "3", "2", "MB", "6", "MB", "0.01", "GB/s", "inside", "a", "node")
     ]
-
-
-@pytest.mark.parametrize(
-    ("n_bytes", "text"), [(12, "12 B"), (1500, "1.5 kB"), (2.5e9, "2.5 GB"), (3e12, "3 TB")]
-)
-def test_sizes_have_units(n_bytes: float, text: str) -> None:
-    assert size_text(n_bytes) == text
 
 
 def test_rows_are_even_or_skewed_towards_the_first_rank() -> None:

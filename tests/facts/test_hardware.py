@@ -130,12 +130,12 @@ def test_a_row_of_the_user(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("memory_gib = 96", "memory_gib = nan", "memory_gib = 'nan' must be a number above 0"),
-        ("memory_gib = 96", "memory_gib = true", "memory_gib = 'True' must be a number above 0"),
-        ("bfloat16 = 800", "bfloat16 = -1", "matrix_tflops.bfloat16 = '-1' must be"),
+        ("memory_gib = 96", "memory_gib = nan", "memory_gib = NaN must be a number above 0"),
+        ("memory_gib = 96", "memory_gib = true", "memory_gib = true must be a number above 0"),
+        ("bfloat16 = 800", "bfloat16 = -1", "matrix_tflops.bfloat16 = -1 must be"),
         ("nic_gbit = 400", "", "the key 'nic_gbit' is missing"),
         ("nic_gbit = 400", "nic_gbit = 400\ncolour = 1", "unknown key 'colour'"),
-        ("nic_gbit = 400", 'nic_gbit = 400\ngeneration = "x"', "generation = 'x' must be one of"),
+        ("nic_gbit = 400", 'nic_gbit = 400\ngeneration = "x"', 'generation = "x" must be one of'),
         ('name = "Mine"', "name = ", "cannot be read as a row of hardware"),
         ('name = "Mine"', 'name = "a\\u001b[31m"', "name must be a text of 1 to 80 printable"),
         ('name = "Mine"', "name = 3", "name must be a text of 1 to 80 printable"),
@@ -143,8 +143,8 @@ def test_a_row_of_the_user(tmp_path: Path) -> None:
         ("memory_gib = 96", "memory_gib = 1e-300", "must be a number above 0: at least 1e-09"),
         ("bfloat16 = 800", "int4 = 800", "unknown dtype 'int4' in matrix_tflops; use bfloat16"),
         ("bfloat16 = 800", '"a\\u001b" = 8', "unknown dtype 'a\\x1b' in matrix_tflops"),
-        ("nic_gbit = 400", "nic_gbit = 400\ndomain = 8.5", "domain = '8.5' must be a whole number"),
-        ("nic_gbit = 400", "nic_gbit = 400\ndomain = true", "domain = 'True' must be a whole"),
+        ("nic_gbit = 400", "nic_gbit = 400\ndomain = 8.5", "domain = 8.5 must be a whole number"),
+        ("nic_gbit = 400", "nic_gbit = 400\ndomain = true", "domain = true must be a whole"),
         ("nic_gbit = 400", f"nic_gbit = {'[' * 30000}", "cannot be read as a row of hardware"),
     ],
 )

@@ -9,9 +9,18 @@ import tomli
 
 from composer3d.facts.errors import UserError
 from composer3d.facts.markup import escape
-from composer3d.facts.text import is_name, printable, printable_lines
+from composer3d.facts.text import (
+    bytes_text,
+    clock_text,
+    in_quotes,
+    is_name,
+    one_line,
+    printable,
+    printable_lines,
+    short_json,
+)
 from composer3d.recipe.schema import FOLDER_NAME
-from composer3d.recipe.values import as_toml, one_line
+from composer3d.recipe.values import as_toml
 from composer3d.runtime.log import _IdentityFormatter
 
 EVERY = [chr(code) for code in range(sys.maxunicode + 1)]
@@ -31,7 +40,7 @@ def test_no_unsafe_character_of_unicode_reaches_a_terminal_or_a_page() -> None:
     kinds = {"\n", "\t"}
     for char in EVERY:
         unsafe = is_unsafe(char)
-        for quote in (printable, one_line):
+        for quote in (printable, one_line, in_quotes, short_json):
             assert quote(char).isprintable()
         for quote in (printable_lines, escape):
             shown = quote(char)
@@ -71,3 +80,45 @@ def test_names(name: str) -> None:
 )
 def test_texts_that_are_no_names(name: str) -> None:
     assert not FOLDER_NAME.accepts(name)
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        (0, "0 B"),
+        (12, "12 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (999_600, "1 MB"),
+        (1500, "1.5 kB"),
+        (1.5e9, "1.5 GB"),
+        (2.5e9, "2.5 GB"),
+        (2e12, "2 TB"),
+        (3e12, "3 TB"),
+    ],
+)
+def test_bytes_have_three_digits(count: float, words: str) -> None:
+    assert bytes_text(count) == words
+
+
+def test_a_duration_has_hours_minutes_and_seconds() -> None:
+    assert clock_text(89.6) == "0:01:30"
+    assert clock_text(36_000) == "10:00:00"
+
+
+def test_a_long_text_is_cut_and_its_length_is_said() -> None:
+    long = "x" * 5000
+    assert one_line(long) == f"{long[:4096]}... (5,000 characters)"
+    assert one_line(long, 3) == "xxx... (5,000 characters)"
+    assert in_quotes(long) == f"'{long[:200]}... (5,000 characters)'"
+    assert short_json([long]) == f'["{long[:78]}... (5,004 characters)'
+
+
+def test_a_value_is_shown_as_json() -> None:
+    assert short_json({"a": [None, True, "\u4e16\n"]}) == '{"a": [null, true, "\u4e16\\n"]}'
+    assert short_json(b"x") == "(bytes)"
+    assert short_json(10**5000) == "(int)"
+    nested: list[object] = []
+    for _ in range(100_000):
+        nested = [nested]
+    assert short_json(nested) == "(list)"

@@ -10,21 +10,25 @@ import pytest
 
 from composer3d.facts import trace
 from composer3d.facts.errors import UserError
-from composer3d.facts.trace import Event, Head
+from composer3d.facts.trace import TracedEvent, TraceHead
 
 Rows = list[dict[str, Any]]
 
 FIRST = [
-    Event("0F0", 0.1, 0.2),
-    Event("messages", 0.2, 0.35),
-    Event("0B0", 0.35, 0.5),
-    Event("gradients", 0.5, 0.6),
+    TracedEvent("0F0", 0.1, 0.2),
+    TracedEvent("messages", 0.2, 0.35),
+    TracedEvent("0B0", 0.35, 0.5),
+    TracedEvent("gradients", 0.5, 0.6),
 ]
-SECOND = [Event("messages", 0.1, 0.21), Event("1F0", 0.21, 0.3), Event("1B0", 0.3, 0.34)]
+SECOND = [
+    TracedEvent("messages", 0.1, 0.21),
+    TracedEvent("1F0", 0.21, 0.3),
+    TracedEvent("1B0", 0.3, 0.34),
+]
 
 
-def head(pp_rank: int, step: int = 3, started_unix_s: float = 1e9) -> Head:
-    return Head(
+def head(pp_rank: int, step: int = 3, started_unix_s: float = 1e9) -> TraceHead:
+    return TraceHead(
         step=step,
         pp_rank=pp_rank,
         pp=2,
@@ -105,21 +109,24 @@ HOSTILE: list[tuple[Callable[[Rows], object], str]] = [
     ),
     (set_in_head("pp_rank", 1), ":1: pp_rank is 1, but must be 0"),
     (set_in_head("stages_per_rank", 9999), ":1: pp x stages_per_rank is 19998, above 10,000"),
-    (set_in_head("schedule", "x" * 3000), r":1: schedule is 'x+\.\.\., but must be one of GPipe"),
+    (
+        set_in_head("schedule", "x" * 3000),
+        r':1: schedule is "x+\.\.\. \(3,002 characters\), but must be one of GPipe',
+    ),
     (set_in_head("schedule", ["1F1B"]), ":1: schedule is"),
-    (set_in_head("device", None), ":1: device is None"),
+    (set_in_head("device", None), ":1: device is null"),
     (set_in_head("started_unix_s", 1e300), ":1: started_unix_s is 1e.300, but must be a finite"),
     (set_in_head("clock_error_s", 10**400), ":1 is not JSON .* of 401 digits"),
     (set_in_head("more", 1), ":1 has the keys .*, but must have clock_error_s"),
     (lambda rows: rows[0].pop("pp"), ":1 has the keys"),
     (lambda rows: rows[0].update(events=5), "pp0.jsonl ends after 4 of the 5 events"),
     (lambda rows: rows[0].update(events=3), ":5 has the keys"),
-    (set_in_event("event", "0X0"), ":2: '0X0' is no event; it must be an action such as 0F0"),
+    (set_in_event("event", "0X0"), ':2: "0X0" is no event; it must be an action such as 0F0'),
     (set_in_event("event", 7), ":2: 7 is no event"),
-    (set_in_event("event", "0F" + "9" * 50), ":2: '0F9+' is no event"),
+    (set_in_event("event", "0F" + "9" * 50), ':2: "0F9+" is no event'),
     (set_in_event("begin_s", float("nan")), r":2 is not JSON \(it holds NaN"),
-    (set_in_event("begin_s", "0.1"), ":2: begin_s is '0.1', but must be a finite number"),
-    (set_in_event("begin_s", False), ":2: begin_s is False"),
+    (set_in_event("begin_s", "0.1"), ':2: begin_s is "0.1", but must be a finite number'),
+    (set_in_event("begin_s", False), ":2: begin_s is false"),
     (set_in_event("end_s", 1e9), r":2: end_s is 1000000000.0, but must be .* at most 1e\+07"),
     (set_in_event("end_s", 0.0), ":2: the event is from 0.1 to 0.0 s"),
     (set_in_event("end_s", 0.3), ":3: the event is from 0.2 to 0.35 s, but the one before it ends"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from composer3d.imports import result
-from composer3d.imports.layout import Layout
+from composer3d.imports.layout import StatedLayout
 from composer3d.imports.translation import ENTRIES, Translation, setting
 from composer3d.imports.words import PROGRAMS, Program, Word, read_program
 from composer3d.recipe.values import coerce, type_of
@@ -51,7 +51,7 @@ def test_every_entry_of_a_file_is_well_formed(program: str) -> None:
         assert reason
         assert all(word in known.index for word in words), key
     assert all(isinstance(value, list) for value in known.absent.values())
-    assert {field.name for field in fields(Layout)} >= known.layout.keys()
+    assert {field.name for field in fields(StatedLayout)} >= known.layout.keys()
     assert all(word in known.index for word in known.layout.values())
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from composer3d.facts import hardware
-from composer3d.planner.collectives import Group, all_to_all_s, collective_s, send_s
+from composer3d.planner.collectives import GroupShape, all_to_all_s, collective_s, send_s
 from composer3d.planner.constants import PRIORS, SHIPPED
 from composer3d.planner.setup import Machine
 
@@ -34,7 +34,7 @@ def machine_of(name: str) -> Machine:
 def test_an_all_reduce_in_a_node_takes_what_was_measured(
     device: str, size_bytes: int, microseconds: float
 ) -> None:
-    group = Group(8, 1)
+    group = GroupShape(8, 1)
     predicted = collective_s("all_reduce", group, size_bytes, machine_of(device), ALONE)
     assert predicted * 1e6 == pytest.approx(microseconds, rel=0.3)
 
@@ -42,38 +42,38 @@ def test_an_all_reduce_in_a_node_takes_what_was_measured(
 def test_a_large_all_reduce_reaches_the_measured_bus_bandwidth() -> None:
     # H200 with switches that add: 477 GB/s; 32 B200 in 4 nodes: 382 GB/s, 8 cards of 50 GB/s each
     size = float(1 << 34)
-    one_node = collective_s("all_reduce", Group(8, 1), size, machine_of("H200"), ALONE)
+    one_node = collective_s("all_reduce", GroupShape(8, 1), size, machine_of("H200"), ALONE)
     assert 2 * 7 / 8 * size / one_node == pytest.approx(477e9, rel=0.02)
-    four_nodes = collective_s("all_reduce", Group(32, 1), size, machine_of("B200"), ALONE)
+    four_nodes = collective_s("all_reduce", GroupShape(32, 1), size, machine_of("B200"), ALONE)
     assert 2 * 31 / 32 * size / four_nodes == pytest.approx(382e9, rel=0.25)
 
 
 def test_a_group_with_a_stride_of_a_node_has_one_card() -> None:
     machine = machine_of("A100-80GB")
     size = 1e9
-    wide = collective_s("all_gather", Group(4, 8), size, machine, ALONE)
-    dense = collective_s("all_gather", Group(32, 1), size, machine, ALONE)
+    wide = collective_s("all_gather", GroupShape(4, 8), size, machine, ALONE)
+    dense = collective_s("all_gather", GroupShape(32, 1), size, machine, ALONE)
     assert wide > 5 * dense
 
 
 def test_one_rank_costs_nothing() -> None:
     machine = machine_of("A100-80GB")
-    assert collective_s("all_reduce", Group(1, 8), 1e9, machine, ALONE) == 0
-    assert all_to_all_s(Group(1, 1), 1e9, machine, ALONE) == 0
-    assert send_s(Group(1, 1), 1e9, machine, ALONE) == 0
+    assert collective_s("all_reduce", GroupShape(1, 8), 1e9, machine, ALONE) == 0
+    assert all_to_all_s(GroupShape(1, 1), 1e9, machine, ALONE) == 0
+    assert send_s(GroupShape(1, 1), 1e9, machine, ALONE) == 0
 
 
 def test_an_all_to_all_that_leaves_the_node_is_slower() -> None:
     machine = machine_of("H100")
-    inside = all_to_all_s(Group(8, 1), 1e9, machine, ALONE)
-    across = all_to_all_s(Group(8, 8), 1e9, machine, ALONE)
+    inside = all_to_all_s(GroupShape(8, 1), 1e9, machine, ALONE)
+    across = all_to_all_s(GroupShape(8, 8), 1e9, machine, ALONE)
     assert across > 4 * inside
 
 
 def test_a_measured_latency_replaces_the_usual_one() -> None:
     usual = machine_of("H100")
     measured = usual._replace(latency_s=1e-3, nic_latency_s=4e-3)
-    inside, across = Group(8, 1), Group(16, 1)
+    inside, across = GroupShape(8, 1), GroupShape(16, 1)
     size = 1e6
     # A small message takes its latency, for each doubling of the ranks, and no ramp.
     rate = usual.all_reduce_bytes_s * SHIPPED.nvlink_share
@@ -92,7 +92,7 @@ def test_a_cpu_reaches_the_rates_that_were_measured() -> None:
     usual = machine_of("CPU")
     measured = usual._replace(latency_s=1e-3)
     size = 1e9
-    seconds = collective_s("all_gather", Group(2, 1), size, measured, SHIPPED)
+    seconds = collective_s("all_gather", GroupShape(2, 1), size, measured, SHIPPED)
     assert seconds == pytest.approx(1e-3 + size / 2 / usual.ring_bytes_s)
-    slower = collective_s("all_gather", Group(2, 1), size, usual, SHIPPED)
+    slower = collective_s("all_gather", GroupShape(2, 1), size, usual, SHIPPED)
     assert slower > size / 2 / usual.ring_bytes_s / SHIPPED.nvlink_share

@@ -8,7 +8,7 @@ import pytest
 from composer3d.facts import hardware
 from composer3d.planner.constants import PRIORS
 from composer3d.planner.pipeline import compiled, critical_path, length_s
-from composer3d.planner.setup import Batch, Machine
+from composer3d.planner.setup import BatchSizes, Machine
 from composer3d.planner.simulate import StageTimes, simulate
 from tools.planner.foreign import (
     ForeignLayout,
@@ -45,7 +45,7 @@ def setup_of(
     return ForeignSetup(
         sizes=sizes,
         layout=ForeignLayout(stage_blocks=blocks, **layout),  # type: ignore[arg-type]
-        batch=Batch(seq_len=512, micro_batch=2, micro_batches=micro_batches),
+        batch=BatchSizes(seq_len=512, micro_batch=2, micro_batches=micro_batches),
         machine=Machine(row, 8, 2e11, 2e11, 2e10),
         software=ForeignSoftware(loss_copies=4.0, step_copies=0.0),
     )

@@ -23,7 +23,7 @@ from composer3d.planner.constants import Constants
 from composer3d.planner.memory import GIB
 from composer3d.planner.pipeline import length_s
 from composer3d.planner.setup import (
-    Batch,
+    BatchSizes,
     Machine,
     Recompute,
     Zero,
@@ -415,7 +415,7 @@ def _setup(values: _Values, device: hardware.Hardware, facts: Facts) -> ForeignS
             in_flight=in_flight,
             stage_blocks=_stage_blocks(sizes, stages, facts.splits_by_cost),
         ),
-        batch=Batch(seq_len=seq_len, micro_batch=micro_batch, micro_batches=count),
+        batch=BatchSizes(seq_len=seq_len, micro_batch=micro_batch, micro_batches=count),
         machine=_machine(values, device),
         precision=_precision(values.text("precision"), zero, facts, software.offloads),
         software=software,

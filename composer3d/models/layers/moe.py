@@ -287,7 +287,7 @@ class Exchanged(NamedTuple):
 Exchange = Callable[[Tensor, Tensor], Exchanged]
 
 
-def keep_rows(rows_MC: Tensor, tokens_E: Tensor) -> Exchanged:
+def _keep_rows(rows_MC: Tensor, tokens_E: Tensor) -> Exchanged:
     """The default of the seam ``exchange``: this rank holds all experts."""
     return Exchanged(rows_MC, tokens_E, _identity)
 
@@ -307,7 +307,7 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(experts, ffn, dim))
         self.w2 = nn.Parameter(torch.empty(experts, dim, ffn))
         self.w3 = nn.Parameter(torch.empty(experts, ffn, dim))
-        self.exchange: Exchange = keep_rows
+        self.exchange: Exchange = _keep_rows
         self.own_part: Callable[[Tensor], Tensor] = _identity
 
     def forward(self, rows_MC: Tensor, tokens_E: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from composer3d.facts.errors import CheckpointError
+from composer3d.facts.text import short_json
 from composer3d.models.llama.huggingface import make_shape
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.llama.table import table
 from composer3d.models.locations import in_block
-from composer3d.models.untrusted import short_json
 
 # The fields of ModelShape that params.json has under the same name.
 _SHARED_PARAMS = ("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.facts.errors import CheckpointError
+from composer3d.facts.text import short_json
 from composer3d.models.llama.huggingface import (
     FULL,
     SLIDING,
@@ -32,7 +33,7 @@ from composer3d.models.llama.huggingface import (
 )
 from composer3d.models.llama.huggingface import KEYS as DECODER_KEYS
 from composer3d.models.moe.shape import MoeShape
-from composer3d.models.untrusted import Requirements, checked_shape, is_size, short_json
+from composer3d.models.untrusted import Requirements, checked_shape, is_size
 
 # For each model_type, the defaults of keys. Both types have others than Llama.
 _DEFAULTS: dict[str, dict[str, Any]] = {

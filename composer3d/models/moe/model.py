@@ -37,7 +37,7 @@ def moe_of(shape: MoeShape) -> MoE:
     return MoE(router, experts, shared)
 
 
-class MoeBlock(Block):
+class _MoeBlock(Block):
     """One pre-norm decoder block with experts: ``block(h_BTC, seq) -> h_BTC``."""
 
     def __init__(self, shape: MoeShape, rope: Rope) -> None:
@@ -60,4 +60,4 @@ class MoeLlama(Llama):
 
     def make_block(self, layer: int, rope: Rope) -> Block:
         """Build a block; ``MoeShape.has_experts`` says whether it has experts."""
-        return (MoeBlock if self.shape.has_experts(layer) else Block)(self.shape, rope)
+        return (_MoeBlock if self.shape.has_experts(layer) else Block)(self.shape, rope)

@@ -22,7 +22,7 @@ class HeadsNorm(nn.RMSNorm):
         return super().forward(x_BTHD.flatten(-2)).unflatten(-1, x_BTHD.shape[-2:])
 
 
-class Olmo2Attention(Attention):
+class _Olmo2Attention(Attention):
     """Attention whose queries and keys are normalised over all heads, before the rotation."""
 
     def __init__(self, shape: Olmo2Shape, rope: Rope) -> None:
@@ -38,7 +38,7 @@ class Olmo2Block(DecoderBlock):
 
     def __init__(self, shape: Olmo2Shape, rope: Rope) -> None:
         super().__init__()
-        self.attn = Olmo2Attention(shape, rope)
+        self.attn = _Olmo2Attention(shape, rope)
         self.attn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.ffn = FeedForward(shape.dim, shape.ffn)
         self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)

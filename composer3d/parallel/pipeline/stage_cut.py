@@ -23,7 +23,7 @@ def cut_into_stages(
     *,
     step_tokens: int | None = None,
 ) -> list[Stage]:
-    """Build the stages of pipeline rank ``rank``, with the blocks of ``blocks_of_stages``.
+    """Build the stages of pipeline rank ``rank``, with the blocks of ``_blocks_of_stages``.
 
     Args:
         model: the whole model.
@@ -32,10 +32,10 @@ def cut_into_stages(
         parallel: the recipe's ``[parallel]``.
 
     Raises:
-        PlanError: as ``blocks_of_stages``.
+        PlanError: as ``_blocks_of_stages``.
     """
     n_stages = sum(len(held) for held in stages)
-    ranges = blocks_of_stages(model, n_stages, parallel)
+    ranges = _blocks_of_stages(model, n_stages, parallel)
     return [
         Stage(
             model,
@@ -49,7 +49,7 @@ def cut_into_stages(
     ]
 
 
-def blocks_of_stages(model: Decoder, n_stages: int, parallel: ParallelTable) -> list[range]:
+def _blocks_of_stages(model: Decoder, n_stages: int, parallel: ParallelTable) -> list[range]:
     """Return the blocks of each stage.
 
     ``parallel.stages`` gives the number of blocks of each stage. If it is absent, all stages get
@@ -84,7 +84,7 @@ def check_every_stage_trains(model: Decoder, n_stages: int, parallel: ParallelTa
     embedding's own.
     """
     owned = {id(parameter) for parameter in model.first.parameters()}
-    for stage, blocks in enumerate(blocks_of_stages(model, n_stages, parallel)):
+    for stage, blocks in enumerate(_blocks_of_stages(model, n_stages, parallel)):
         held = [*list(model.blocks.values())[blocks.start : blocks.stop]]
         parameters = [parameter for block in held for parameter in block.parameters()]
         if stage == 0:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
-from composer3d.facts.trace import Event
+from composer3d.facts.trace import TracedEvent
 from composer3d.runtime.torch_private import around_pipeline_work
 
 _ROUNDS = 8
@@ -30,7 +30,7 @@ class SharedClock(NamedTuple):
     started_unix_s: float
 
 
-def share_clock(group: dist.ProcessGroup, device: torch.device) -> SharedClock:
+def _share_clock(group: dist.ProcessGroup, device: torch.device) -> SharedClock:
     """Measure the offset of this rank's clock from that of rank 0 of ``group``.
 
     In each round, rank 0 reads its clock before one all-reduce and after another one, and the other
@@ -83,7 +83,7 @@ class Recording:
     """
 
     clock: SharedClock
-    events: list[Event] = field(default_factory=list)
+    events: list[TracedEvent] = field(default_factory=list)
 
 
 @contextmanager
@@ -96,14 +96,14 @@ def record(
     the current stream: a wait is the time in which the stream waits for a message. The host waits
     for the GPU before the first action and after the last one, and never between them.
 
-    Collective over ``group``: see ``share_clock``.
+    Collective over ``group``: see ``_share_clock``.
 
     Args:
         stages: all stages of this rank.
         group: the ranks of the pipeline.
         device: the device of this rank.
     """
-    recording = Recording(share_clock(group, device))
+    recording = Recording(_share_clock(group, device))
     watch = _GpuWatch(device) if device.type == "cuda" else _HostWatch()
     marks: list[tuple[str, Any, Any]] = []
 
@@ -118,7 +118,7 @@ def record(
     watch.finish()
     offset_s = recording.clock.offset_s
     recording.events += [
-        Event(name, watch.seconds(begin) + offset_s, watch.seconds(end) + offset_s)
+        TracedEvent(name, watch.seconds(begin) + offset_s, watch.seconds(end) + offset_s)
         for name, begin, end in marks
     ]
 

@@ -22,7 +22,7 @@ from composer3d.parallel.float8 import Float8Linear, input_gradient, output_prod
 Work = Callable[[], None]
 
 
-class DeferredLinear(nn.Linear):
+class _DeferredLinear(nn.Linear):
     """A linear layer whose backward appends the work for its weight and bias to ``deferred``.
 
     The input is (..., K), and the output (..., M).
@@ -124,7 +124,7 @@ class _DeferredProduct(torch.autograd.Function):
 
 
 def defer_weight_grads(stage: nn.Module, blocks: nn.Module) -> Callable[[], Work]:
-    """Replace the linear layers of ``blocks`` by ``DeferredLinear``, before anything wraps them.
+    """Replace the linear layers of ``blocks`` by ``_DeferredLinear``, before anything wraps them.
 
     Returns:
         The ``dw_builder`` of the stage, for torch's pipeline runtime. It is called after the
@@ -133,12 +133,12 @@ def defer_weight_grads(stage: nn.Module, blocks: nn.Module) -> Callable[[], Work
     """
     deferred: list[Work] = []
     # A module may have several names, which must get the same replacement.
-    replacements: dict[nn.Module, DeferredLinear] = {}
+    replacements: dict[nn.Module, _DeferredLinear] = {}
     for name, module in list(blocks.named_modules(remove_duplicate=False)):
         # A frozen weight has no gradient to put off.
         if type(module) in (nn.Linear, Float8Linear) and module.weight.requires_grad:
             if module not in replacements:
-                replacements[module] = DeferredLinear(module, deferred)
+                replacements[module] = _DeferredLinear(module, deferred)
             blocks.set_submodule(name, replacements[module])
 
     def take_deferred_work() -> Work:

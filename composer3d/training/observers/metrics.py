@@ -19,7 +19,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -30,9 +29,11 @@ from composer3d.data import Batch
 from composer3d.facts import events
 from composer3d.facts.errors import UserError
 from composer3d.facts.files import open_plain, parse_json
+from composer3d.facts.text import clock_text
 from composer3d.parallel import Stages
 from composer3d.parallel.context.imbalance import attention_imbalance
 from composer3d.parallel.expert.balance import expert_metrics
+from composer3d.planner.memory import GIB
 from composer3d.recipe.schema import MetricsTable, Recipe
 from composer3d.reliability.report import Report
 from composer3d.runtime import log, process_group
@@ -374,7 +375,7 @@ class Metrics(Observer):
             pace_s = (now_s - self._first_step_at_s) / timed_steps
         else:
             pace_s = now_s - self._logged_at_s
-        left = timedelta(seconds=round(pace_s * (self.total_steps - step)))
+        left = clock_text(pace_s * (self.total_steps - step))
         mfu = line["mfu"]
         parts = [
             self._progress(step),
@@ -515,14 +516,14 @@ def _peak_memory(device_type: str) -> dict[str, float]:
     """Return the metrics of memory. On a GPU, it is collective over all ranks; no host waits."""
     if device_type == "cuda":
         own = {
-            "memory_gib": torch.cuda.max_memory_allocated() / 2**30,
-            "memory_reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+            "memory_gib": torch.cuda.max_memory_allocated() / GIB,
+            "memory_reserved_gib": torch.cuda.max_memory_reserved() / GIB,
             "memory_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
         }
         return dict(zip(own, process_group.max_over_ranks([*own.values()]), strict=True))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # ``ru_maxrss`` is in bytes on macOS, and in KiB on Linux.
-    return {"memory_gib": peak / 2**30 if sys.platform == "darwin" else peak / 2**20}
+    return {"memory_gib": peak / GIB if sys.platform == "darwin" else peak / 2**20}
 
 
 def further_metrics(recipe: Recipe, stages: Stages, result: StepResult) -> dict[str, float]:

@@ -44,7 +44,7 @@ _ACTION_NAMES = {
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "composer3d")
 
 
-class NameCollectives(DispatchMode):
+class _NameCollectives(DispatchMode):
     """Puts each collective of this thread, and of its backward, into a region named by its axis.
 
     Args:
@@ -123,7 +123,7 @@ class Profiler(Observer):
     ) -> None:
         self._path, self._first, self._last = path, first, last
         self._stages = stages
-        self._naming = NameCollectives(stages.mesh) if names_collectives else None
+        self._naming = _NameCollectives(stages.mesh) if names_collectives else None
         self._profile: profile | None = None
         self._on_gpu = stages.mesh.device.type == "cuda"
 

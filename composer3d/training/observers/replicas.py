@@ -22,7 +22,7 @@ from composer3d.runtime.ranks import coordinates
 from composer3d.training.batches import make_common_loader, move_to_device
 from composer3d.training.observers.observer import Observer
 
-LOSS = "loss"
+_LOSS = "loss"
 
 # Ranks that a line lists at most.
 _MOST_LISTED = 8
@@ -131,7 +131,7 @@ class ReplicaCheck(Observer):
                 loss = self._stages.evaluate(*inputs)
         digests = gradients.finish(part)
         if self._stages.counts_loss:
-            digests.append(Digest(LOSS, part, (int(loss.view(torch.int64)),)))
+            digests.append(Digest(_LOSS, part, (int(loss.view(torch.int64)),)))
         return digests
 
     def _omissions(self, of_ranks: Sequence[Sequence[Digest]]) -> Iterator[str]:
@@ -141,7 +141,7 @@ class ReplicaCheck(Observer):
                 "no two ranks hold the same parameters, so only what they compute with them is "
                 "compared"
             )
-        if not can_disagree(of_ranks, LOSS):
+        if not can_disagree(of_ranks, _LOSS):
             yield (
                 "all data-parallel ranks share experts (mesh.ep), so no two of them compute the "
                 "same, and no arithmetic is compared"
@@ -172,7 +172,7 @@ class ReplicaCheck(Observer):
 
     def _line(self, found: Disagreement, names: Sequence[str]) -> str:
         what, suspects = found.what, list(found.suspects)
-        if what == LOSS:
+        if what == _LOSS:
             # All ranks of a pipeline, and of its cp and tp, have computed a loss together.
             what = "loss of a micro-batch that all have computed"
             batch_ranks = {self._batch_rank(rank) for rank in suspects}

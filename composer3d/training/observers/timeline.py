@@ -23,7 +23,7 @@ class TimelineWriter(Observer):
         path: the file of this pipeline rank.
         first, last: the steps that are traced, counted from 1.
         pipeline: what runs this rank's stages.
-        facts: the fields of ``trace.Head`` that are the same for all steps.
+        facts: the fields of ``trace.TraceHead`` that are the same for all steps.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class TimelineWriter(Observer):
         with self.pipeline.record() as recording:
             yield
         clock = recording.clock
-        head = trace.Head(
+        head = trace.TraceHead(
             step=self._step,
             started_unix_s=clock.started_unix_s,
             clock_error_s=round(clock.error_s, 9),

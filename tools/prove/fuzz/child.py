@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from composer3d.runtime.ends import describe_end
 from tools.prove.hostile.case import enter, marker_of, run_main, secrets_in, watch
 
 WALL_S = 60.0  # many times the CPU time, for a busy machine
@@ -172,7 +173,8 @@ class Running:
         if problem:
             verdict.problems.append(problem)
         elif status != 0 or not self._answer:
-            verdict.problems.append(f"its process died: {_name_of(status)}")
+            end = -os.waitstatus_to_exitcode(status)
+            verdict.problems.append(f"its process {describe_end(end)}")
         else:
             verdict = Verdict(**json.loads(self._answer))
         marker = marker_of(self._folder)
@@ -180,12 +182,6 @@ class Running:
             marker.unlink()
             verdict.problems.append("it ran code of the input")
         return verdict
-
-
-def _name_of(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        return f"signal {signal.Signals(os.WTERMSIG(status)).name}"
-    return f"status {os.WEXITSTATUS(status)}"
 
 
 def _serve(maker: Maker, base: Path, folder: Path, draw: random.Random) -> Verdict:

@@ -27,6 +27,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from composer3d.runtime.ends import DIED
 from composer3d.runtime.launch import Pool, WorkerError
 from tools.prove.kills.trap import PUBLISHED, Death, Event, Outcome, train_once
 from tools.prove.proof import corpus_of, logged_losses, make_parser
@@ -221,7 +222,7 @@ class Killer:
         try:
             self.train(folder, sets, world=world, death=death)
         except WorkerError as error:
-            killed = any(error.failures.get(rank) == "the process died" for rank in death.ranks)
+            killed = any(error.failures.get(rank) == DIED for rank in death.ranks)
             return None if killed else f"something else happened: {error}"
         return SURVIVED
 
