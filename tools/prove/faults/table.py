@@ -290,6 +290,8 @@ FAULTS = [
     Fault(values.forget_a_micro_batch, "mesh.tp=2"),
     Fault(values.keep_the_gradients_of_the_last_step, "mesh.dp_shard=2", "at step 2"),
     Fault(values.leave_out_a_chunk_of_the_loss, "memory.loss_chunks=2"),
+    Fault(values.forget_the_divisor_of_a_loss_in_chunks, "memory.loss_chunks=2"),
+    Fault(values.divide_a_loss_in_chunks_twice, "mesh.tp=2 memory.loss_chunks=2"),
     # attention, checkpointing
     Fault(values.forget_documents, f"mesh.tp=2 {_PACKED}"),
     Fault(values.hide_the_token_itself, "mesh.tp=2"),

@@ -195,6 +195,26 @@ def leave_out_a_chunk_of_the_loss() -> None:
         return right(self, h_BTC, labels.view_as(labels_BT))
 
 
+def _scale_a_loss_in_chunks(change: Callable[[Tensor], Tensor]) -> None:
+    """Change the gradient of a loss that is computed in chunks."""
+    right = head_module._LossInParts.backward
+
+    def wrong(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return right(ctx, change(grads[0]))
+
+    head_module._LossInParts.backward = staticmethod(wrong)
+
+
+def forget_the_divisor_of_a_loss_in_chunks() -> None:
+    """The gradients that forward computes with a loss in chunks are not divided by the tokens."""
+    _scale_a_loss_in_chunks(torch.ones_like)
+
+
+def divide_a_loss_in_chunks_twice() -> None:
+    """The gradients that forward computes with a loss in chunks are divided by the tokens twice."""
+    _scale_a_loss_in_chunks(torch.square)
+
+
 def forget_documents() -> None:
     """Attention: tokens see other documents of their row."""
     stages.SequenceInfo = lambda positions, documents=None, tokens=None: SequenceInfo(positions)
