@@ -8,6 +8,7 @@ from composer3d.imports.literal import Unread
 from composer3d.imports.shared import padded, read_dtype, set_dtype, take_betas
 from composer3d.imports.translation import Translation
 from composer3d.models import registry
+from composer3d.recipe.schema import OptimTable
 
 _GPT2_VOCAB = "gpt2bpetokenizer"
 _LAYER_PATTERN = re.compile(r"\(?(?:\[0\]\*([0-9]{1,6})\+)?\[1\]\*([0-9]{1,6})\)?")
@@ -25,6 +26,7 @@ def translate(made: Translation, gpus: int | None) -> None:
     _set_layout(made, gpus)
     _set_precision(made)
     _set_memory(made)
+    _set_optimizer(made)
     _set_schedule(made)
     _set_run(made)
 
@@ -452,8 +454,63 @@ def _set_memory(made: Translation) -> None:
 # --- the optimizer and the run ---
 
 
-def _set_schedule(made: Translation) -> None:
+def _set_optimizer(made: Translation) -> None:
     take_betas(made, ("adam_beta1", "adam_beta2"), (0.9, 0.999))
+    name = (made.text("optimizer") or "adam").lower()
+    if name in ("muon", "dist_muon"):
+        _set_muon(made)
+    elif name == "adam":
+        made.ignore("optimizer")
+    else:
+        made.ask("the optimizer of the recipe is AdamW", "optimizer", ours="optim.name")
+
+
+def _set_muon(made: Translation) -> None:
+    """Set the keys of Muon, from ``megatron/core/optimizer/emerging_optimizers.py``."""
+    made.take("optim.name", "muon", "optimizer")
+    made.lose(
+        "theirs has Muon for routers as well, and takes the two matrices into a gated layer for one"
+    )
+    momentum, steps = made.real("muon_momentum"), made.number("muon_num_ns_steps")
+    if momentum is not None:
+        made.take("optim.momentum", momentum, "muon_momentum")
+    made.assume("optim.momentum", 0.9, "the default of --muon-momentum")
+    if "muon_nesterov" in made.settings:
+        made.take("optim.nesterov", made.flag("muon_nesterov"), "muon_nesterov")
+    made.assume("optim.nesterov", False, "no --muon-nesterov")
+    if steps is not None:
+        made.take("optim.newton_schulz_steps", steps, "muon_num_ns_steps")
+    word = "muon_coefficient_type"
+    if (made.text(word) or "quintic") != "simple":
+        made.ask(
+            "other coefficients in each step of Newton-Schulz; the recipe has those of simple",
+            word,
+            ours="optim.newton_schulz",
+        )
+    made.ignore(word)
+
+    # Theirs multiplies by sqrt(longer side), ours by 0.2 sqrt(longer side).
+    word, scale_word = "muon_scale_mode", "muon_extra_scale_factor"
+    mode = made.text(word) or "spectral"
+    if mode not in ("spectral", "shape_scaling"):
+        made.ask("not there: match_rms_adamw", word, ours="optim.lr_scale")
+    is_original = mode == "shape_scaling"
+    made.take("optim.lr_scale", "original" if is_original else "match_rms_adamw", word)
+    extra = made.real(scale_word)
+    factor = (1.0 if extra is None else extra) * (1.0 if is_original else 5.0)
+    rate = made.value("optim.lr", OptimTable().lr)
+    if factor != 1.0:
+        made.take("optim.matrix_lr", factor * rate, scale_word, note=f"{factor:g} x {rate:g}")
+        if made.value("optim.weight_decay"):
+            made.ask(
+                f"weight decay goes with the rate of a matrix, which is {factor:g} times theirs: "
+                "give the matrices a weight_decay of their own in optim.groups",
+                key="matrix_decay",
+                ours="optim.groups",
+            )
+
+
+def _set_schedule(made: Translation) -> None:
     batch, length = made.value("data.global_batch", 1), made.value("data.seq_len", 1)
     steps = _steps(made, "train", batch, length)
     words = [word for word in _counts("train") if word in made.settings]

@@ -12,6 +12,7 @@ from composer3d.models import registry
 _LAYER = PROGRAMS["torchtitan"].own["layer"]
 _MODEL = "model_spec.model"
 _GROUP = "optimizer.param_groups"
+_MUON = "optimizer.muon."
 _TOKENS = "training.num_tokens_per_microbatch_per_dp_rank"
 _LOCAL = "training.local_batch_size"
 _MICRO = "parallelism.pipeline_parallel_microbatch_size"
@@ -23,7 +24,8 @@ def flattened(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the tree of a JSON of torchtitan without lists of objects.
 
     The layers of the model become their number, and what the table of words has of each. One group
-    of parameters becomes keys of the optimizer, as older versions have them.
+    of parameters becomes keys of the optimizer, as older versions have them. A group of DistMuon
+    before it becomes ``optimizer.muon``.
     """
     model = _at(tree, ("model_spec", "model"))
     if isinstance(model, dict) and isinstance(model.get("layers"), list):
@@ -37,15 +39,28 @@ def flattened(tree: dict[str, Any]) -> dict[str, Any]:
         spec = {**tree["model_spec"], "model": {**facts, "layers": len(layers)}}
         tree = {**tree, "model_spec": spec}
     groups = _at(tree, ("optimizer", "param_groups"))
-    if isinstance(groups, list) and len(groups) == 1 and isinstance(groups[0], dict):
-        group = groups[0]
-        options = dict(group.get("optimizer_kwargs") or {})
-        betas = options.pop("betas", None)
-        if group.get("pattern") == ".*" and isinstance(betas, list) and len(betas) == 2:
+    if isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
+        said = _said_by_groups(groups)
+        if said is not None:
             rest = {key: one for key, one in tree["optimizer"].items() if key != "param_groups"}
-            said = {"name": group.get("optimizer_name"), "beta1": betas[0], "beta2": betas[1]}
-            tree = {**tree, "optimizer": {**rest, **said, **options}}
+            tree = {**tree, "optimizer": {**rest, **said}}
     return tree
+
+
+def _said_by_groups(groups: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return keys of the optimizer that say the same; None if there are none."""
+    *before, last = groups or [{}]
+    options = dict(last.get("optimizer_kwargs") or {})
+    betas = options.pop("betas", None)
+    if last.get("pattern") != ".*" or not isinstance(betas, list) or len(betas) != 2:
+        return None
+    said = {"name": last.get("optimizer_name"), "beta1": betas[0], "beta2": betas[1], **options}
+    if not before:
+        return said
+    if len(before) > 1 or before[0].get("optimizer_name") != "DistMuon":
+        return None
+    matrices = dict(before[0].get("optimizer_kwargs") or {})
+    return {**said, "muon": {**matrices, "pattern": before[0].get("pattern")}}
 
 
 def _at(tree: Any, path: Sequence[str]) -> Any:
@@ -276,6 +291,8 @@ def _set_selection(made: Translation, key: str, mode_word: str, option_word: str
 def _set_optimizer(made: Translation) -> None:
     if _GROUP in made.settings:
         made.ask("the recipe has AdamW for all parameters, and these rates for none", _GROUP)
+    if f"{_MUON}pattern" in made.settings:
+        _set_muon(made)
     lr, steps = made.value("optim.lr"), made.value("run.steps")
     total = made.number("lr_scheduler.total_steps")
     if total:
@@ -303,6 +320,22 @@ def _set_optimizer(made: Translation) -> None:
     factor = made.real("lr_scheduler.min_lr_factor")
     if factor is not None:
         made.take("optim.min_lr", factor * lr, "lr_scheduler.min_lr_factor", note=f"x {lr}")
+
+
+def _set_muon(made: Translation) -> None:
+    """Set the keys of Muon that do not move as they are."""
+    made.take("optim.name", "muon", f"{_MUON}pattern")
+    made.ask(
+        "the recipe has Muon for the matrices of attention, feed-forward layers and experts",
+        f"{_MUON}pattern",
+        ours="optim.matrices",
+    )
+    word = f"{_MUON}adjust_lr_fn"
+    made.take("optim.lr_scale", made.choose(word, "optim.lr_scale") or "original", word)
+    word = f"{_MUON}weight_decay"
+    decay = made.real(word)
+    if (0.1 if decay is None else decay) != made.value("optim.weight_decay", 0.1):
+        made.ask("matrices decay as all: give them a table of optim.groups", word, ours="optim.groups")
 
 
 def _is_resolved(made: Translation) -> bool:

@@ -12,6 +12,8 @@ from tests.imports.configurations import MEGATRON, imported
 from tools.prove.imports.run import CONFIGURATIONS
 from tools.prove.paths import ROOT
 
+# With these words, Muon is as ours.
+MUON = "'optimizer': 'muon', 'muon_coefficient_type': 'simple', 'muon_extra_scale_factor': 0.2"
 SIZES = "'num_layers': 8, 'hidden_size': 1024, 'num_attention_heads': 16, 'seq_length': 512"
 
 
@@ -42,6 +44,21 @@ def test_a_script(tmp_path: Path) -> None:
     assert (made.made.contradictions, made.made.open) == ([], {})
     line = next(line for line in made.text.splitlines() if line.startswith("tp = "))
     assert line.split("#")[1] == " --tensor-model-parallel-size 2"
+
+
+def test_muon(tmp_path: Path) -> None:
+    sizes = "'lr': 1e-3, 'weight_decay': 0.0, "
+    optim = recipe_of(tmp_path, f"{sizes}{MUON}").optim
+    assert (optim.name, optim.momentum, optim.nesterov) == ("muon", 0.9, False)
+    assert (optim.lr_scale, optim.matrix_lr) == ("match_rms_adamw", None)
+    more = "'muon_momentum': 0.95, 'muon_nesterov': True, 'muon_num_ns_steps': 6"
+    optim = recipe_of(tmp_path, f"{sizes}{MUON}, {more}").optim
+    assert (optim.momentum, optim.nesterov, optim.newton_schulz_steps) == (0.95, True, 6)
+    other = MUON.replace("0.2", "1.0")
+    assert recipe_of(tmp_path, f"{sizes}{other}").optim.matrix_lr == 5e-3
+    optim = recipe_of(tmp_path, f"{sizes}{MUON}, 'muon_scale_mode': 'shape_scaling'").optim
+    assert (optim.lr_scale, optim.matrix_lr) == ("original", 2e-4)
+    assert recipe_of(tmp_path, "'muon_momentum': 0.8").optim.name == "adamw"
 
 
 def test_only_a_part_of_a_script(tmp_path: Path) -> None:
@@ -369,7 +386,16 @@ OURS = (
         ("'mtp_num_layers': 1", ["mtp_num_layers"]),
         ("'apply_layernorm_1p': True", ["apply_layernorm_1p"]),
         ("'rampup_batch_size': '16 16 5000'", ["rampup_batch_size"]),
-        ("'optimizer': 'muon'", ["optimizer"]),
+        ("'optimizer': 'soap'", ["optimizer"]),
+        ("'optimizer': 'muon'", ["muon_coefficient_type", "matrix_decay"]),
+        (f"{MUON}, 'muon_coefficient_type': 'aol'", ["muon_coefficient_type"]),
+        (f"{MUON}, 'muon_scale_mode': 'unit_rms_norm'", ["muon_scale_mode"]),
+        (f"{MUON}, 'muon_split_qkv': False", ["muon_split_qkv"]),
+        (f"{MUON}, 'muon_tp_mode': 'blockwise'", ["muon_tp_mode"]),
+        (f"{MUON}, 'muon_tp_mode': 'distributed'", []),
+        (f"{MUON}, 'muon_scalar_optimizer': 'lion'", ["muon_scalar_optimizer"]),
+        (MUON.replace("0.2", "1.0"), ["matrix_decay"]),
+        (f"'weight_decay': 0.0, {MUON.replace('0.2', '1.0')}", []),
         ("'optimizer': 'adam'", []),
         ("'decoupled_lr': 1e-4", ["decoupled_lr"]),
         ("'lr_decay_style': 'inverse-square-root'", ["lr_decay_style"]),

@@ -204,6 +204,30 @@ def test_the_json_of_a_run(tmp_path: Path) -> None:
     assert (recipe.optim.lr, recipe.optim.betas, recipe.run.seed) == (3e-4, (0.9, 0.95), 7)
 
 
+def test_a_group_of_muon(tmp_path: Path) -> None:
+    adamw = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
+    muon = {"lr": 2e-2, "momentum": 0.9, "nesterov": False, "weight_decay": 0.1, "ns_steps": 6}
+    muon |= {"ns_coefficients": [3.0, -4.0, 2.0], "adjust_lr_fn": "match_rms_adamw", "eps": 1e-7}
+    matrices = {"pattern": "w[123]", "optimizer_name": "DistMuon", "optimizer_kwargs": muon}
+    rest = {"pattern": ".*", "optimizer_name": "AdamW", "optimizer_kwargs": adamw}
+
+    def imported_with(*groups: dict[str, Any]) -> Any:
+        changes = {"optimizer": {"param_groups": groups, "implementation": "foreach"}}
+        return imported(tmp_path, "x.json", resolved(**changes))
+
+    made = imported_with(matrices, rest)
+    assert list(made.made.open) == ["optimizer.muon.pattern"]
+    optim = made.resolved.recipe.optim
+    assert (optim.name, optim.lr, optim.matrix_lr, optim.momentum) == ("muon", 1e-3, 2e-2, 0.9)
+    assert (optim.nesterov, optim.newton_schulz_steps) == (False, 6)
+    assert (optim.newton_schulz, optim.lr_scale) == ((3.0, -4.0, 2.0), "match_rms_adamw")
+    muon |= {"weight_decay": 0.0, "adjust_lr_fn": None}
+    made = imported_with(matrices, rest)
+    assert made.resolved.recipe.optim.lr_scale == "original"
+    assert "optimizer.muon.weight_decay" in made.made.open
+    assert "optimizer.param_groups" in imported_with(matrices, matrices, rest).made.open
+
+
 @pytest.mark.parametrize(
     ("changes", "keys"),
     [

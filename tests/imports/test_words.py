@@ -121,6 +121,7 @@ _SITUATIONS: dict[str, list[dict[str, object]]] = {
             "reset_attention_mask": True,
         },
         {"moe_router_enable_expert_bias": True, "moe_router_score_function": "softmax"},
+        {"optimizer": "muon"},
     ],
     "torchtitan": [
         {
