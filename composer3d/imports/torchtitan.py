@@ -335,7 +335,9 @@ def _set_muon(made: Translation) -> None:
     word = f"{_MUON}weight_decay"
     decay = made.real(word)
     if (0.1 if decay is None else decay) != made.value("optim.weight_decay", 0.1):
-        made.ask("matrices decay as all: give them a table of optim.groups", word, ours="optim.groups")
+        made.ask(
+            "matrices decay as all: give them a table of optim.groups", word, ours="optim.groups"
+        )
 
 
 def _is_resolved(made: Translation) -> bool:
