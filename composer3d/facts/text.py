@@ -18,6 +18,7 @@ NAME_RULE = (
     f"reserves, and must have at most {_NAME_BYTES} bytes in UTF-8"
 )
 _LONGEST_LINE = 4096  # characters of a path or a key in a message
+_JSON = json.JSONEncoder(ensure_ascii=False)
 _RESERVED = {"con", "prn", "aux", "nul"} | {
     f"{port}{n}" for port in ("com", "lpt") for n in range(10)
 }
@@ -78,10 +79,16 @@ def in_quotes(name: object, most: int = 200) -> str:
 def short_json(value: Any, most: int = 80) -> str:
     """Return a value from a stranger's file as JSON, on one line and short.
 
-    A value that is not JSON becomes the name of its type in parentheses.
+    A value that is not JSON becomes the name of its type in parentheses. The length of a list or an
+    object is not said.
     """
+    text = ""
     try:
-        text = json.dumps(value, ensure_ascii=False)
+        # A list may have millions of values: only the first ones become text.
+        for part in _JSON.iterencode(value):
+            text += part
+            if len(text) > most and isinstance(value, list | dict):
+                return one_line(text[:most]) + "..."
     except (TypeError, ValueError, RecursionError):
         text = f"({type(value).__name__})"
     return one_line(text, most)

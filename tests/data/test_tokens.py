@@ -262,7 +262,7 @@ def test_changes_of_the_manifest_are_found(
     [
         (b"{", "Expecting"),
         (b"\xff\xfe\xff", "'utf-16-le' codec can't decode"),
-        (b"[]", r"it must be an object, not a list\); make"),
+        (b"[]", r"it must be an object, not \[\]\); make"),
         (b"{}", r"it lacks version\); make"),
         (b'{"version": 4, "digest": ""}', ".* version 4, but this composer3d reads 1, 2 and 3"),
         (b'{"version": true}', "it has version true, but this composer3d reads 1, 2 and 3"),
@@ -450,7 +450,7 @@ def refusal(folder: Path) -> str:
 WRONG_MANIFESTS: list[tuple[dict[str, Any], str]] = [
     ({"format": "other"}, 'its format is "other", not "composer3d tokens"'),
     ({"dtype": "object"}, 'dtype is "object", not uint16 or uint32'),
-    ({"dtype": ["<u2"]}, "dtype is a list, not uint16 or uint32"),
+    ({"dtype": ["<u2"]}, 'dtype is ["<u2"], not uint16 or uint32'),
     ({"vocab": 65_537}, "vocab is 65537, not a whole number from 1 to 65536"),
     ({"vocab": "9"}, 'vocab is "9", not a whole number'),
     ({"vocab": True}, "vocab is true, not a whole number"),
@@ -474,7 +474,7 @@ WRONG_MANIFESTS: list[tuple[dict[str, Any], str]] = [
         'files has "tokenizer.json", which does not belong there',
     ),
     ({"files": {}}, "files lacks tokens.bin"),
-    ({"files": []}, "files must be an object, not a list"),
+    ({"files": []}, "files must be an object, not []"),
     ({"more": 1}, 'it has "more", which does not belong there'),
     ({"content": "0" * 32}, "content must be an object, not "),
     ({"content": {"digest": "0" * 32}}, "content lacks files"),

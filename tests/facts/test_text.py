@@ -111,7 +111,8 @@ def test_a_long_text_is_cut_and_its_length_is_said() -> None:
     assert one_line(long) == f"{long[:4096]}... (5,000 characters)"
     assert one_line(long, 3) == "xxx... (5,000 characters)"
     assert in_quotes(long) == f"'{long[:200]}... (5,000 characters)'"
-    assert short_json([long]) == f'["{long[:78]}... (5,004 characters)'
+    assert short_json(long) == f'"{long[:79]}... (5,002 characters)'
+    assert short_json([long]) == f'["{long[:78]}...'
 
 
 def test_a_value_is_shown_as_json() -> None:
@@ -121,4 +122,4 @@ def test_a_value_is_shown_as_json() -> None:
     nested: list[object] = []
     for _ in range(100_000):
         nested = [nested]
-    assert short_json(nested) == "(list)"
+    assert short_json(nested) == "[" * 80 + "..."
