@@ -142,7 +142,8 @@ def tape_stage(recipe: Recipe, pp_rank: int, skew: float, *, run_all: bool = Fal
     micro_batches = recipe.micro_batches
     if recipe.mesh.pp == 1 and not run_all:
         micro_batches = min(micro_batches, _FIRST_MIDDLE_LAST)
-    with compose_without_data(recipe, pp_rank, skew, recorder, micro_batches=micro_batches) as rank:
+    first = pp_rank * (recipe.world_size // recipe.mesh.pp)
+    with compose_without_data(recipe, first, skew, recorder, micro_batches=micro_batches) as rank:
         collectives = CollectiveCounter(axis_names(rank.stages.mesh))
         pause = partial(recorder.counting, None)
         recording = _Recording(recorder, collectives)
@@ -254,16 +255,18 @@ class RankWithoutData:
 @contextmanager
 def compose_without_data(
     recipe: Recipe,
-    pp_rank: int,
+    rank: int,
     skew: float,
     recorder: "Recorder",
     device: torch.device = _CPU,
     micro_batches: int | None = None,
 ) -> Iterator[RankWithoutData]:
-    """Compose the first rank of pipeline rank ``pp_rank``; inside of the context it can train.
+    """Compose a rank of a job; inside of the context it can train.
 
     Args:
-        recipe, pp_rank, skew: as in ``run_stage``.
+        recipe: the whole recipe.
+        rank: the rank.
+        skew: as in ``routing.rows_of_experts``.
         recorder: sees every operator, but counts those of the composition as nothing.
         device: the device of the model. A GPU may exist in name only.
         micro_batches: how many of a step it trains on; None: all. Its batch is whole in memory.
@@ -282,7 +285,7 @@ def compose_without_data(
         with without_data:
             stage.to_empty(device=device)
 
-    with fake_world(pp_rank * (recipe.world_size // sizes.pp), recipe.world_size):
+    with fake_world(rank, recipe.world_size):
         with recorder, recorder.ignoring():
             mesh = Mesh.build(sizes, device)
             stages = build_stages(

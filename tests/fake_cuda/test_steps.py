@@ -109,7 +109,7 @@ EXPERT_LAYOUTS: dict[str, tuple[tuple[str, ...], Counter[Copy], Counter[Copy]]] 
 
 
 def run_ranks(pool: Pool, library: Path, *overrides: str) -> tuple[list[Seen], Seen]:
-    """Run each pipeline rank on a GPU and on the CPU, and the first one with more blocks on a GPU.
+    """Run a rank of each stage on a GPU and on the CPU, and the first with more blocks on a GPU.
 
     Returns:
         What each rank does, on the GPU and on the CPU in turns; and what the first one does with
@@ -117,8 +117,8 @@ def run_ranks(pool: Pool, library: Path, *overrides: str) -> tuple[list[Seen], S
     """
     recipe = recipe_of(BASE, overrides)
     deeper, _ = with_more_blocks(recipe)
-    ranks = range(recipe.mesh.pp)
-    jobs = [Job(recipe, pp_rank, on_gpu) for pp_rank in ranks for on_gpu in (True, False)]
+    ranks = range(0, recipe.world_size, recipe.world_size // recipe.mesh.pp)
+    jobs = [Job(recipe, rank, on_gpu) for rank in ranks for on_gpu in (True, False)]
     arguments = {"jobs": [*jobs, Job(deeper)], "library": library}
     *seen, of_deeper = pool.run(counts.run_one_of, arguments, world_size=len(jobs) + 1)
     return seen, of_deeper

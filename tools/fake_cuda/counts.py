@@ -127,7 +127,7 @@ def launched_by_more_blocks(shallow: Seen, deep: Seen) -> dict[Phase, Counter[st
 
 
 class Job(NamedTuple):
-    """A rank to run: the first one of a pipeline rank.
+    """A rank to run.
 
     Attributes:
         on_gpu: on a GPU in name, or on the CPU.
@@ -135,7 +135,7 @@ class Job(NamedTuple):
     """
 
     recipe: Recipe
-    pp_rank: int = 0
+    rank: int = 0
     on_gpu: bool = True
     prepare: str | None = None
 
@@ -155,7 +155,7 @@ def run_rank(job: Job, library: Path) -> Seen:
         device.install(library)
         on = torch.device("cuda", 0)
     watcher = Watcher(MemoryLedger(offload=recipe.memory.cpu_offload))
-    with compose_without_data(recipe, job.pp_rank, 1.0, watcher, on) as rank:
+    with compose_without_data(recipe, job.rank, 1.0, watcher, on) as rank:
         # What happens once in a training only is not of interest.
         watcher.take_a_step(rank)
         watcher.begin()

@@ -9,6 +9,7 @@
     jobs      a job whose rank, launcher or whole group is killed resumes bitwise and leaves nothing
     storm     one training survives a hundred kills at random instants, bitwise
     resume    every layout resumes what every layout has saved
+    order     what the ranks of a step launch never makes them wait for each other, on any GPU
     watch     no healthy rank is called slow or wrong in 200 steps
     timeline  the bubbles of pipelines whose layers sleep are those of the simulation
     imports   configurations of other programs go through import, check, plan, dryrun and verify
@@ -32,6 +33,7 @@ PROOFS = {
     "jobs": "tools.prove.kills.jobs",
     "storm": "tools.prove.kills.storm",
     "resume": "tools.prove.resume",
+    "order": "tools.prove.order",
     "watch": "tools.prove.watch",
     "timeline": "tools.prove.timeline",
     "imports": "tools.prove.imports.run",

@@ -406,8 +406,9 @@ def operations_of(job: Job) -> set[Operation]:
     # For a GPU, a dry run has norms of its own, which compute nothing.
     recipe = load(job.recipe, [*job.sets, "run.device=cpu"], check_files=False).recipe
     recorder = _DtypeRecorder()
+    first = job.pp_rank * (recipe.world_size // recipe.mesh.pp)
     with (
-        compose_without_data(recipe, job.pp_rank, 1.0, recorder, on) as rank,
+        compose_without_data(recipe, first, 1.0, recorder, on) as rank,
         around_pipeline_start(recorder.ignoring),
     ):
         sums = compute_gradients(rank.stages, rank.batch)
