@@ -295,13 +295,12 @@ def _refuse_expansion(path: str, file_bytes: int, text_bytes: int, max_expansion
 def _parse_line(line: bytes, field: str, place: str) -> bytes:
     """Return the text in a line of JSONL. Raises DataError if there is none."""
     try:
-        # The strict parser of spec.files would refuse NaN, which a corpus that Python wrote may
+        # The strict parser of facts.files would refuse NaN, which a corpus that Python wrote may
         # have beside the text.
         entry = json.loads(line)
         if isinstance(entry, dict) and isinstance(entry.get(field), str):
             return entry[field].encode()
-        # The line may be long, so it is cut before it is decoded.
-        shown = line[: 4 * _SHOWN_CHARACTERS].decode(errors="replace").strip()
+        shown = line.decode(errors="replace").strip()
         hint = hint_of(entry) if isinstance(entry, dict) else ""
         problem = f"got {one_line(shown, _SHOWN_CHARACTERS)}{hint}"
     except (ValueError, RecursionError) as error:

@@ -115,7 +115,7 @@ def test_a_run_keeps_the_order_that_it_began_with() -> None:
 
 def test_an_unknown_order_is_refused() -> None:
     state = {**loader_of().state_dict(), "order": "sorted"}
-    with pytest.raises(DataError, match=r"order of samples 'sorted', and this composer3d knows"):
+    with pytest.raises(DataError, match='order of samples "sorted", and this composer3d knows'):
         loader_of().load_state_dict(state)
 
 

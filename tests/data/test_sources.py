@@ -225,7 +225,7 @@ NEEDED = r'must be a JSON object such as \{"body": "\.\.\."\}: '
         (b'{"body": null}', rf'{NEEDED}got \{{"body": null\}}; correct'),
         (
             json.dumps({"body": list(range(99))}).encode(),
-            rf'{NEEDED}got \{{"body": \[0, 1, [0-9, ]{{50,}}; correct',
+            rf'{NEEDED}got \{{"body": \[0, 1, [0-9, ]{{50,}}\.\.\. \(396 characters\); correct',
         ),
         (
             b'{"body": "ab\\ud800"}',

@@ -94,7 +94,7 @@ TRAPS: dict[Callable[[], str], str] = {
     _writes_outside: "it touched open",
     _runs_a_program: "it touched os.system",
     _runs_the_payload: "it ran code of the input",
-    _loops: "signal SIGXCPU",
+    _loops: "signal 24 (SIGXCPU)",
     _takes_memory: "it took 7",
     _dies: "status 3",
     _prints_a_traceback: "it printed 'Traceback (most'",

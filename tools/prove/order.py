@@ -175,9 +175,7 @@ def record_one_of(jobs: Sequence[tuple[Recipe, int, Callable[[], None] | None]])
             with around_pipeline_start(recorder.ignoring):
                 sums = compute_gradients(composed.stages, composed.batch)
                 optim = composed.recipe.optim
-                update(
-                    composed.stages, composed.optimizer, sums, max_norm=optim.clip, lr=optim.lr
-                )
+                update(composed.stages, composed.optimizer, sums, max_norm=optim.clip, lr=optim.lr)
     return recorder.events
 
 

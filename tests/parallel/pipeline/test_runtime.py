@@ -181,7 +181,7 @@ WRONG = [
         2,
         1,
         # Python cannot read such a number.
-        ":1: '0B1{297}[.]{3} is not an action",
+        ":1: '0B1{198}[.]{3} .*' is not an action",
     ),
 ]
 
