@@ -17,10 +17,9 @@ All ranks must then reach the end of the step, and a collective must be the same
 import argparse
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -145,29 +144,16 @@ def main(arguments: Sequence[str]) -> int:
 # --- what a rank launches ---
 
 
-def events_of(
-    pool: Pool, recipe: Recipe, plants: Mapping[int, Callable[[], None]] | None = None
-) -> list[list[Event]]:
-    """Return what each rank of a job launches in its second step.
-
-    Args:
-        pool: runs the ranks.
-        recipe: the recipe.
-        plants: by rank, what to call in its process first.
-    """
-    jobs = [(recipe, rank, (plants or {}).get(rank)) for rank in range(recipe.world_size)]
-    events: list[list[Event]] = pool.run(
-        record_one_of, {"jobs": jobs}, world_size=recipe.world_size
-    )
+def events_of(pool: Pool, recipe: Recipe) -> list[list[Event]]:
+    """Return what each rank of a job launches in its second step."""
+    events: list[list[Event]] = pool.run(record, {"recipe": recipe}, world_size=recipe.world_size)
     return events
 
 
-def record_one_of(jobs: Sequence[tuple[Recipe, int, Callable[[], None] | None]]) -> list[Event]:
-    """Run the job of this worker, which must end afterwards."""
-    recipe, rank, plant = jobs[environment.rank()]
-    if plant is not None:
-        plant()
+def record(recipe: Recipe) -> list[Event]:
+    """Return what this rank launches. The process must end afterwards."""
     recorder = _Events()
+    rank = environment.rank()
     with compose_without_data(recipe, rank, 1.0, recorder) as composed, recorder.of_messages():
         for _ in range(2):
             recorder.events.clear()
@@ -335,26 +321,24 @@ def problem_of(events: Sequence[Sequence[Event]]) -> str | None:
     return None
 
 
-def _drop_and_look(left: list[Event], arrived: Collection[Message]) -> list[Event]:
+def _drop_and_look(left: list[Event], arrived: set[Message]) -> list[Event]:
     """Drop what is done, and return what may start: batches, and perhaps a collective at last."""
     ready: list[Event] = []
-    kept: list[Event] = []
-    held: set[Group] = set()
-    for place, event in enumerate(left):
-        if isinstance(event, Batch):
-            if all(message in arrived for message in event.messages):
-                continue
-            kept.append(event)
-            if event.group not in held:
-                ready.append(event)
-            held.add(event.group)
-        elif isinstance(event, Collective):
-            if event.group not in held:
+    unfinished: list[Event] = []
+    busy: set[Group] = set()
+    while left:
+        event = left[0]
+        if isinstance(event, Collective):
+            if event.group not in busy:
                 ready.append(event)
             break
-        elif not all(message in arrived for message in event.messages):
+        if isinstance(event, Wait) and not arrived.issuperset(event.messages):
             break
-    else:
-        place = len(left)
-    left[:place] = kept
+        del left[0]
+        if isinstance(event, Batch) and not arrived.issuperset(event.messages):
+            unfinished.append(event)
+            if event.group not in busy:
+                ready.append(event)
+            busy.add(event.group)
+    left[:0] = unfinished
     return ready
