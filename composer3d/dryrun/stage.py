@@ -37,7 +37,7 @@ from composer3d.dryrun.replay import Lap, Tape, TapedStage
 from composer3d.dryrun.routing import rows_of_experts
 from composer3d.facts.schedules import Action, parse_action
 from composer3d.models.contract import Constant, ShardingPlan
-from composer3d.models.layers.moe import Exchange, Exchanged
+from composer3d.models.layers.moe import Router, Routing
 from composer3d.models.registry import architecture
 from composer3d.parallel import Stages
 from composer3d.parallel.data import fsdp
@@ -358,29 +358,25 @@ def fix_routing(
     skew: float,
     context: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Give the experts of ``stage`` their numbers of rows, which a router cannot count here.
+    """Let the routers of ``stage`` tell numbers of rows, which they cannot count here.
 
     Args:
-        stage: its experts get the numbers on the device of the router's own.
+        stage: the numbers are on the device of the router's own.
         ep, skew: as in ``routing.rows_of_experts``.
         context: entered while the numbers are made, which is no part of a step.
     """
 
-    def with_given_rows(exchange: Exchange) -> Exchange:
-        def exchange_given_rows(rows_MC: Tensor, tokens_E: Tensor) -> Exchanged:
-            counts = rows_of_experts(rows_MC.shape[0], tokens_E.shape[0], ep, skew)
-            with context():
-                with with_data():
-                    given_E = torch.tensor(counts)
-                given_E = given_E.to(tokens_E.device)
-            return exchange(rows_MC, given_E)
-
-        return exchange_given_rows
+    def with_given_rows(_: nn.Module, __: object, routing: Routing) -> Routing:
+        n_experts = len(routing.tokens_E)
+        counts = rows_of_experts(routing.experts_NK.numel(), n_experts, ep, skew)
+        with context():
+            with with_data():
+                given_E = torch.tensor(counts)
+            return routing._replace(tokens_E=given_E.to(routing.tokens_E.device))
 
     for module in stage.modules():
-        if hasattr(module, "exchange"):
-            experts: Any = module
-            experts.exchange = with_given_rows(experts.exchange)
+        if isinstance(module, Router):
+            module.register_forward_hook(with_given_rows)
 
 
 def _mark_gradients(stage: nn.Module, ledger: MemoryLedger) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from composer3d.facts.flags import N_FLAGS, StepFlags
 from composer3d.parallel import grad_norm
+from composer3d.runtime.host_copy import HostCopy
 
 
 class StepValues(NamedTuple):
@@ -43,28 +44,18 @@ class StepSums:
     def __init__(self, sums: Tensor) -> None:
         self.loss, self.norm = sums[0], sums[1].sqrt()
         self._values = torch.cat((self.loss[None], self.norm[None], sums[2:]))
-        self._host_values: Tensor | None = None
-        self._has_arrived: torch.Event | None = None
+        self._copy: HostCopy | None = None
 
     def send_to_host(self) -> None:
         """Copy the values to the host, behind what the device has to do up to here.
 
         ``await_values`` then waits for that alone, and not for what the device is given later.
         """
-        if self._values.device.type == "cpu":
-            return
-        # torch copies to pinned memory, so the host goes on at once.
-        self._host_values = self._values.to("cpu", non_blocking=True)
-        self._has_arrived = torch.Event(self._values.device)
-        self._has_arrived.record()
+        self._copy = HostCopy(self._values)
 
     def await_values(self) -> StepValues:
         """Wait until the device has summed up the step, and return the values."""
-        if self._host_values is None or self._has_arrived is None:
-            values = self._values
-        else:
-            self._has_arrived.synchronize()
-            values = self._host_values
+        values = self._values if self._copy is None else self._copy.read()
         loss, norm, *others = values.tolist()
         flags, parts = others[:N_FLAGS], others[N_FLAGS:]
         norms_sq = zip(grad_norm.PARTS, parts, strict=True)

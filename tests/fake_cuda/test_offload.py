@@ -17,7 +17,7 @@ from composer3d.runtime.launch import Pool
 from tests.dryrun.jobs import recipe_of
 from tests.fake_cuda.test_steps import BASE, BF16, SIZES
 from tools.fake_cuda import counts, device
-from tools.fake_cuda.counts import Counts, Job, Seen
+from tools.fake_cuda.counts import OF_HOST_COPY, Counts, Job, Seen
 
 pytestmark = pytest.mark.skipif(device.compiler() is None, reason="no C++ compiler here")
 
@@ -52,7 +52,7 @@ LAYOUTS = {
 # Beside parameters, a step copies its batch, and the squared norm, which all ranks sum on devices.
 TO_DEVICE = Counter({"batches.py:move_to_device": 3, "grad_norm.py:local_grad_norm_sq": 1})
 # The values of the step; and for the update on the host, the divisor and whether all is finite.
-TO_HOST = Counter({"step_values.py:send_to_host": 1, "adamw.py:apply_gradients": 2})
+TO_HOST = Counter({OF_HOST_COPY: 1, "adamw.py:apply_gradients": 2})
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -12,7 +12,15 @@ import pytest
 from composer3d.runtime.launch import Pool
 from tests.dryrun.jobs import recipe_of
 from tools.fake_cuda import counts, device
-from tools.fake_cuda.counts import Copy, Job, Phase, Seen, launched_by_more_blocks, with_more_blocks
+from tools.fake_cuda.counts import (
+    OF_HOST_COPY,
+    Copy,
+    Job,
+    Phase,
+    Seen,
+    launched_by_more_blocks,
+    with_more_blocks,
+)
 from tools.prove.paths import ROOT
 
 pytestmark = pytest.mark.skipif(device.compiler() is None, reason="no C++ compiler here")
@@ -85,7 +93,7 @@ LAUNCHED = {
 
 # What a step copies between host and device: the batch, and its sums over the world.
 TO_DEVICE = Copy("aten::_to_copy", "cpu", "cuda", "batches.py:move_to_device")
-TO_HOST = Copy("aten::_to_copy", "cuda", "cpu", "step_values.py:send_to_host")
+TO_HOST = Copy("aten::_to_copy", "cuda", "cpu", OF_HOST_COPY)
 
 
 # Operators that torch refuses on a GPU under ``run.deterministic`` (the documentation of
@@ -95,16 +103,24 @@ NOT_DETERMINISTIC = {
     *("aten::median", "aten::nll_loss2d_forward", "aten::put_", "aten::scatter_reduce"),
 }
 
-# With experts, a layer also copies numbers of rows to the host, for each forward and recomputation.
+# With experts, each layer also copies numbers of rows to the host for each micro-batch, but not
+# again when it is recomputed.
 EXPERTS = (
     *('model.architecture="moe"', 'model.preset="debug-moe"', "model.expert_ffn=96", BF16),
     *("model.n_layers=2", "data.seq_len=64", "data.global_batch=4"),
 )
-ROWS = Copy("aten::_to_copy", "cuda", "cpu", "dispatch.py:exchange")
-EXPERTS_LAUNCHED = {"one process": (285, 358), "ep": (147, 164)}
-EXPERT_LAYOUTS: dict[str, tuple[tuple[str, ...], Counter[Copy], Counter[Copy]]] = {
-    "one process": ((), Counter(), Counter()),
-    "ep": (("mesh.dp_shard=2", "mesh.ep=2"), Counter({ROWS: 4}), Counter({ROWS: 4})),
+EXPERTS_LAUNCHED = {
+    "one process": (285, 358),
+    "ep": (147, 164),
+    "ep, checkpointed": (147, 264),
+}
+EXPERT_LAYOUTS: dict[str, tuple[tuple[str, ...], int]] = {
+    "one process": ((), 0),
+    "ep": (("mesh.dp_shard=2", "mesh.ep=2"), 4),
+    "ep, checkpointed": (
+        ("mesh.dp_shard=2", "mesh.ep=2", 'memory.activation_checkpoint="full"'),
+        4,
+    ),
 }
 
 
@@ -152,11 +168,11 @@ def test_a_step_copies_only_its_batch_and_sends_what_it_sends_on_a_cpu(
 def test_experts_copy_numbers_of_rows_and_send_what_they_send_on_a_cpu(
     name: str, pool: Pool, library: Path
 ) -> None:
-    sets, of_step, of_evaluation = EXPERT_LAYOUTS[name]
+    sets, of_rows = EXPERT_LAYOUTS[name]
     (on_gpu, on_cpu), deeper = run_ranks(pool, library, *EXPERTS, *sets)
-    assert on_gpu.step.copies == of_step + Counter({TO_DEVICE: 3, TO_HOST: 1})
-    assert on_gpu.step.waits == of_step.total() + 1
-    assert on_gpu.evaluation.copies == of_evaluation + Counter({TO_DEVICE: 3})
+    assert on_gpu.step.copies == Counter({TO_DEVICE: 3, TO_HOST: of_rows + 1})
+    assert on_gpu.step.waits == of_rows + 1
+    assert on_gpu.evaluation.copies == +Counter({TO_DEVICE: 3, TO_HOST: of_rows})
     assert on_gpu.step.collectives == on_cpu.step.collectives
     assert on_gpu.evaluation.collectives == on_cpu.evaluation.collectives
     check_launched(on_gpu, deeper, EXPERTS_LAUNCHED[name])

@@ -41,6 +41,9 @@ _ALLOCATIONS = frozenset(
     }
 )
 
+# Where ``HostCopy`` copies.
+OF_HOST_COPY = "host_copy.py:__init__"
+
 _COPIES = frozenset({"aten::_to_copy", "aten::copy_"})
 
 
@@ -96,9 +99,17 @@ class Counts(NamedTuple):
 
     @property
     def waits(self) -> int:
-        """How often the host waits for the device: what does not block is awaited together."""
-        awaited = any(copy.source == "cuda" for copy in self.copies - self.blocking)
-        return self.blocking.total() + awaited
+        """How often the host waits for the device.
+
+        It waits for each ``HostCopy``, and once for all other copies that do not block.
+        """
+        later = {
+            copy: count
+            for copy, count in (self.copies - self.blocking).items()
+            if copy.source == "cuda"
+        }
+        alone = sum(count for copy, count in later.items() if copy.place == OF_HOST_COPY)
+        return self.blocking.total() + alone + any(copy.place != OF_HOST_COPY for copy in later)
 
 
 class Seen(NamedTuple):

@@ -283,17 +283,19 @@ class Exchanged(NamedTuple):
     send_back: Callable[[Tensor], Tensor]
 
 
-# exchange(rows_MC, tokens_E): rows and their numbers, in the order of all experts
-Exchange = Callable[[Tensor, Tensor], Exchanged]
+# exchange(tokens_E, seq): it starts what needs nothing but the rows of each expert, and returns a
+# function of the rows (M, C) in the order of all experts.
+ExchangeRows = Callable[[Tensor], Exchanged]
+Exchange = Callable[[Tensor, SequenceInfo], ExchangeRows]
 
 
-def _keep_rows(rows_MC: Tensor, tokens_E: Tensor) -> Exchanged:
+def _keep_rows(tokens_E: Tensor, seq: SequenceInfo) -> ExchangeRows:
     """The default of the seam ``exchange``: this rank holds all experts."""
-    return Exchanged(rows_MC, tokens_E, _identity)
+    return lambda rows_MC: Exchanged(rows_MC, tokens_E, _identity)
 
 
 class Experts(nn.Module):
-    """E feed-forward layers (SwiGLU without biases) as three tensors: ``experts(rows, tokens_E)``.
+    """E feed-forward layers (SwiGLU without biases) as three tensors: ``experts(rows, exchange)``.
 
     Attributes:
         w1, w3: (E, F, C), the gate and up projections. A rank may hold some of the experts.
@@ -310,10 +312,13 @@ class Experts(nn.Module):
         self.exchange: Exchange = _keep_rows
         self.own_part: Callable[[Tensor], Tensor] = _identity
 
-    def forward(self, rows_MC: Tensor, tokens_E: Tensor) -> Tensor:
-        """Compute rows (M, C), which are in the order of their experts; returns (M, C)."""
+    def forward(self, rows_MC: Tensor, exchange: ExchangeRows) -> Tensor:
+        """Compute rows (M, C), which are in the order of their experts; returns (M, C).
+
+        ``exchange`` is what the seam of this name has returned.
+        """
         weights = [self.own_part(weight) for weight in (self.w1, self.w2, self.w3)]
-        exchanged = self.exchange(rows_MC, tokens_E)
+        exchanged = exchange(rows_MC)
         return exchanged.send_back(expert_ffn(exchanged.rows_MC, exchanged.tokens_E, *weights))
 
 
@@ -362,12 +367,14 @@ class MoE(nn.Module):
     def forward(self, x_BTC: Tensor, seq: SequenceInfo) -> Tensor:
         routing = self.router(x_BTC, seq)
         per_token = routing.experts_NK.shape[1]
+        # Numbers of rows go to other ranks and to the host while the rows are put in order.
+        exchange = self.experts.exchange(routing.tokens_E, seq)
         # Row m of the experts' order is row order_M[m] of the tokens' order (N x K).
         order_M = routing.experts_NK.flatten().argsort(stable=True)
         place_M = inverse_of(order_M)
 
         rows_MC = _rows_of_tokens(x_BTC.flatten(0, 1), order_M, place_M, per_token)
-        out_MC = self.experts(rows_MC, routing.tokens_E)
+        out_MC = self.experts(rows_MC, exchange)
         out_NKC = permute_rows(out_MC, place_M, order_M).unflatten(0, (-1, per_token))
 
         # The weighted sum is in float32 or wider, and in the order of K on every layout.

@@ -9,48 +9,82 @@ rows for the experts of this rank; C model width.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composer3d.models.layers.moe import Exchange, Exchanged, inverse_of, permute_rows
+from composer3d.models.contract import SequenceInfo
+from composer3d.models.layers.moe import (
+    Exchange,
+    Exchanged,
+    ExchangeRows,
+    inverse_of,
+    permute_rows,
+)
+from composer3d.runtime.host_copy import HostCopy
 from composer3d.runtime.torch_private import group_by_name
 
 
 def exchange_over(group: dist.ProcessGroup) -> Exchange:
     """Make the function for the seam ``exchange`` of experts on the ranks of ``group``.
 
-    Collectives of a call: an all-to-all of E numbers of rows; the host waits for it once. Then an
-    all-to-all of rows, and one of outputs. Each sends C elements for every row of this rank that
-    goes to an expert of another rank, and backward sends the same bytes in the other direction. The
-    operators ``composer3d::exchange_*`` can be saved by selective activation checkpointing.
+    Collectives of a call: an all-to-all of E numbers of rows, which go to the host. With the rows,
+    the host waits for these numbers; then an all-to-all of rows, and one of outputs. Each sends C
+    elements for every row of this rank that goes to an expert of another rank, and backward sends
+    the same bytes in the other direction. A checkpointed layer that runs again has the numbers.
+    The operators ``composer3d::exchange_*`` can be saved by selective activation checkpointing.
     """
     name, size = group.group_name, group.size()
 
-    def exchange(rows_MC: Tensor, tokens_E: Tensor) -> Exchanged:
-        arriving_E = exchange_counts(tokens_E, name)
-        # By rank and by its experts. The host needs the sizes of messages: it waits for this copy.
-        by_rank = torch.stack((tokens_E, arriving_E)).cpu().unflatten(1, (size, -1))
-        sent_rows, arriving_rows = by_rank.sum(2).tolist()
+    def exchange(tokens_E: Tensor, seq: SequenceInfo) -> ExchangeRows:
+        key = (exchange, "rows")
+        if key not in seq.shared:
+            seq.shared[key] = _Rows(tokens_E, exchange_counts(tokens_E, name), size)
+        return partial(exchange_with, rows=seq.shared[key])
 
-        rows_RC = exchange_rows(rows_MC, sent_rows, arriving_rows, name)
+    def exchange_with(rows_MC: Tensor, rows: _Rows) -> Exchanged:
+        sent, arriving = rows.by_rank()
+        rows_RC = exchange_rows(rows_MC, sent, arriving, name)
         # Rows arrive by source rank, and by expert within it; experts need the rows of all ranks.
         # The order is computed on the device: a copy of it would wait for all that runs there.
-        cell_R = torch.repeat_interleave(arriving_E, output_size=sum(arriving_rows))
-        own_experts = len(tokens_E) // size
+        cell_R = torch.repeat_interleave(rows.arriving_E, output_size=sum(arriving))
+        own_experts = len(rows.arriving_E) // size
         order_R = (cell_R % own_experts).argsort(stable=True)
         place_R = inverse_of(order_R)
 
         def send_back(out_RC: Tensor) -> Tensor:
             by_rank_RC = permute_rows(out_RC, place_R, order_R)
-            return exchange_rows(by_rank_RC, arriving_rows, sent_rows, name)
+            return exchange_rows(by_rank_RC, arriving, sent, name)
 
-        tokens_L = arriving_E.unflatten(0, (size, -1)).sum(0)
+        tokens_L = rows.arriving_E.unflatten(0, (size, -1)).sum(0)
         return Exchanged(permute_rows(rows_RC, order_R, place_R), tokens_L, send_back)
 
     return exchange
+
+
+class _Rows:
+    """The numbers of rows that a layer exchanges for a micro-batch.
+
+    Args:
+        tokens_E: the rows that this rank sends to each expert.
+        arriving_E: those that arrive: by source rank, and by expert of this rank.
+        size: the number of ranks.
+    """
+
+    def __init__(self, tokens_E: Tensor, arriving_E: Tensor, size: int) -> None:
+        self.arriving_E = arriving_E
+        self._size = size
+        self._copy = HostCopy(torch.stack((tokens_E, arriving_E)))
+        self._by_rank: list[list[int]] | None = None
+
+    def by_rank(self) -> list[list[int]]:
+        """The rows that this rank sends to each rank, and gets from each. Waits the first time."""
+        if self._by_rank is None:
+            self._by_rank = self._copy.read().unflatten(1, (self._size, -1)).sum(2).tolist()
+        return self._by_rank
 
 
 def sum_over(group: dist.ProcessGroup) -> Exchange:
@@ -63,7 +97,10 @@ def sum_over(group: dist.ProcessGroup) -> Exchange:
     """
     rank, size = group.rank(), group.size()
 
-    def exchange(rows_MC: Tensor, tokens_E: Tensor) -> Exchanged:
+    def exchange(tokens_E: Tensor, _: SequenceInfo) -> ExchangeRows:
+        return partial(exchange_with, tokens_E=tokens_E)
+
+    def exchange_with(rows_MC: Tensor, tokens_E: Tensor) -> Exchanged:
         tokens_by_rank = tokens_E.unflatten(0, (size, -1))
         ends = tokens_by_rank.sum(1).cumsum(0).tolist()
         own = slice(ends[rank - 1] if rank else 0, ends[rank])

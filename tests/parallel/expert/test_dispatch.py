@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from composer3d.models.contract import SequenceInfo
 from composer3d.models.layers.moe import Router, Routing
 from composer3d.models.moe.model import MoeLlama
 from composer3d.models.moe.plan import sharding_plan
@@ -27,13 +28,14 @@ def check_order_of_rows() -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         group = dist.group.WORLD
         assert group is not None
+        seq = SequenceInfo(torch.zeros(1, 1, dtype=torch.int64))
         for counts in ([3, 1, 0, 2], [0, 0, 5, 0], [0, 0, 0, 0]):
             counts = counts[rank % 2 :] + counts[: rank % 2]
             tokens_E = torch.tensor(counts)
             # A row says which rank it is from, for which expert, and which of those it is.
             rows = [[rank, e, i] for e, count in enumerate(counts) for i in range(count)]
             rows_MC = torch.tensor(rows, dtype=torch.float64).view(-1, 3)
-            exchanged = dispatch.exchange_over(group)(rows_MC, tokens_E)
+            exchanged = dispatch.exchange_over(group)(tokens_E, seq)(rows_MC)
             own = range(rank * EXPERTS // size, (rank + 1) * EXPERTS // size)
             received = exchanged.rows_MC.split(exchanged.tokens_E.tolist())
             for expert, part in zip(own, received, strict=True):

@@ -4,7 +4,7 @@ Three were shipped by other trainers and are named by their issues.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -104,7 +104,7 @@ def _change_exchange(change: Callable[[moe.Exchanged], moe.Exchanged]) -> None:
     @instead_of(api, api.exchange_over)
     def wrong(right: Any, group: dist.ProcessGroup) -> moe.Exchange:
         exchange = right(group)
-        return lambda rows_MC, tokens_E: change(exchange(rows_MC, tokens_E))
+        return lambda tokens_E, seq: lambda rows_MC: change(exchange(tokens_E, seq)(rows_MC))
 
 
 def read_ranks_as_experts() -> None:
@@ -115,6 +115,17 @@ def read_ranks_as_experts() -> None:
 def mix_up_the_splits() -> None:
     """The numbers of rows of two experts of a rank are mixed up."""
     _change_exchange(lambda out: out._replace(tokens_E=out.tokens_E.flip(0)))
+
+
+def mix_up_the_rows_of_a_layer_that_runs_again() -> None:
+    """A checkpointed layer that runs again has mixed up the numbers of rows of its experts."""
+
+    @instead_of(dispatch._Rows, dispatch._Rows.by_rank)
+    def wrong(right: Any, self: dispatch._Rows) -> list[list[int]]:
+        if self._by_rank is not None:
+            ranks = len(self._by_rank[0])
+            self.arriving_E = self.arriving_E.unflatten(0, (ranks, -1)).flip(1).flatten()
+        return cast(list[list[int]], right(self))
 
 
 def return_tokens_in_another_order() -> None:

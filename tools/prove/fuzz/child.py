@@ -10,7 +10,6 @@ import io
 import json
 import os
 import random
-import re
 import resource
 import select
 import signal
@@ -22,7 +21,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from composer3d.runtime.ends import describe_end
-from tools.prove.hostile.case import enter, marker_of, run_main, secrets_in, watch
+from tools.prove.hostile.case import (
+    enter,
+    marker_of,
+    peak_mib,
+    reset_peak_mib,
+    run_main,
+    secrets_in,
+    watch,
+)
 
 WALL_S = 60.0  # many times the CPU time, for a busy machine
 MOST_MIB = 500.0
@@ -198,7 +205,7 @@ def _serve(maker: Maker, base: Path, folder: Path, draw: random.Random) -> Verdi
     written = os.memfd_create("output")
     for number in (1, 2):  # libraries that are not Python print here
         os.dup2(written, number)
-    before_mib = _reset_peak_mib()
+    before_mib = reset_peak_mib()
     touched: list[str] = []
     watch(folder, touched)
     # The signal of the CPU limit ends a loop in C, which no exception would.
@@ -215,7 +222,7 @@ def _serve(maker: Maker, base: Path, folder: Path, draw: random.Random) -> Verdi
     except BaseException:
         verdict.problems.append(f"it raised:\n{traceback.format_exc()}")
     verdict.cpu_s = time.process_time() - begin
-    verdict.peak_mib = _peak_mib() - before_mib
+    verdict.peak_mib = peak_mib() - before_mib
     verdict.output = "\n".join(_printed)
 
     if verdict.cpu_s > case.cpu_s:
@@ -232,18 +239,3 @@ def _serve(maker: Maker, base: Path, folder: Path, draw: random.Random) -> Verdi
     if verdict.problems:
         verdict.outcome = ""
     return verdict
-
-
-def _reset_peak_mib() -> float:
-    """Reset the peak of this process's memory, which a fork inherits, and return it."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    return _peak_mib()
-
-
-def _peak_mib() -> float:
-    with contextlib.suppress(OSError):
-        match = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-        if match:
-            return int(match[1]) / 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -463,7 +463,7 @@ def _files() -> Rows:
         ),
         "a schedule of long numbers": (
             schedule(b"0F" + b"9" * 9999 + b"\n1F0\n"),
-            r":1: '0F9+\.\.\. is not an action",
+            r":1: '0F9+\.\.\. .*is not an action",
         ),
         "a schedule of many lines": (
             schedule(b"0F0\n" * 99_999),
