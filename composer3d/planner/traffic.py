@@ -414,9 +414,10 @@ class _RankTraffic:
             ("forward", "", calls),
             ("backward", "recomputed ", calls_again),
         ]
+        # A block that is computed again has these.
+        counts_bytes = shape.experts * _COUNT_BYTES
+        self._add("ep", "all_to_all", "forward", "counts", calls, counts_bytes, mesh.ep)
         for phase, words, count in forwards:
-            counts_bytes = shape.experts * _COUNT_BYTES
-            self._add("ep", "all_to_all", phase, f"{words}counts", count, counts_bytes, mesh.ep)
             for purpose in ("tokens for experts", "outputs of experts"):
                 self._add("ep", "all_to_all", phase, words + purpose, count, rows_bytes, mesh.ep)
             if getattr(shape, "balance_loss", 0.0):
