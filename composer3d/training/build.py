@@ -127,7 +127,7 @@ def build(
     keep_recipe = partial(write_recipe, folder, resolved_toml, steps_done=steps_done or 0)
     process_group.on_all("recipe.toml", keep_recipe if is_main else lambda: None)
     ledger = _open_ledger(folder, claim, steps_done=steps_done or 0)
-    _log_attention(recipe, device)
+    _log_choices(recipe, device)
     log_epochs(recipe, loader.loader)
     observers = _make_observers(
         recipe, stages, optimizer, loader, corpus, claim, steps_done=steps_done
@@ -203,11 +203,27 @@ def _open_ledger(folder: Path, claim: Claim | None, *, steps_done: int) -> Ledge
     return ledger
 
 
-def _log_attention(recipe: Recipe, device: torch.device) -> None:
-    """Log the kernel of attention if sequences are cut over cp, or queries do not see all keys."""
+def _log_choices(recipe: Recipe, device: torch.device) -> None:
+    """Log the kernel of attention if sequences are cut over cp, or queries do not see all keys.
+
+    Warn of choices that may cost time.
+    """
     description = describe_attention(recipe, device)
     if description is not None:
         log.get().info(f"attention: {description}")
+    for line in doubtful_choices(recipe):
+        log.get().warning(line)
+
+
+def doubtful_choices(recipe: Recipe) -> list[str]:
+    """Return a line for each choice that is meant to save time and may cost some."""
+    tp = recipe.mesh.tp
+    if recipe.precision.matmul == "float8" and tp > 1:
+        return [
+            f'precision.matmul = "float8" with mesh.tp = {tp} may be slower than bfloat16 '
+            "(docs/performance.md): measure both"
+        ]
+    return []
 
 
 def describe_attention(recipe: Recipe, device: torch.device) -> str | None:

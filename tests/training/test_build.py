@@ -10,7 +10,7 @@ import torch
 
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool, WorkerError
-from composer3d.training.build import describe_attention
+from composer3d.training.build import describe_attention, doubtful_choices
 from tests.training.jobs import DATA, RECIPE, build_and_train, train
 
 
@@ -102,3 +102,13 @@ def test_attention_is_described_as_it_is_computed(
     )
     recipe = load(tmp_path / "r.toml", sets).recipe
     assert describe_attention(recipe, torch.device("cpu")) == description
+
+
+def test_float8_with_tp_is_doubted(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text(
+        '[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n[data]\nseq_len = 64\n'
+        '[precision]\ncompute = "bfloat16"\nmatmul = "float8"\n'
+    )
+    assert doubtful_choices(load(tmp_path / "r.toml", []).recipe) == []
+    (line,) = doubtful_choices(load(tmp_path / "r.toml", ["mesh.tp=2"]).recipe)
+    assert line.startswith('precision.matmul = "float8" with mesh.tp = 2 may be slower')
