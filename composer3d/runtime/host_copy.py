@@ -8,7 +8,7 @@ class HostCopy:
     """A copy of a tensor in host memory, made behind what the device has to do up to now.
 
     Args:
-        tensor: on any device. It must not change before the copy is read.
+        tensor: of any shape, on any device. It must not change before the copy is read.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -20,7 +20,11 @@ class HostCopy:
             self._has_arrived.record()
 
     def read(self) -> Tensor:
-        """Wait until the copy is there, but not for what the device was given later; return it."""
+        """Wait until the copy is there, but not for what the device was given later.
+
+        Returns:
+            The values, with the shape of the tensor.
+        """
         if self._has_arrived is not None:
             self._has_arrived.synchronize()
         return self._values
