@@ -82,7 +82,7 @@ def check_random_documents(examples: int) -> None:
     with pool_world():
         size = dist.get_world_size()
 
-        @settings(max_examples=examples, derandomize=True, database=None)
+        @settings(max_examples=examples, derandomize=True, database=None, deadline=None)
         @given(
             lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
             method=st.sampled_from(["ring", "allgather", "ulysses"]),
