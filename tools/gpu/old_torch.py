@@ -4,7 +4,12 @@ A machine with a GPU may have no newer torch. What is measured of one GPU does n
 names: no collective has more than one rank. Nothing else may import this module.
 """
 
-import torch
+import ast
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
 import torch.distributed as dist
 
 # The names of 2.13, and what does the same before.
@@ -15,14 +20,29 @@ _BEFORE_2_13 = {
 
 
 def add_missing_names() -> list[str]:
-    """Give ``torch.distributed`` the names that it lacks, and return them."""
+    """Give torch the names that it lacks, and return them.
+
+    Those that ``torch_private`` imports stand for nothing: whoever calls one gets an error.
+    """
     missing = [name for name in _BEFORE_2_13 if not hasattr(dist, name)]
     for name in missing:
         setattr(dist, name, getattr(dist, _BEFORE_2_13[name]))
+    spec = find_spec("composer3d.runtime")
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).with_name("torch_private.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            module = import_module(node.module or "")
+            for alias in node.names:
+                if not hasattr(module, alias.name):
+                    setattr(module, alias.name, _Missing)
+                    missing.append(f"{node.module}.{alias.name}")
     return missing
 
 
-def version() -> tuple[int, int]:
-    """Return the version of torch."""
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
+class _Missing:
+    """Stands for a name that this torch lacks."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("this torch is too old for what composer3d wants here")
