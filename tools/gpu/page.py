@@ -9,7 +9,8 @@ from tools.gpu.parts import PARTS, ROOT
 PAGE = ROOT / "docs" / "gpu.md"
 _HEAD = """# Measured on a GPU
 
-`python -m tools.gpu run --out FOLDER` measures what is on this page, and `python -m tools.gpu page FOLDER` writes it.
+`python -m tools.gpu run --out FOLDER` measures what is on this page, and
+`python -m tools.gpu page FOLDER` writes it.
 """
 
 

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,10 +90,10 @@ def _machine(rehearse: bool) -> dict[str, Any]:
     rates: dict[str, float] = {}
     for dtype in (torch.float32, torch.bfloat16):
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        rates[str(dtype)] = 2 * size**3 / _time_of(lambda a=a, b=b: a @ b, device)
+        rates[str(dtype)] = 2 * size**3 / _time_of(partial(torch.matmul, a, b), device)
     if not rehearse and torch.cuda.get_device_capability() >= (8, 9):
-        rates["float8_e4m3fn, a scale for each row"] = 2 * size**3 / _time_of(
-            _float8_product(size, device), device
+        rates["float8_e4m3fn, a scale for each row"] = (
+            2 * size**3 / _time_of(_float8_product(size, device), device)
         )
     figures["products_tflops"] = {name: rate / 1e12 for name, rate in rates.items()}
     x = torch.empty(2**20 if rehearse else 2**30, dtype=torch.uint8, device=device)
@@ -166,9 +167,9 @@ def _attention(rehearse: bool) -> dict[str, Any]:
             out = attend(q, k, v)
             flops = 4 * heads * tokens**2 * width * share
             with torch.no_grad():
-                forward_s = _time_of(lambda a=attend, x=(q, k, v): a(*x), device)
+                forward_s = _time_of(partial(attend, q, k, v), device)
             row["forward_ms"], row["forward_tflops"] = forward_s * 1e3, flops / forward_s / 1e12
-            row["kernels"] = _kernels(lambda a=attend, x=(q, k, v): a(*x), device)
+            row["kernels"] = _kernels(partial(attend, q, k, v), device)
             row["error"] = _error(out, name, q, k, v, documents, window)
             if out.requires_grad:
                 grad = torch.randn_like(out)
