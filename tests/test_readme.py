@@ -207,7 +207,10 @@ def check_options(spec: Any, arguments: list[str]) -> None:
     """Check that a module exists and that its source has each option as a text."""
     assert spec is not None
     assert spec.origin is not None
-    source = Path(spec.origin).read_text()
+    path = Path(spec.origin)
+    if path.with_name("__main__.py").is_file() and path.name == "__init__.py":
+        path = path.with_name("__main__.py")
+    source = path.read_text()
     assert [word for word in options_in(arguments) if f'"{word}"' not in source] == []
 
 
