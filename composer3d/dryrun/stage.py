@@ -142,7 +142,7 @@ def tape_stage(recipe: Recipe, pp_rank: int, skew: float, *, run_all: bool = Fal
     micro_batches = recipe.micro_batches
     if recipe.mesh.pp == 1 and not run_all:
         micro_batches = min(micro_batches, _FIRST_MIDDLE_LAST)
-    first = pp_rank * (recipe.world_size // recipe.mesh.pp)
+    first = first_rank(recipe, pp_rank)
     with compose_without_data(recipe, first, skew, recorder, micro_batches=micro_batches) as rank:
         collectives = CollectiveCounter(axis_names(rank.stages.mesh))
         pause = partial(recorder.counting, None)
@@ -152,7 +152,7 @@ def tape_stage(recipe: Recipe, pp_rank: int, skew: float, *, run_all: bool = Fal
             around_pipeline_start(pause),
             recording.of_actions(rank.stages),
         ):
-            _take_a_step(rank, ledger)
+            rank.take_a_step(before_update=partial(_mark_all_gradients, rank.stages, ledger))
         recording.mark(None)
         recording.tape.end = ledger.now
         return TapedStage(
@@ -251,6 +251,22 @@ class RankWithoutData:
     optimizer: Optimizer
     batch: Batch
 
+    def take_a_step(self, before_update: Callable[[], None] | None = None) -> None:
+        """Run one optimizer step as ``training.loop`` does.
+
+        ``before_update`` is called when all gradients are there.
+        """
+        optim = self.recipe.optim
+        sums = compute_gradients(self.stages, self.batch)
+        if before_update is not None:
+            before_update()
+        update(self.stages, self.optimizer, sums, max_norm=optim.clip, lr=optim.lr)
+
+
+def first_rank(recipe: Recipe, pp_rank: int) -> int:
+    """Return the first rank of a pipeline rank."""
+    return pp_rank * (recipe.world_size // recipe.mesh.pp)
+
 
 @contextmanager
 def compose_without_data(
@@ -343,13 +359,9 @@ def _batch(recipe: Recipe, documents_BT: Tensor | None) -> Batch:
     return Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
 
 
-def _take_a_step(rank: RankWithoutData, ledger: MemoryLedger) -> None:
-    """Run one optimizer step as ``training.loop`` does."""
-    stages, optim = rank.stages, rank.recipe.optim
-    sums = compute_gradients(stages, rank.batch)
+def _mark_all_gradients(stages: Stages, ledger: MemoryLedger) -> None:
     gradients = (parameter.grad for parameter in stages.parameters())
     ledger.mark((local_shard(grad) for grad in gradients if grad is not None), Kind.GRADIENTS)
-    update(stages, rank.optimizer, sums, max_norm=optim.clip, lr=optim.lr)
 
 
 def fix_routing(

@@ -8,6 +8,7 @@ from composer3d.imports.shared import note_parameters, read_dtype, take_betas
 from composer3d.imports.translation import Translation
 from composer3d.imports.words import PROGRAMS
 from composer3d.models import registry
+from composer3d.recipe.schema import OptimTable
 
 _LAYER = PROGRAMS["torchtitan"].own["layer"]
 _MODEL = "model_spec.model"
@@ -334,7 +335,8 @@ def _set_muon(made: Translation) -> None:
     made.take("optim.lr_scale", made.choose(word, "optim.lr_scale") or "original", word)
     word = f"{_MUON}weight_decay"
     decay = made.real(word)
-    if (0.1 if decay is None else decay) != made.value("optim.weight_decay", 0.1):
+    of_all = made.value("optim.weight_decay", OptimTable().weight_decay)
+    if (0.1 if decay is None else decay) != of_all:  # theirs is 0.1 if absent
         made.ask(
             "matrices decay as all: give them a table of optim.groups", word, ours="optim.groups"
         )

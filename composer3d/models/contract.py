@@ -30,8 +30,9 @@ class SequenceInfo:
             row. Context parallelism does not cut them. Attention stays inside a document. None:
             each row is one document.
         shared: values that the first block to run computes from the positions alone, for all
-            blocks, such as the tables of rotary positions. No gradient may flow through them: a
-            block that is checkpointed runs again in backward, and then finds them here.
+            blocks, such as the tables of rotary positions; and what a layer keeps for itself. No
+            gradient may flow through them: a block that is checkpointed runs again in backward, and
+            then finds them here.
         step_tokens: the number of tokens in the whole optimizer step, over all ranks and
             micro-batches. A layer that adds a mean over tokens to the loss divides by it. Default:
             the number of tokens in ``positions_BT``.

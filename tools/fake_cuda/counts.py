@@ -24,7 +24,6 @@ from composer3d.dryrun.memory import MemoryLedger
 from composer3d.dryrun.stage import RankWithoutData, Recorder, compose_without_data
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.torch_private import around_pipeline_start, body_of
-from composer3d.training.step import compute_gradients, update
 from composer3d.training.validation import evaluate_batch
 from tools.fake_cuda import device
 
@@ -196,11 +195,11 @@ class Watcher(Recorder):
 
     def take_a_step(self, rank: RankWithoutData) -> None:
         """Run one optimizer step as ``training.loop`` does."""
-        optim = rank.recipe.optim
-        sums = compute_gradients(rank.stages, rank.batch)
-        self._updates = True
-        update(rank.stages, rank.optimizer, sums, max_norm=optim.clip, lr=optim.lr)
+        rank.take_a_step(before_update=self._begin_update)
         self._updates = False
+
+    def _begin_update(self) -> None:
+        self._updates = True
 
     def __torch_dispatch__(
         self,

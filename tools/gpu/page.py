@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tools.gpu.parts import PARTS, ROOT
+from tools.gpu.parts import PARTS
+from tools.prove.paths import ROOT
 
 PAGE = ROOT / "docs" / "gpu.md"
 _HEAD = """# Measured on a GPU

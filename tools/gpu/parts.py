@@ -24,10 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tools.gpu import old_torch
+from tools.prove.paths import ROOT
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
-GIB = 2**30
 
 
 class Part(NamedTuple):
@@ -68,6 +67,13 @@ def _time_of(function: Callable[[], object], device: torch.device, repeats: int 
         if number >= 3:
             times.append(seconds)
     return statistics.median(times)
+
+
+def _python(code: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run code in a process of its own, in which torch has the names that it lacks."""
+    begin = "import sys; from tools.gpu import old_torch; old_torch.add_missing_names(); "
+    command = [sys.executable, "-c", begin + code, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 # --- machine ---
@@ -115,12 +121,9 @@ def _float8_product(size: int, device: torch.device) -> Callable[[], Tensor]:
 def _tests(rehearse: bool) -> dict[str, Any]:
     """The tests that need a GPU."""
     _device(rehearse)
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    tests = ["tests/parallel/context", "tests/models/layers", "tests/test_gpu.py"]
-    code = "from tools.gpu import old_torch; old_torch.add_missing_names(); import pytest, sys; "
-    code += "sys.exit(pytest.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, *command[3:], *tests]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    tests = ("tests/parallel/context", "tests/models/layers", "tests/test_gpu.py")
+    options = ("-q", "-m", "gpu", "-p", "no:cacheprovider")
+    done = _python("import pytest; sys.exit(pytest.main(sys.argv[1:]))", *options, *tests)
     lines = done.stdout.strip().splitlines()
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     return {"summary": lines[-1] if lines else done.stderr[-500:], "failed": failed[:40]}
@@ -280,16 +283,10 @@ def _as_one_rank() -> Iterator[None]:
 def _call(name: str, *arguments: str) -> Any:
     """Call a function of this module in a process of its own, and return what it prints as JSON."""
     code = (
-        "import json, sys; from tools.gpu import parts; "
+        "import json; from tools.gpu import parts; "
         "print(json.dumps(getattr(parts, sys.argv[1])(*sys.argv[2:])))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, name, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = _python(code, name, *arguments)
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         return {"failed": (done.stdout[-500:] + done.stderr[-1500:]).strip()}
@@ -420,11 +417,8 @@ def losses_of(stop: str, *sets: str) -> list[float]:
 
 def _host(rehearse: bool) -> dict[str, Any]:
     """The time in which the host of this machine launches a step."""
-    command = [sys.executable, "-m", "tools.bench", "host", "--only", "one", "--repeats", "1"]
-    code = "from tools.gpu import old_torch; old_torch.add_missing_names(); import sys; "
-    code += "from tools.bench.__main__ import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, *command[3:]]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    code = "from tools.bench.__main__ import main; sys.exit(main())"
+    done = _python(code, "host", "--only", "one", "--repeats", "1")
     rows = re.findall(r"^\| (?:one|fsdp).*$", done.stdout, re.MULTILINE)
     return {"rows": rows} if rows else {"failed": (done.stdout + done.stderr)[-800:]}
 

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from composer3d.dryrun.collectives import tensors_in
 from composer3d.dryrun.memory import MemoryLedger
-from composer3d.dryrun.stage import Recorder, compose_without_data
+from composer3d.dryrun.stage import Recorder, compose_without_data, first_rank
 from composer3d.recipe.resolve import load
 from composer3d.runtime.torch_private import around_pipeline_start, body_of
-from composer3d.training.step import compute_gradients, update
 from composer3d.training.validation import evaluate_batch
 from tools.fake_cuda import device
 
@@ -406,13 +405,12 @@ def operations_of(job: Job) -> set[Operation]:
     # For a GPU, a dry run has norms of its own, which compute nothing.
     recipe = load(job.recipe, [*job.sets, "run.device=cpu"], check_files=False).recipe
     recorder = _DtypeRecorder()
-    first = job.pp_rank * (recipe.world_size // recipe.mesh.pp)
+    first = first_rank(recipe, job.pp_rank)
     with (
         compose_without_data(recipe, first, 1.0, recorder, on) as rank,
         around_pipeline_start(recorder.ignoring),
     ):
-        sums = compute_gradients(rank.stages, rank.batch)
-        update(rank.stages, rank.optimizer, sums, max_norm=recipe.optim.clip, lr=recipe.optim.lr)
+        rank.take_a_step()
         evaluate_batch(rank.stages, rank.batch)
     return recorder.operations
 

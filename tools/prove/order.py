@@ -35,7 +35,6 @@ from composer3d.runtime import environment
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.progress import Progress
 from composer3d.runtime.torch_private import around_pipeline_start, body_of
-from composer3d.training.step import compute_gradients, update
 from tools.prove.matrix.cover import read, sets
 from tools.prove.paths import RECIPE
 
@@ -159,9 +158,7 @@ def record(recipe: Recipe) -> list[Event]:
             recorder.events.clear()
             recorder.numbers.clear()
             with around_pipeline_start(recorder.ignoring):
-                sums = compute_gradients(composed.stages, composed.batch)
-                optim = composed.recipe.optim
-                update(composed.stages, composed.optimizer, sums, max_norm=optim.clip, lr=optim.lr)
+                composed.take_a_step()
     return recorder.events
 
 
@@ -170,7 +167,7 @@ class _Events(Recorder):
 
     Attributes:
         events: in order.
-        numbers: of messages so far, by group, sender and receiver.
+        numbers: of messages so far, by group, sender, receiver and half.
     """
 
     def __init__(self) -> None:

@@ -40,6 +40,7 @@ def exchange_over(group: dist.ProcessGroup) -> Exchange:
     name, size = group.group_name, group.size()
 
     def exchange(tokens_E: Tensor, seq: SequenceInfo) -> ExchangeRows:
+        # Each layer has an ``exchange`` of its own. When it runs again, all ranks skip this alike.
         key = (exchange, "rows")
         if key not in seq.shared:
             seq.shared[key] = _Rows(tokens_E, exchange_counts(tokens_E, name), size)
