@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tools.gpu.__main__ import _has_failed
 from tools.gpu.page import text_of
 from tools.gpu.parts import PARTS
 from tools.prove.paths import ROOT
@@ -34,6 +35,11 @@ def test_a_part_that_fails_leaves_its_error(tmp_path: Path) -> None:
     if done.returncode:  # there is no GPU here
         assert "torch sees no CUDA GPU here" in (tmp_path / "machine.json").read_text()
         assert "It failed:" in text_of(tmp_path)
+
+
+def test_a_figure_that_failed_fails_its_part() -> None:
+    assert _has_failed({"rows": {"window": {"failed": "no kernel"}}})
+    assert not _has_failed({"summary": "9 passed", "failed": [], "error": 0.0})
 
 
 def test_an_unknown_part_is_refused(tmp_path: Path) -> None:

@@ -54,10 +54,17 @@ def _run(names: list[str], out: Path, *, rehearse: bool) -> int:
     for name in names:
         result = _run_part(name, rehearse=rehearse)
         (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-        failed += "error" in result
+        failed += "error" in result or _has_failed(result["figures"])
         shown = result.get("error") or json.dumps(result["figures"])
         print(f"{name}: {result['seconds']:.0f} s: {str(shown)[-1500:]}", flush=True)
     return int(failed > 0)
+
+
+def _has_failed(figures: Any) -> bool:
+    """Return whether a figure, at any depth, is called ``failed`` and says something."""
+    if not isinstance(figures, dict):
+        return False
+    return bool(figures.get("failed")) or any(map(_has_failed, figures.values()))
 
 
 def _run_part(name: str, *, rehearse: bool) -> dict[str, Any]:

@@ -368,7 +368,8 @@ def _experts(rehearse: bool) -> dict[str, Any]:
         sizes = (_TINY_DENSE if name == "dense" else _TINY_MOE) if rehearse else ()
         few, many = (_call("count_waits", other, f"run.steps={n}", *sizes) for n in (3, 7))
         key = f"waits a step, {name}"
-        figures[key] = (many - few) / 4 if isinstance(few, int) else few
+        counted = isinstance(few, int) and isinstance(many, int)
+        figures[key] = (many - few) / 4 if counted else {"few steps": few, "more steps": many}
     return figures
 
 
