@@ -5,5 +5,5 @@ process with a limit, and leaves ``NAME.json`` in the folder, also if it failed 
 ``python -m tools.gpu page FOLDER`` writes ``docs/gpu.md`` from them.
 
 ``--rehearse`` runs the same code on a CPU with tiny sizes, so that no minute of a GPU is lost to a
-mistake. On torch 2.11, all but ``host`` and most of ``tests`` run as well: see ``old_torch``.
+mistake. On torch 2.11, all but ``host`` and ``tests`` run as well: see ``old_torch``.
 """
