@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tools.gpu import old_torch
+from tools.gpu import layouts, old_torch, traces
 from tools.prove.paths import ROOT
 
 HERE = Path(__file__).parent
@@ -293,12 +293,33 @@ def _call(name: str, *arguments: str) -> Any:
     return json.loads(lines[-1])
 
 
-def measured_steps(recipe: str, *sets: str) -> dict[str, Any]:
-    """Train some steps; return the speed and memory beside what ``plan`` says."""
+def _save_nothing() -> None:
+    """Let runs of this process end without a checkpoint: one of 2 billion parameters takes long."""
+    old_torch.add_missing_names()
+    from composer3d.training.saving import Saver
+
+    Saver.save = lambda *_: None  # type: ignore[method-assign]
+
+
+# One step of a measured training is profiled, and those after the second of these are measured.
+_PROFILED_STEP, _LAST_COLD_STEP = 4, 5
+
+
+def measured_steps(name: str, recipe: str, *sets: str) -> dict[str, Any]:
+    """Train some steps; return the speed and memory beside what ``plan`` says, and the kernels.
+
+    The trace of the profiled step is kept if ``TOOLS_GPU_TRACES`` names a folder.
+    """
+    _save_nothing()
+    profiled = f"metrics.profile_steps=[{_PROFILED_STEP},{_PROFILED_STEP}]"
     with tempfile.TemporaryDirectory() as folder, _as_one_rank():
-        rows = _train(Path(recipe), Path(folder), *sets)
-    steps = [row for row in rows if "step_s" in row]
-    warm = steps[len(steps) // 2 :]
+        rows = _train(Path(recipe), Path(folder), *sets, profiled, "metrics.every=1")
+        (trace,) = Path(folder).glob("*/profile/*.json.gz")
+        if kept := os.environ.get("TOOLS_GPU_TRACES"):
+            Path(kept).mkdir(parents=True, exist_ok=True)
+            Path(kept, f"{name}.json.gz").write_bytes(trace.read_bytes())
+        kernels = traces.read(trace)
+    warm = [row for row in rows if "step_s" in row and row["step"] > _LAST_COLD_STEP]
     figures = {
         "step_s": statistics.median(row["step_s"] for row in warm),
         "tokens_per_s": statistics.median(row["tokens_per_s"] for row in warm),
@@ -306,7 +327,7 @@ def measured_steps(recipe: str, *sets: str) -> dict[str, Any]:
         "memory_gib": warm[-1]["memory_gib"],
         "loss": warm[-1]["loss"],
     }
-    return figures | _planned(recipe, sets)
+    return figures | _planned(recipe, sets) | {"kernels": kernels}
 
 
 def _planned(recipe: str, sets: Sequence[str]) -> dict[str, Any]:
@@ -353,41 +374,64 @@ def _dense(rehearse: bool) -> dict[str, Any]:
     # float8 needs a GPU, or emulates; compiling on a CPU takes longer than all the rest.
     cases = _DENSE_CASES if not rehearse else {"eager": (), "compiled": ("memory.loss_chunks=8",)}
     return {
-        name: _call("measured_steps", str(HERE / "dense.toml"), *tiny, *sets)
+        name: _call("measured_steps", name, str(HERE / "dense.toml"), *tiny, *sets)
         for name, sets in cases.items()
     }
 
 
 def _experts(rehearse: bool) -> dict[str, Any]:
-    """Steps of a model with experts, and how often the host waits for the GPU in one."""
+    """Steps of a model with experts."""
     _device(rehearse)
     tiny = _TINY_MOE if rehearse else ()
     recipe = str(HERE / "experts.toml")
-    figures = {"one rank": _call("measured_steps", recipe, *tiny)}
+    return {"one rank": _call("measured_steps", "experts", recipe, *tiny)}
+
+
+def _waits(rehearse: bool) -> dict[str, Any]:
+    """How often the host waits for the GPU in a step."""
+    _device(rehearse)
+    figures: dict[str, Any] = {}
+    recipe = str(HERE / "experts.toml")
     for name, other in {"experts": recipe, "dense": str(HERE / "dense.toml")}.items():
         sizes = (_TINY_DENSE if name == "dense" else _TINY_MOE) if rehearse else ()
         few, many = (_call("count_waits", other, f"run.steps={n}", *sizes) for n in (3, 7))
-        key = f"waits a step, {name}"
-        counted = isinstance(few, int) and isinstance(many, int)
-        figures[key] = (many - few) / 4 if counted else {"few steps": few, "more steps": many}
+        if "failed" in few or "failed" in many:
+            figures[name] = few | many
+            continue
+        places = {place: (many[place] - few.get(place, 0)) / 4 for place in many}
+        waits = {place: count for place, count in places.items() if count}
+        figures[name] = {"a step": sum(waits.values()), "by place": waits}
     return figures
 
 
-def count_waits(recipe: str, *sets: str) -> int:
-    """Train, and return how often the host waited, as ``torch.cuda.set_sync_debug_mode`` counts."""
+def count_waits(recipe: str, *sets: str) -> dict[str, int]:
+    """Train, and return how often the host waited at each place.
+
+    ``torch.cuda.set_sync_debug_mode`` warns of each wait.
+    """
+    _save_nothing()
     with warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("always")
         if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode("warn")
         with _as_one_rank():
             _train(Path(recipe), Path(folder), *sets)
-    return sum("synchroniz" in str(one.message) for one in caught)
+    places = [
+        f"{one.filename.rpartition('composer3d/')[2]}:{one.lineno}"
+        for one in caught
+        if "synchroniz" in str(one.message)
+    ]
+    return {place: places.count(place) for place in sorted(set(places))}
+
+
+# A checkpoint of 0.4 billion parameters.
+_SMALL = ("model.n_layers=4", "model.vocab=32000")
 
 
 def _run(rehearse: bool) -> dict[str, Any]:
-    """A run of Llama 3.2 1B's sizes that is stopped and resumed has the losses of a whole one."""
+    """A run with the width of Llama 3.2 1B that is stopped and resumed has a whole one's losses."""
     _device(rehearse)
-    sizes = ("run.steps=6", *_TINY_DENSE) if rehearse else ("run.steps=60",)
+    sizes = ("run.steps=6", *_TINY_DENSE) if rehearse else ("run.steps=60", *_SMALL)
     losses = {
         name: _call("losses_of", *arguments, *sizes)
         for name, arguments in {"whole": ("0",), "resumed": ("3" if rehearse else "30",)}.items()
@@ -429,8 +473,10 @@ PARTS: dict[str, Part] = {
     "attention": Part("kernels of attention: time, rate and error", 40, _attention),
     "grouped": Part("grouped products of experts, with empty groups", 20, _grouped),
     "dense": Part("steps with the width of an 8B model, beside plan", 200, _dense),
-    "experts": Part("steps with experts, and the waits of the host", 120, _experts),
+    "experts": Part("steps with experts", 40, _experts),
+    "waits": Part("how often the host waits for the GPU in a step", 60, _waits),
+    "layouts": Part("values of layouts whose ranks share the card", 120, layouts.prove),
     "tests": Part("the tests that need a GPU", 120, _tests),
-    "run": Part("a stopped and resumed 1B run, bitwise", 120, _run),
+    "run": Part("a stopped and resumed run, bitwise", 60, _run),
     "host": Part("the time in which the host launches a step", 60, _host),
 }
