@@ -11,7 +11,7 @@ from tools.prove.paths import ROOT
 
 _LIMIT_S = 150.0
 # Layouts at a time. Each has one to four processes.
-_AT_A_TIME = 4
+_AT_A_TIME = 6
 _FIRST_PORT = 21_000
 
 

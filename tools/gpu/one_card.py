@@ -131,6 +131,9 @@ def main() -> int:
     for device in process_group._BACKENDS:
         process_group._BACKENDS[device] = NAME
     devices.refuse_shared_gpus = lambda *_, **__: None
+    # torch asks the group of a device for a backend of its own, which this kind lacks.
+    form = dist.init_process_group
+    dist.init_process_group = lambda *given, **named: form(*given, **{**named, "device_id": None})
     return run_command(sys.argv[1:])
 
 
