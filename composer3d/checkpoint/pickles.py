@@ -19,6 +19,7 @@ from typing import Any
 from composer3d.facts.errors import CheckpointError, UserError
 from composer3d.facts.files import MIB, RefusedFileError
 from composer3d.facts.text import in_quotes
+from composer3d.runtime import shortage
 
 # The largest pickle in a torch file, in bytes. A tensor takes about 200 of them.
 LIMIT = 256 * MIB
@@ -528,11 +529,13 @@ def reading(place: object, way_out: str = "") -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str:
-    """Describe an error that a reader raised, in one line. Errors of libraries are shortened."""
+    """Describe an error of a reader or writer in one line. Errors of libraries are shortened."""
     if isinstance(error, PickleError):
         return str(error)
     if isinstance(error, RefusedFileError):
         return f"{error.filename} {error.strerror}"
+    if shortage.lacks_memory(error):
+        return shortage.describe(error)
     text = str(error).strip()
     first_line = text.splitlines()[0] if text else ""
     return f"{type(error).__name__}: {first_line}"[:500]

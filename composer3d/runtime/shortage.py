@@ -55,6 +55,14 @@ def lacks_memory(error: BaseException) -> bool:
     return False
 
 
+def describe(error: BaseException) -> str:
+    """Return a phrase for an error of which ``lacks_memory`` is true, with the library's words."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    # The position in torch's sources says nothing to a user.
+    words = re.sub(r"^\[enforce fail at [^\]]*\]\.?\s*", "", words)[:_SHOWN]
+    return f"there is not enough memory ({words})"
+
+
 def no_memory(where: str, error: BaseException) -> NoMemoryError:
     """Return the error of one line for an error of which ``lacks_memory`` is true.
 
@@ -62,7 +70,4 @@ def no_memory(where: str, error: BaseException) -> NoMemoryError:
         where: what lacks memory, such as the name of the rank.
         error: the error.
     """
-    words = " ".join(str(error).split()) or type(error).__name__
-    # The position in torch's sources says nothing to a user.
-    words = re.sub(r"^\[enforce fail at [^\]]*\]\.?\s*", "", words)[:_SHOWN]
-    return NoMemoryError(f"{where}: there is not enough memory ({words}); {WAY_OUT}")
+    return NoMemoryError(f"{where}: {describe(error)}; {WAY_OUT}")

@@ -325,6 +325,18 @@ def test_long_errors_are_cut() -> None:
     assert len(pickles.explain(ValueError("x" * 10_000))) <= 500
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "MemoryError"),
+        (RuntimeError("[enforce fail at alloc.cpp:1] . not enough memory"), "not enough memory"),
+    ],
+)
+def test_a_lack_of_memory_is_called_so(error: BaseException, words: str) -> None:
+    """Python's own error has no text at all."""
+    assert pickles.explain(error) == f"there is not enough memory ({words})"
+
+
 def test_calls_that_python_would_make_are_refused(tmp_path: Path) -> None:
     """The marker appears when Python unpickles the same bytes."""
 

@@ -186,10 +186,31 @@ def _ctrl_c(attempt: _Attempt) -> None:
     attempt.finish()
 
 
+# At SIGUSR2 a process takes what its C library has kept of freed memory, but for small pieces. A
+# limit alone would not be felt: the next steps need what earlier ones have freed, and no more.
+_TAKES_ALL_MEMORY = """
+import ctypes, signal
+take = ctypes.CDLL(None).malloc
+take.restype = ctypes.c_void_p
+def take_all(*_):
+    size = 2**30
+    while size >= 2**16:
+        if not take(ctypes.c_size_t(size)):
+            size //= 2
+signal.signal(signal.SIGUSR2, take_all)
+"""
+
+
 def _memory(attempt: _Attempt) -> None:
-    job = attempt.start("reliability.restarts=1")
+    site = attempt.folder / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(_TAKES_ALL_MEMORY)
+    path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+    job = attempt.start("reliability.restarts=1", around=("env", f"PYTHONPATH={path}"))
     job.wait_for_step(max(7, attempt.trouble.step))
-    resource.prlimit(job.pid_of(attempt.trouble.rank), resource.RLIMIT_AS, (1, 1))
+    pid = job.pid_of(attempt.trouble.rank)
+    resource.prlimit(pid, resource.RLIMIT_AS, (1, 1))
+    os.kill(pid, signal.SIGUSR2)
     # A checkpoint was saved, so the ranks are started again, unless a save lacks the memory.
     attempt.expect((0, 1), f"rank {attempt.trouble.rank}", "there is not enough memory")
     attempt.finish()
