@@ -239,8 +239,22 @@ AMPLIFIED = {
 MOST_MEMORY = 20
 
 
+@pytest.fixture(scope="module")
+def honest_s() -> float:
+    """The seconds that an honest pickle of 1 MB takes, under ``tracemalloc`` as well."""
+    content = pickle.dumps({f"layer.{n}": (n, [n, "x"], {"a": n}) for n in range(18_500)}, 2)
+    assert 900_000 < len(content) < 1_100_000
+    tracemalloc.start()
+    began = time.process_time()
+    try:
+        parse(content, NAMES)
+        return time.process_time() - began
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("case", AMPLIFIED)
-def test_memory_and_time_are_proportional_to_the_pickle(case: str) -> None:
+def test_memory_and_time_are_proportional_to_the_pickle(case: str, honest_s: float) -> None:
     content = AMPLIFIED[case]
     tracemalloc.start()
     began = time.process_time()
@@ -249,8 +263,7 @@ def test_memory_and_time_are_proportional_to_the_pickle(case: str) -> None:
         with suppress(PickleError):
             value = parse(content, NAMES, longest_text=4_000_000)
         assert tracemalloc.get_traced_memory()[1] < MOST_MEMORY * len(content)
-        # Under tracemalloc, a real file of this size takes 1 s.
-        assert time.process_time() - began < 5.0
+        assert time.process_time() - began < 4 * honest_s
         del value
     finally:
         tracemalloc.stop()
@@ -310,7 +323,8 @@ def test_every_error_of_a_file_becomes_one_line(error: Exception) -> None:
     with pytest.raises(CheckpointError) as caught, reading("PLACE", "; way out"):
         raise error
     (line,) = caught.value.lines
-    assert line.startswith(f"PLACE cannot be read: {type(error).__name__}")
+    assert line.startswith("PLACE cannot be read: ")
+    assert type(error).__name__ in line
     assert line.endswith("; way out")
     assert "\n" not in line
 
@@ -329,7 +343,7 @@ def test_long_errors_are_cut() -> None:
     ("error", "words"),
     [
         (MemoryError(), "MemoryError"),
-        (RuntimeError("[enforce fail at alloc.cpp:1] . not enough memory"), "not enough memory"),
+        (RuntimeError("[enforce fail at alloc.cpp:1]. not enough memory"), "not enough memory"),
     ],
 )
 def test_a_lack_of_memory_is_called_so(error: BaseException, words: str) -> None:

@@ -1,12 +1,16 @@
 """The parts of a GPU hour: they run with tiny sizes, and the page has what they found."""
 
+import gzip
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tools.gpu import traces
 from tools.gpu.__main__ import _has_failed
-from tools.gpu.page import text_of
+from tools.gpu.page import PAGE, RESULTS, text_of
 from tools.gpu.parts import PARTS
 from tools.prove.paths import ROOT
 
@@ -19,15 +23,47 @@ def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_parts_are_rehearsed_and_the_page_has_their_figures(tmp_path: Path) -> None:
-    done = run(tmp_path, "run", "grouped", "attention", "--out", str(tmp_path), "--rehearse")
+    parts = ("grouped", "attention", "cudnn")
+    done = run(tmp_path, "run", *parts, "--out", str(tmp_path), "--rehearse")
     assert done.returncode == 0, done.stdout + done.stderr
     grouped = json.loads((tmp_path / "grouped.json").read_text())["figures"]
     assert list(grouped) == ["even", "uneven", "half are empty"]
     rows = json.loads((tmp_path / "attention.json").read_text())["figures"]["rows"]
     assert all(row["error"] < 1e-5 for row in rows.values())
     page = text_of(tmp_path)
-    assert "| rows: 16 documents: error |" in page
+    assert "| 16 documents | " in page
     assert "## Steps with experts" not in page
+
+
+def test_the_page_has_the_results_that_are_kept() -> None:
+    """``python -m tools.gpu page`` writes it."""
+    assert PAGE.read_text() == text_of(RESULTS)
+
+
+def test_a_trace_says_where_the_time_of_a_step_goes(tmp_path: Path) -> None:
+    """Two kernels of 3 and 1 ms with a gap of 1 ms, one of them launched by the optimizer."""
+    ms = 1000
+    events = [
+        {"cat": "user_annotation", "name": "Optimizer.step", "tid": 1, "ts": 0, "dur": 9 * ms},
+        {"cat": "cpu_op", "name": "aten::mm", "tid": 1, "ts": 20 * ms, "dur": ms},
+        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "tid": 1, "ts": 5, "dur": 1},
+        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "tid": 1, "ts": 20 * ms + 5, "dur": 1},
+        {"cat": "cuda_runtime", "name": "cudaEventSynchronize", "tid": 1, "ts": 30 * ms, "dur": 1},
+        {"cat": "kernel", "name": "adam", "ts": 40 * ms, "dur": 3 * ms},
+        {"cat": "kernel", "name": "gemm", "ts": 44 * ms, "dur": 1 * ms},
+    ]
+    for event, correlation in ((2, 7), (3, 8), (4, 9), (5, 7), (6, 8)):
+        events[event]["args"] = {"correlation": correlation}
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    assert traces.read(path) == {
+        "step_ms": 5.0,
+        "idle": pytest.approx(0.2),
+        "kernels": 2,
+        "waits": 1,
+        "optimizer_ms": 3.0,
+        "products_ms": 1.0,
+    }
 
 
 def test_a_part_that_fails_leaves_its_error(tmp_path: Path) -> None:

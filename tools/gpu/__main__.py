@@ -28,7 +28,7 @@ def main() -> int:
     part_parser.add_argument("part", choices=PARTS)
     part_parser.add_argument("--rehearse", action="store_true")
     page_parser = commands.add_parser("page", help="write docs/gpu.md from results")
-    page_parser.add_argument("folder", type=Path)
+    page_parser.add_argument("folder", type=Path, nargs="?", default=page.RESULTS)
     options = parser.parse_args()
     match options.command:
         case "list":

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -38,7 +39,7 @@ class _ThroughHost(dist.ProcessGroup):
     """A group that copies tensors to the host, calls gloo there, and copies the results back."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._on_host = dist.ProcessGroup(store, rank, size)
         kind = dist.ProcessGroup.BackendType.GLOO
@@ -50,16 +51,16 @@ class _ThroughHost(dist.ProcessGroup):
         options.device = torch.device("cpu")
         return self._on_host.barrier(options)
 
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> "_Transfer":
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
         sent = _to_host(tensors)
         return _Transfer(self._on_host.send(sent, to, tag), sent, [])
 
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> "_Transfer":
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
         received = _to_host(tensors)
         return _Transfer(self._on_host.recv(received, source, tag), received, tensors)
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> Any:
         """The name under which torch has registered the group: it names no group of this kind."""
         return dist.distributed_c10d._world.pg_names[self]
 
@@ -93,7 +94,7 @@ def _done(value: Any) -> Any:
     """Return a work that has ended."""
     future: Future[Any] = Future()
     future.set_result(value)
-    return torch._C._distributed_c10d._create_work_from_future(future)
+    return _create_work_from_future(future)
 
 
 def _in_place(name: str) -> Callable[..., Any]:

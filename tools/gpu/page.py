@@ -1,6 +1,7 @@
 """Writes ``docs/gpu.md`` from the results of the parts."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,17 @@ from tools.gpu.parts import PARTS
 from tools.prove.paths import ROOT
 
 PAGE = ROOT / "docs" / "gpu.md"
+RESULTS = Path(__file__).parent / "results"
 _HEAD = """# Measured on a GPU
 
-`python -m tools.gpu run --out FOLDER` measures what is on this page, and
-`python -m tools.gpu page FOLDER` writes it.
+`python -m tools.gpu run --out FOLDER` measures what one GPU can show, in parts that can each be
+repeated. What is below was measured once. Its files are in
+[tools/gpu/results](../tools/gpu/results), and `python -m tools.gpu page` writes this page from
+them. A column `planned` is what `composer3d plan` says for the same recipe.
+
+A profiled step is slower than the others. Its columns in ms are the time of the kernels, copies
+and fills that are for one thing; `idle` is the share of the step in which no kernel ran; `waits` is
+how often the host waited for the GPU.
 """
 
 
@@ -34,24 +42,52 @@ def text_of(folder: Path) -> str:
         if "error" in result:
             parts.append(f"It failed:\n\n```\n{result['error'][-1500:]}\n```\n")
         else:
-            parts.append(_table(result["figures"]))
+            parts += _tables(result["figures"])
     return "\n".join(parts)
 
 
-def _table(figures: dict[str, Any], prefix: str = "") -> str:
-    """Return a table with a row for each figure."""
-    rows = "\n".join(f"| {name} | {value} |" for name, value in _flat(figures, prefix))
-    return f"| | |\n|---|---|\n{rows}\n"
+def _tables(figures: Mapping[str, Any]) -> list[str]:
+    """Return tables: of the figures that are no tables themselves, and one for each kind of row.
+
+    Figures of figures are a row each. What is nested more deeply is a row of another table.
+    """
+    rows = {name: value for name, value in figures.items() if isinstance(value, dict)}
+    single = {name: value for name, value in figures.items() if name not in rows}
+    tables = []
+    if single:
+        lines = [f"| {name} | {_shown(value)} |" for name, value in single.items()]
+        tables.append("\n".join(["| | |", "|---|---|", *lines]) + "\n")
+    if set(rows) == {"rows"}:
+        return [*tables, *_tables(rows["rows"])]
+    if not rows:
+        return tables
+    flat = {
+        name: {column: value for column, value in row.items() if not isinstance(value, dict)}
+        for name, row in rows.items()
+    }
+    tables.append(_matrix("", flat))
+    nested = {column for row in rows.values() for column in row if isinstance(row[column], dict)}
+    for column in sorted(nested):
+        tables.append(_matrix(column, {name: row.get(column, {}) for name, row in rows.items()}))
+    return tables
 
 
-def _flat(figures: Any, prefix: str) -> list[tuple[str, str]]:
-    if isinstance(figures, dict):
-        found = []
-        for name, value in figures.items():
-            found += _flat(value, f"{prefix}: {name}" if prefix else name)
-        return found
-    if isinstance(figures, float):
-        return [(prefix, f"{figures:.4g}")]
-    if isinstance(figures, list):
-        return [(prefix, "; ".join(map(str, figures)))]
-    return [(prefix, str(figures).replace("|", "/").replace("\n", " "))]
+def _matrix(corner: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a table with a line for each row, and all columns that some row has."""
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    lines = [
+        f"| {corner} | {' | '.join(columns)} |",
+        f"|{'---|' * (len(columns) + 1)}",
+    ]
+    for name, row in rows.items():
+        cells = [_shown(row[column]) if column in row else "" for column in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    if isinstance(value, list):
+        return "; ".join(map(_shown, value))
+    return str(value).replace("|", "/").replace("\n", " ")
