@@ -409,9 +409,14 @@ def head_work(setup: Setup, constants: Constants) -> Work:
     # In float32: a cast, the maximum, the sum, the loss; backward reads and writes as often.
     per_logit = 4.0 if setup.software.fuses_loss else 15.0
     loss = per_logit * product.rows * product.columns / rate.memory
+    weight_gradient = product_s(product.weight_gradient(), rate.head, rate)
+    if setup.loss_chunks > 1:
+        # The gradient of each part is read, and added to the sum of all.
+        moved = 2.0 + 2.0 * setup.precision.gradients
+        weight_gradient += setup.loss_chunks * moved * product.depth * product.columns / rate.memory
     return Work(
         forward + loss,
         product_s(product.input_gradient(), rate.head, rate) + loss,
-        product_s(product.weight_gradient(), rate.head, rate),
+        weight_gradient,
         forward + loss if setup.repeats_loss else 0.0,
     )

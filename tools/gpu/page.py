@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.gpu.parts import PARTS
+from tools.gpu.parts import PARTS, planned
 from tools.prove.paths import ROOT
 
 PAGE = ROOT / "docs" / "gpu.md"
@@ -32,6 +32,9 @@ def write(folder: Path) -> None:
 def text_of(folder: Path) -> str:
     """Return the text of the page. A part without a file is left out, one that failed is named."""
     parts = [_HEAD]
+    machine = folder / "machine.json"
+    results = json.loads(machine.read_text()) if machine.exists() else {}
+    device_name = results.get("figures", {}).get("name", "a CPU")
     for name, part in PARTS.items():
         path = folder / f"{name}.json"
         if not path.exists():
@@ -42,7 +45,13 @@ def text_of(folder: Path) -> str:
         if "error" in result:
             parts.append(f"It failed:\n\n```\n{result['error'][-1500:]}\n```\n")
         else:
-            parts += _tables(result["figures"])
+            figures = {
+                row: {**value, **planned(name, row, device_name)}
+                if isinstance(value, dict)
+                else value
+                for row, value in result["figures"].items()
+            }
+            parts += _tables(figures)
     return "\n".join(parts)
 
 

@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from tools.gpu import kernels, layouts, traces
 from tools.prove.paths import ROOT
 
@@ -107,7 +105,7 @@ _PROFILED_STEP, _LAST_COLD_STEP = 4, 5
 
 
 def measured_steps(name: str, recipe: str, *sets: str) -> dict[str, Any]:
-    """Train some steps; return the speed and memory beside what ``plan`` says, and the kernels.
+    """Train some steps; return the speed, the memory, and what the kernels are for.
 
     The trace of the profiled step is kept if ``TOOLS_GPU_TRACES`` names a folder.
     """
@@ -128,23 +126,27 @@ def measured_steps(name: str, recipe: str, *sets: str) -> dict[str, Any]:
         "memory_gib": warm[-1]["memory_gib"],
         "losses": [round(row["loss"], 4) for row in rows if "loss" in row],
     }
-    return figures | _planned(recipe, sets) | {"profiled": profiled}
+    return figures | {"profiled": profiled}
 
 
-def _planned(recipe: str, sets: Sequence[str]) -> dict[str, Any]:
+def planned(part: str, case: str, device_name: str) -> dict[str, float]:
+    """Return what ``plan`` says of a case of a part on a device; nothing if it has no plan.
+
+    Args:
+        part: a key of ``PARTS``.
+        case: a row of its figures.
+        device_name: as CUDA gives it.
+    """
     from composer3d.facts import hardware
     from composer3d.planner.predict import of_recipe, predict
     from composer3d.recipe.resolve import load
 
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    device = hardware.find(name)
-    if device is None or device.links is None:
+    device, sets = hardware.find(device_name), _CASES.get(part, {}).get(case)
+    if device is None or sets is None:
         return {}
-    prediction = predict(of_recipe(load(recipe, list(sets), check_files=False).recipe, device))
-    return {
-        "planned_step_s": prediction.time.step_s,
-        "planned_gib": prediction.peak_gib,
-    }
+    recipe = load(str(HERE / f"{part}.toml"), list(sets), check_files=False).recipe
+    prediction = predict(of_recipe(recipe, device))
+    return {"planned_step_s": prediction.time.step_s, "planned_gib": prediction.peak_gib}
 
 
 _TINY = (
@@ -158,35 +160,40 @@ _TINY = (
 _TINY_DENSE = (*_TINY, "model.ffn=128")
 _TINY_MOE = (*_TINY, "model.expert_ffn=64", "model.experts=4", "model.experts_per_token=2")
 
-_DENSE_CASES: dict[str, tuple[str, ...]] = {
-    "eager": (),
-    "compiled": ("compile.enabled=true",),
-    "compiled, loss in 8 parts": ("compile.enabled=true", "memory.loss_chunks=8"),
-    "compiled, float8": ("compile.enabled=true", "precision.matmul=float8"),
-    "compiled, zero 2": ("compile.enabled=true", "parallel.zero=2"),
-    "compiled, zero 1": ("compile.enabled=true", "parallel.zero=1"),
-    "compiled, muon": ("compile.enabled=true", "optim.name=muon"),
+# The overrides of each row, by part. The recipe is that of the part.
+_CASES: dict[str, dict[str, tuple[str, ...]]] = {
+    "dense": {
+        "eager": (),
+        "compiled": ("compile.enabled=true",),
+        "compiled, loss in 8 parts": ("compile.enabled=true", "memory.loss_chunks=8"),
+        "compiled, float8": ("compile.enabled=true", "precision.matmul=float8"),
+        "compiled, selective": ("compile.enabled=true", "memory.activation_checkpoint=selective"),
+        "compiled, zero 2": ("compile.enabled=true", "parallel.zero=2"),
+        "compiled, zero 1": ("compile.enabled=true", "parallel.zero=1"),
+        "compiled, muon": ("compile.enabled=true", "optim.name=muon"),
+    },
+    "experts": {"eager": ()},
 }
 
 
 def _dense(rehearse: bool) -> dict[str, Any]:
     """Steps of a few layers with the width of Llama 3 8B."""
-    kernels.device_of(rehearse)
-    tiny = _TINY_DENSE if rehearse else ()
-    # float8 needs a GPU, or emulates; compiling on a CPU takes longer than all the rest.
-    cases = _DENSE_CASES if not rehearse else {"eager": (), "compiled": ("memory.loss_chunks=8",)}
-    return {
-        name: _call("measured_steps", name, str(HERE / "dense.toml"), *tiny, *sets)
-        for name, sets in cases.items()
-    }
+    return _steps("dense", _TINY_DENSE if rehearse else (), rehearse)
 
 
 def _experts(rehearse: bool) -> dict[str, Any]:
     """Steps of a model with experts."""
+    return _steps("experts", _TINY_MOE if rehearse else (), rehearse)
+
+
+def _steps(part: str, sizes: Sequence[str], rehearse: bool) -> dict[str, Any]:
     kernels.device_of(rehearse)
-    tiny = _TINY_MOE if rehearse else ()
-    recipe = str(HERE / "experts.toml")
-    return {"eager": _call("measured_steps", "experts", recipe, *tiny)}
+    # float8 needs a GPU, or emulates; compiling on a CPU takes longer than all the rest.
+    cases = {name: sets for name, sets in _CASES[part].items() if not (rehearse and sets)}
+    return {
+        name: _call("measured_steps", f"{part}, {name}", str(HERE / f"{part}.toml"), *sizes, *sets)
+        for name, sets in cases.items()
+    }
 
 
 # A checkpoint of 0.4 billion parameters.
