@@ -313,6 +313,11 @@ def summing_s(setup: Setup, parameters: float, rate: ComputeRates) -> float:
     is_needed = setup.layout.zero <= 2 and setup.batch.micro_batches > 1
     if not is_needed or setup.software.fuses_weight_gradients:
         return 0.0
+    return _adding_s(setup, parameters, rate)
+
+
+def _adding_s(setup: Setup, parameters: float, rate: ComputeRates) -> float:
+    """Return the seconds in which gradients in 16 bits are read and added to a sum."""
     return (2.0 + 2.0 * setup.precision.gradients) * parameters / rate.memory
 
 
@@ -411,9 +416,9 @@ def head_work(setup: Setup, constants: Constants) -> Work:
     loss = per_logit * product.rows * product.columns / rate.memory
     weight_gradient = product_s(product.weight_gradient(), rate.head, rate)
     if setup.loss_chunks > 1:
-        # The gradient of each part is read, and added to the sum of all.
-        moved = 2.0 + 2.0 * setup.precision.gradients
-        weight_gradient += setup.loss_chunks * moved * product.depth * product.columns / rate.memory
+        weight_gradient += setup.loss_chunks * _adding_s(
+            setup, product.depth * product.columns, rate
+        )
     return Work(
         forward + loss,
         product_s(product.input_gradient(), rate.head, rate) + loss,

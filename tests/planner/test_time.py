@@ -49,7 +49,7 @@ def test_there_are_at_most_17_constants_in_their_ranges() -> None:
 
 
 def test_a_loss_in_parts_adds_the_weight_gradient_of_each() -> None:
-    """docs/gpu.md: eight parts of two micro-batches cost an H100 45 ms of 251."""
+    """docs/gpu.md has a step of an H100 with the loss in eight parts."""
     whole = big()
     seconds = [step_s(replace(whole, loss_chunks=parts)) for parts in (1, 2, 8)]
     product = compute.head_product(whole)

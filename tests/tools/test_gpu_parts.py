@@ -41,7 +41,10 @@ def test_the_page_has_the_results_that_are_kept() -> None:
 
 
 def test_a_trace_says_where_the_time_of_a_step_goes(tmp_path: Path) -> None:
-    """Two kernels of 3 and 1 ms with a gap of 1 ms, one of them launched by the optimizer."""
+    """Two kernels of 3 and 1 ms with a gap of 1 ms, one of them launched by the optimizer.
+
+    During the first, a copy runs whose launch was not seen.
+    """
     ms = 1000
     events = [
         {"cat": "user_annotation", "name": "Optimizer.step", "tid": 1, "ts": 0, "dur": 9 * ms},
@@ -50,18 +53,20 @@ def test_a_trace_says_where_the_time_of_a_step_goes(tmp_path: Path) -> None:
         {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "tid": 1, "ts": 20 * ms + 5, "dur": 1},
         {"cat": "cuda_runtime", "name": "cudaEventSynchronize", "tid": 1, "ts": 30 * ms, "dur": 1},
         {"cat": "kernel", "name": "adam", "ts": 40 * ms, "dur": 3 * ms},
+        {"cat": "gpu_memcpy", "name": "copy", "ts": 41 * ms, "dur": 1 * ms},
         {"cat": "kernel", "name": "gemm", "ts": 44 * ms, "dur": 1 * ms},
     ]
-    for event, correlation in ((2, 7), (3, 8), (4, 9), (5, 7), (6, 8)):
+    for event, correlation in ((2, 7), (3, 8), (4, 9), (5, 7), (6, 1), (7, 8)):
         events[event]["args"] = {"correlation": correlation}
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
     assert traces.read(path) == {
         "step_ms": 5.0,
         "idle": pytest.approx(0.2),
-        "kernels": 2,
+        "kernels": 3,
         "waits": 1,
         "optimizer_ms": 3.0,
+        "other_ms": 1.0,
         "products_ms": 1.0,
     }
 

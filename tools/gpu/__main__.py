@@ -12,7 +12,7 @@ from typing import Any
 from tools.gpu import page
 from tools.gpu.parts import PARTS
 
-# A part that has not ended is ended then: a lent machine runs a command for ten minutes at most.
+# A part that has not ended is ended then.
 _MOST_S = 540.0
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 
 def device_of(rehearse: bool) -> torch.device:
+    """Return the GPU, or the CPU for a rehearsal. Raises SystemExit: there is no GPU."""
     if not rehearse and not torch.cuda.is_available():
         raise SystemExit("tools.gpu: torch sees no CUDA GPU here; --rehearse runs on the CPU")
     return torch.device("cpu" if rehearse else "cuda")
@@ -93,9 +94,7 @@ def attention(rehearse: bool) -> dict[str, Any]:
     from composer3d.parallel.context.ring import attend_over_ring
 
     device = device_of(rehearse)
-    heads, kv_heads, width = (4, 2, 16) if rehearse else (32, 8, 128)
-    dtype = torch.float32 if rehearse else torch.bfloat16
-    tokens = 64 if rehearse else 8192
+    heads, kv_heads, width, tokens, dtype = _sizes_of_attention(rehearse)
     window = tokens // 8
     documents = (torch.arange(tokens) // (tokens // 16))[None]
 
@@ -140,6 +139,11 @@ def attention(rehearse: bool) -> dict[str, Any]:
     return {"tokens": tokens, "heads": [heads, kv_heads, width], "rows": rows}
 
 
+def _sizes_of_attention(rehearse: bool) -> tuple[int, int, int, int, torch.dtype]:
+    """Return heads, key-value heads, their width, tokens, dtype: on a GPU, those of Llama 3 8B."""
+    return (4, 2, 16, 64, torch.float32) if rehearse else (32, 8, 128, 8192, torch.bfloat16)
+
+
 def _kernel(call: Callable[[], object], device: torch.device) -> str:
     """Return the name of the kernel that took most of the time of a call; "" on a CPU."""
     if device.type != "cuda":
@@ -180,8 +184,7 @@ def cudnn(rehearse: bool) -> dict[str, Any]:
     from composer3d.parallel.context.kernels import attend_block, attend_block_backward
 
     device = device_of(rehearse)
-    heads, kv_heads, width, tokens = (4, 2, 16, 64) if rehearse else (32, 8, 128, 8192)
-    dtype = torch.float32 if rehearse else torch.bfloat16
+    heads, kv_heads, width, tokens, dtype = _sizes_of_attention(rehearse)
     aten = torch.ops.aten
 
     def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -216,7 +219,7 @@ def cudnn(rehearse: bool) -> dict[str, Any]:
         row["forward_ms"] = 1e3 * time_of(partial(forward, q, k, v, causal), device)
         call: Callable[[], object] = partial(attend_block, q, k, v, causal=causal)
         row["composer3d_forward_ms"] = 1e3 * time_of(call, device)
-        # As many keys again, of which each counts a third more.
+        # As if the rows had other keys too. Both kernels get the same numbers, so any will do.
         merged = (out * 0.5).to(dtype), lse + 0.85
         try:
             own = backward(grad, q, k, v, *merged, causal)

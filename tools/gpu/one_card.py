@@ -61,7 +61,10 @@ class _ThroughHost(dist.ProcessGroup):
 
     @property
     def group_name(self) -> Any:
-        """The name under which torch has registered the group: it names no group of this kind."""
+        """The name under which torch has registered the group.
+
+        torch tells it to its own groups, but not to one that is written in Python.
+        """
         return dist.distributed_c10d._world.pg_names[self]
 
     def getBackendName(self) -> str:
@@ -69,14 +72,21 @@ class _ThroughHost(dist.ProcessGroup):
 
 
 class _Transfer:
-    """A message on its way; ``wait`` copies what has come to the card."""
+    """A message on its way.
+
+    Args:
+        work: of gloo.
+        on_host: what is sent or received; it is kept until the end.
+        into: where ``wait`` copies what has come; empty for a sender.
+    """
 
     def __init__(self, work: Any, on_host: list[torch.Tensor], into: list[torch.Tensor]) -> None:
         self._work, self._on_host, self._into = work, on_host, into
 
     def wait(self, *_: Any) -> bool:
         self._work.wait()
-        _copy_back(self._into, self._on_host)
+        if self._into:
+            _copy_back(self._into, self._on_host)
         return True
 
 
@@ -86,7 +96,7 @@ def _to_host(tensors: Any) -> Any:
 
 
 def _copy_back(tensors: Any, on_host: Any) -> None:
-    for to, source in zip(tree_leaves(tensors), tree_leaves(on_host), strict=False):
+    for to, source in zip(tree_leaves(tensors), tree_leaves(on_host), strict=True):
         to.detach().copy_(source)
 
 

@@ -15,11 +15,11 @@ _HEAD = """# Measured on a GPU
 `python -m tools.gpu run --out FOLDER` measures what one GPU can show, in parts that can each be
 repeated. What is below was measured once. Its files are in
 [tools/gpu/results](../tools/gpu/results), and `python -m tools.gpu page` writes this page from
-them. A column `planned` is what `composer3d plan` says for the same recipe.
+them. Columns that begin with `planned` are what `composer3d plan` says of the same recipe today.
 
 A profiled step is slower than the others. Its columns in ms are the time of the kernels, copies
 and fills that are for one thing; `idle` is the share of the step in which no kernel ran; `waits` is
-how often the host waited for the GPU.
+how often the host waited for an event or a stream.
 """
 
 

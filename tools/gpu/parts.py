@@ -107,7 +107,7 @@ _PROFILED_STEP, _LAST_COLD_STEP = 4, 5
 def measured_steps(name: str, recipe: str, *sets: str) -> dict[str, Any]:
     """Train some steps; return the speed, the memory, and what the kernels are for.
 
-    The trace of the profiled step is kept if ``TOOLS_GPU_TRACES`` names a folder.
+    The trace of the profiled step is kept as ``name`` if ``TOOLS_GPU_TRACES`` names a folder.
     """
     _save_nothing()
     to_profile = f"metrics.profile_steps=[{_PROFILED_STEP},{_PROFILED_STEP}]"

@@ -28,7 +28,8 @@ def read(path: Path) -> dict[str, Any]:
     Returns:
         ``step_ms``, from the first kernel to the end of the last; ``idle``, the share of it in
         which no kernel runs; ``kernels``, their number; ``waits``, how often the host waited for
-        the card; and, for each purpose, ``PURPOSE_ms`` of its kernels, copies and fills.
+        an event or a stream; and, for each purpose, ``PURPOSE_ms`` of its kernels, copies and
+        fills.
     """
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     kernels = [one for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]

@@ -159,10 +159,11 @@ def apply(
     _name_what_to_prefetch([cast(FSDPModule, modules[0]) for modules in in_order])
     if first is not None and plan.first_only_looks_up:
         cast(FSDPModule, first).set_unshard_in_backward(False)
-    sizes = [mesh.size() for mesh in (meshes.dense, meshes.experts) if mesh is not None]
+    has_other_ranks = any(mesh.size() > 1 for mesh in meshes if mesh is not None)
     for unit in units(stage):
-        if max(sizes) > 1:
-            # A rank alone divides by nothing else; before torch 2.15 it would divide by this 1.
+        # One rank divides by 1 anyway. If the factor is set, torch before 2.15 divides all
+        # gradients by it in a kernel of its own, even by 1.
+        if has_other_ranks:
             unit.set_gradient_divide_factor(1.0)
         # FSDP would multiply by 1 in the collective (PREMUL_SUM), which gloo cannot do.
         unit.set_force_sum_reduction_for_comms(True)
