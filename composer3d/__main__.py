@@ -1,4 +1,7 @@
-"""The program ``composer3d``. Ctrl-C is handled before anything else is imported."""
+"""The program ``composer3d``.
+
+Ctrl-C, and the end of torchrun's agent, are handled before anything else is imported.
+"""
 
 import os
 import sys
@@ -11,6 +14,9 @@ def main() -> int:
     interrupts = Interrupts()
     interrupts.catch()
     try:
+        from composer3d.runtime.parent import die_with_agent
+
+        die_with_agent()
         from composer3d.cli import enter
 
         return enter(interrupts)

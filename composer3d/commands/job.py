@@ -28,7 +28,6 @@ from composer3d.runtime.console import output_error, say, steady_output
 from composer3d.runtime.ends import describe_died, describe_left
 from composer3d.runtime.ranks import describe_rank, identity
 from composer3d.runtime.shortage import lacks_memory, no_memory
-from composer3d.runtime.starter import die_with_parent
 
 if TYPE_CHECKING:
     import torch
@@ -126,9 +125,6 @@ def run_rank(
     Returns:
         The exit status of this rank.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ and not environment.has_launcher():
-        # The parent is torchrun's agent. If it is killed, nothing else ends this rank.
-        die_with_parent(os.getppid())
     rank, world_size = environment.rank(), environment.world_size()
     with suppress(OSError):
         # The name that top and ps show, on Linux.

@@ -11,7 +11,6 @@ No process outlives the command that started it:
 - When the starter itself is killed, the kernel kills the forked processes.
 """
 
-import ctypes
 import errno
 import os
 import pickle
@@ -24,7 +23,6 @@ import socket
 import struct
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -37,6 +35,7 @@ from composer3d.facts.errors import UserError
 from composer3d.facts.interrupts import STOP_SIGNALS
 from composer3d.runtime import collector, console
 from composer3d.runtime.environment import STORE_VARIABLE
+from composer3d.runtime.parent import die_with_parent
 
 # A request starts with its kind and the length of the path that follows.
 REQUEST = struct.Struct("!cI")
@@ -51,8 +50,6 @@ REMOVE_AT_END = b"R"
 # The status pipe of a forked process carries two such numbers: its process id, and later its exit
 # code. If there was no memory for it, the first one is minus the number of the error.
 STATUS = struct.Struct("!q")
-
-_PR_SET_PDEATHSIG = 1  # from sys/prctl.h
 
 # The last characters of a traceback that are sent. A pipe can hold that many bytes unread, so the
 # process can send them and end at once.
@@ -101,28 +98,6 @@ class _Request(NamedTuple):
     descriptors: list[int]
 
 
-def die_with_parent(parent: int) -> None:
-    """Make this process end when its parent ends.
-
-    On Linux the kernel then sends SIGKILL, which ends even a stopped process. On other systems a
-    thread checks every second.
-
-    Args:
-        parent: the process id of the parent.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    else:
-        watcher = threading.Thread(
-            target=_exit_after_parent, args=(parent,), daemon=True, name="parent"
-        )
-        watcher.start()
-
-    # The parent may have ended before the lines above.
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 @contextmanager
 def _ending_with(owner: socket.socket) -> Iterator[None]:
     """End this process at once if the owner ends within the block, which reads no requests."""
@@ -148,12 +123,6 @@ def _ending_with(owner: socket.socket) -> Iterator[None]:
         # No process may be forked while there is a second thread.
         watcher.join()
         os.close(done_read)
-
-
-def _exit_after_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
 
 
 def preparation_data() -> dict[str, Any]:

@@ -133,6 +133,25 @@ def test_a_rank_that_hangs_is_named(killer: Killer) -> None:
         job.end()
 
 
+def test_ranks_that_import_torch_die_with_their_agent(killer: Killer) -> None:
+    def imports_torch(pid: int) -> bool:
+        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+    job = Job(killer.folder / uuid.uuid4().hex, 2, "torchrun", "run.steps=100000")
+    try:
+        until = time.monotonic() + 60.0
+        while not (ranks := set(job.processes()) - {job.process.pid}) or not all(
+            map(imports_torch, ranks)
+        ):
+            assert time.monotonic() < until, job.output()
+            time.sleep(0.005)
+        job.kill("launcher", 0)
+        job.wait()
+        assert job.left_over() == []
+    finally:
+        job.end()
+
+
 class Node(Job):
     """One node's agent of a job under torchrun."""
 
@@ -282,7 +301,7 @@ def test_a_storm_with_another_loss_a_doubled_step_or_much_lost_work_is_wrong(
     rows = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 2, 3)]
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     expected = {1: 1.0, 2: 0.5, 3: 0.25}
-    assert check(Storm(tmp_path, (), lost_steps=[3, 21]), expected) == [
+    assert check(Storm(tmp_path, (), 1.0, lost_steps=[3, 21]), expected) == [
         "1 of 3 losses differ, from step 3 on",
         "a step is logged twice, or steps are out of order",
         "a kill cost 21 steps, but a checkpoint was due every 20",

@@ -31,7 +31,7 @@ _RESTARTS = 1_000_000
 # Steps of more layers and micro-batches than in the jobs: the training must outlast all kills.
 _LONG_STEPS = ("model.n_layers=2", "data.micro_batch=1")
 _LONGEST_LIFE_S = 8.0  # from a kill to the next one; a start takes about half of it
-_END_S = 1800.0  # how long the training may take after the last kill
+_STEP_S = 1.0  # that a step may take on average: more than ten times what it takes
 _RESUMED = re.compile(r"(\d+) of \d+ steps are done|starting from the beginning")
 
 Victim = Literal["process", "launcher", "all"]
@@ -91,6 +91,7 @@ class Storm:
     Attributes:
         folder: of the training.
         sets: overrides of its recipe.
+        limit_s: how long it may take after the last kill, in seconds.
         problems: what was wrong.
         hits: the number of kills by victim.
         lost_steps: for each kill after which the training was resumed, how many steps were done
@@ -100,6 +101,7 @@ class Storm:
 
     folder: Path
     sets: tuple[str, ...]
+    limit_s: float
     problems: list[str] = field(default_factory=list)
     hits: Counter[str] = field(default_factory=Counter)
     lost_steps: list[int] = field(default_factory=list)
@@ -157,7 +159,7 @@ class Storm:
         self._resumes_seen = len(found)
 
     def _end(self, job: StormJob) -> None:
-        until = time.monotonic() + _END_S
+        until = time.monotonic() + self.limit_s
         while (status := job.wait(max(1.0, until - time.monotonic()))) != 0:
             if time.monotonic() > until:
                 self.problems.append(f"it does not end: {status}: {job.output()[-2000:]}")
@@ -193,9 +195,10 @@ def prove(folder: Path, count: int, steps: int) -> tuple[Storm, list[str]]:
     schedule = (f"run.steps={steps}", f"checkpoint.every={EVERY}", "checkpoint.every_minutes=0")
     sets = (*_LONG_STEPS, *schedule)
     calm = Job(folder / "calm", WORLD, "train", *sets)
-    if calm.wait(_END_S) != 0:
+    limit_s = steps * _STEP_S
+    if calm.wait(limit_s) != 0:
         raise RuntimeError(f"the training without kills failed: {calm.output()}")
-    storm = Storm(folder / "storm", sets)
+    storm = Storm(folder / "storm", sets, limit_s)
     storm.run(kills(count))
     return storm, check(storm, calm.losses())
 
