@@ -114,9 +114,11 @@ def offset_of(tensor: DTensor) -> tuple[int, ...]:
 
     ``tensor`` may have any shape and placements.
     """
-    _, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
+    # torch computes uneven shards with tensors, of which fake ones would know no numbers.
+    with with_data():
+        _, offset = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
     return tuple(offset)
 
 
@@ -131,12 +133,13 @@ def box_on_rank(tensor: DTensor, rank: int) -> Box:
         ValueError: the rank is not in the mesh.
     """
     mesh = tensor.device_mesh
-    coordinate = (mesh.mesh == rank).nonzero()
-    if len(coordinate) != 1:
-        raise ValueError(f"rank {rank} is not one of the mesh {mesh}")
-    shape, offset = _compute_local_shape_and_global_offset(
-        tensor.shape, mesh.shape, coordinate[0].tolist(), tensor.placements
-    )
+    with with_data():  # as in ``offset_of``
+        coordinate = (mesh.mesh == rank).nonzero()
+        if len(coordinate) != 1:
+            raise ValueError(f"rank {rank} is not one of the mesh {mesh}")
+        shape, offset = _compute_local_shape_and_global_offset(
+            tensor.shape, mesh.shape, coordinate[0].tolist(), tensor.placements
+        )
     return Box(tuple(offset), tuple(shape))
 
 

@@ -21,7 +21,7 @@ from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.runtime.torch_private import DispatchMode
 from composer3d.training.build import build_stages
-from composer3d.training.optimizers import Optimizer, build_optimizer
+from composer3d.training.optimizers import Optimizer, build_stages_optimizer
 from composer3d.training.step import compute_gradients, update
 from composer3d.verify.data import random_batch
 from composer3d.verify.worker import local_batch
@@ -46,7 +46,7 @@ def count_real_step(recipe: Recipe) -> Calls:
         stages = build_stages(recipe, mesh)
         for module in stages.modules:
             fix_routing(module, recipe.mesh.ep, 1.0)
-        optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
+        optimizer = build_stages_optimizer(stages, recipe)
         _step(recipe, stages, optimizer, 0)
         with CountCollectives(mesh) as counter:
             _step(recipe, stages, optimizer, 1)
@@ -68,7 +68,7 @@ def measure_real_memory(recipe: Recipe) -> int:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             mesh = Mesh.build(recipe.mesh, device)
             stages = build_stages(recipe, mesh)
-            optimizer = build_optimizer(stages.named_parameters(), recipe.optim)
+            optimizer = build_stages_optimizer(stages, recipe)
             _step(recipe, stages, optimizer, 0)
             with record_function(MARK), _TimeForGloo():
                 _step(recipe, stages, optimizer, 1)

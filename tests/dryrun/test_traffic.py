@@ -359,6 +359,17 @@ def test_mixed_layouts_send_what_the_dry_run_counts(name: str, pool: Pool) -> No
                 assert calls.traffic == counted
 
 
+@pytest.mark.parametrize("uneven", ["", "model.ffn=132"])
+def test_a_step_of_muon_sends_what_the_dry_run_counts(uneven: str, pool: Pool) -> None:
+    """FSDP cuts the rows that tp has cut, evenly or not, so a matrix lies in pieces of places."""
+    layout = ("mesh.dp_shard=4", "mesh.tp=2", "optim.name=muon")
+    recipe = recipe_of(BASE, (*SIZES, *layout, *filter(None, [uneven])))
+    ranks = pool.run(count_real_step, {"recipe": recipe}, world_size=8)
+    # The dry run takes the step of the first rank. Others own other matrices.
+    assert ranks[0].traffic == traffic_of(dry_run_of(pool, recipe))
+    assert ranks[0].traffic["stage"]["all_to_all"][0] == 2
+
+
 NARROW = {
     "fsdp": ("mesh.dp_shard=8", "parallel.zero=2"),
     "hsdp": ("mesh.dp_replicate=2", "mesh.dp_shard=4", "parallel.zero=3"),

@@ -41,6 +41,9 @@ from tools.prove.paths import RECIPE
 # Every so many rows of the covering matrix are replayed.
 EVERY = 12
 
+# That ranks may take to record their steps: sixteen of them share two cores.
+_LIMIT_S = 600.0
+
 
 class Group(NamedTuple):
     """A communicator, as all its ranks name it.
@@ -145,7 +148,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def events_of(pool: Pool, recipe: Recipe) -> list[list[Event]]:
     """Return what each rank of a job launches in its second step."""
-    events: list[list[Event]] = pool.run(record, {"recipe": recipe}, world_size=recipe.world_size)
+    events: list[list[Event]] = pool.run(
+        record, {"recipe": recipe}, world_size=recipe.world_size, limit_s=_LIMIT_S
+    )
     return events
 
 
