@@ -127,6 +127,7 @@ class RankErrors:
         wrong_learning_rate: describes a learning rate that breaks its rule; None if there is none.
         wrong_reduction: describes a gradient that breaks the rule of ``precision.reduce``; None if
             there is none.
+        wrong_load: describes what a router counted wrong (``routing.find_wrong_load``), or None.
     """
 
     identity: str
@@ -137,6 +138,12 @@ class RankErrors:
     shards: list[ShardError] = field(default_factory=list)
     wrong_learning_rate: str | None = None
     wrong_reduction: str | None = None
+    wrong_load: str | None = None
+
+    @property
+    def broken_rule(self) -> str | None:
+        """The first of the descriptions of what is wrong, or None."""
+        return self.wrong_learning_rate or self.wrong_reduction or self.wrong_load
 
 
 class ReferenceStats(NamedTuple):
@@ -240,8 +247,7 @@ def judge(
     errors: list[_TensorError | _ScalarError] = [*tensors, *scalars]
     wrong = [error for error in errors if error.is_wrong]
     if not wrong:
-        broken_rules = [rank.wrong_learning_rate or rank.wrong_reduction for rank in ranks]
-        verdict.error = next(filter(None, broken_rules), None)
+        verdict.error = next(filter(None, (rank.broken_rule for rank in ranks)), None)
         verdict.passed = verdict.error is None
         return verdict
 

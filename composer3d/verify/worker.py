@@ -57,6 +57,7 @@ from composer3d.verify.rounding import (
     noisy_copies,
     round_to_float32,
 )
+from composer3d.verify.routing import SeenOnOneProcess, find_wrong_load
 
 ProofDtype = Literal["float32", "float64"]
 
@@ -144,7 +145,8 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
           pairs of the value and of the number by which its error is divided;
         - ``clips``: whether the step clipped;
         - ``gradient`` and ``weight``: tensors by name, before clipping and after the step;
-        - ``noise``: the result of ``measure_noise``.
+        - ``noise``: the result of ``measure_noise``;
+        - ``routing``: what each router has seen (``SeenOnOneProcess``).
 
         Also ``initial``: the weights before the first step, by name.
     """
@@ -167,13 +169,14 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
     train_corpus = make_corpus(recipe, "train")
     held_out = make_corpus(recipe, "validation")
 
-    keys = ("loss", "norm", "clipped", "clips", "gradient", "weight", "noise")
+    keys = ("loss", "norm", "clipped", "clips", "gradient", "weight", "noise", "routing")
     reference: dict[str, Any] = {key: [] for key in keys}
     if dtype == "float32":
         round_to_float32(model)
     reference["initial"] = _copy_weights(model)
 
     closest = math.inf
+    seen = SeenOnOneProcess(model)
     for step in range(steps):
         copies = noisy_copies(model, getattr(torch, dtype), trainable)
         if step == steps - 1:
@@ -188,6 +191,7 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
         with _record_routers(model) as routers:
             exact = _plain_results(batch, model)
         closest = min(closest, routers.closest)
+        reference["routing"].append(seen.take())
         gradients = exact.gradients
         noise = measure_noise(copies, exact, partial(_plain_results, batch))
 
@@ -465,6 +469,7 @@ def compare_steps(
         loss=[math.nan] * (steps + 1),
         wrong_learning_rate=wrong_learning_rate,
     )
+    batch_tokens = recipe.data.global_batch * recipe.data.seq_len
     for step in range(steps):
         # Validate between two steps, so that a validation that disturbs the next step shows.
         if step == steps - 1:
@@ -481,6 +486,9 @@ def compare_steps(
         values = sums.await_values()
         errors.loss[step] = _relative_error(values.loss, *expected["loss"][step])
         errors.norm.append(_relative_error(values.norm, *expected["norm"][step]))
+        errors.wrong_load = errors.wrong_load or find_wrong_load(
+            stages.router_loads, expected["routing"][step], batch_tokens, dtype
+        )
         gradients = {
             name: parameter.grad
             for name, parameter in stages.named_parameters()

@@ -293,6 +293,12 @@ def test_gradients_that_are_sent_wrong_fail_a_proof_in_which_all_else_is_right()
     assert verdict.error == "gradients are sent in a wider dtype than bfloat16"
 
 
+def test_routers_that_count_wrong_fail_a_proof_in_which_all_else_is_right() -> None:
+    verdict = judged(wrong_load="entropy of blocks.0.moe.router is 2, not 1")
+    assert not verdict.passed
+    assert verdict.error == "entropy of blocks.0.moe.router is 2, not 1"
+
+
 def test_a_replica_that_holds_nothing_fails() -> None:
     """The other ranks hold every element, so that none is missing in the whole."""
     verdict = judged({3: {"last.c": None}})

@@ -238,7 +238,7 @@ def largest_effect(
     shares = [_ratio(norm, whole) for norm, whole in zip(norms, stats.norms_of_all, strict=True)]
     largest = 0.0
     for rank in ranks:
-        if rank.wrong_learning_rate or rank.wrong_reduction:
+        if rank.broken_rule:
             return math.inf
         errors = [beyond_bound(error) for error in rank.loss]
         for step, share in enumerate(shares):

@@ -186,8 +186,9 @@ class Router(nn.Module):
         if self.balance_loss or self.z_loss:
             weights_NK = _WithLoss.apply(weights_NK, balance + z)
 
-        # A checkpointed block runs again in backward, with the same ``seq``: it counts once.
-        key = (self, "counted")
+        # A checkpointed block runs again in backward, with the same ``seq``: it counts once. With
+        # tp, ``self`` is a copy that is made in each call. All copies have the same statistics.
+        key = (self.statistics, "counted")
         if key not in seq.shared:
             seq.shared[key] = True
             with torch.no_grad():

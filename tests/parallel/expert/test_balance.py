@@ -10,7 +10,7 @@ from composer3d.models.moe.plan import sharding_plan
 from composer3d.models.moe.shape import MoeShape
 from composer3d.parallel import StepShape, compose
 from composer3d.parallel.expert.balance import expert_metrics
-from composer3d.recipe.schema import MeshTable, ParallelTable
+from composer3d.recipe.schema import MemoryTable, MeshTable, ParallelTable
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
@@ -34,7 +34,9 @@ SHAPE = MoeShape(
 ROWS, TOKENS = 4, 8
 
 
-def loads_of(mesh_sizes: dict[str, int], micro_batch: int) -> dict[str, Any]:
+def loads_of(
+    mesh_sizes: dict[str, int], micro_batch: int, checkpoint: str = "none"
+) -> dict[str, Any]:
     """Run two steps on the same global batch; return what routers have seen in the second."""
     with pool_world() as device:
         mesh = Mesh.build(MeshTable(**mesh_sizes), device)
@@ -47,6 +49,7 @@ def loads_of(mesh_sizes: dict[str, int], micro_batch: int) -> dict[str, Any]:
             parallel=ParallelTable(),
             step=step,
             seed=0,
+            memory=MemoryTable(activation_checkpoint=checkpoint),
         )
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(SHAPE.vocab, (ROWS, TOKENS), generator=generator)
@@ -63,22 +66,28 @@ def loads_of(mesh_sizes: dict[str, int], micro_batch: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("mesh_sizes", "micro_batch"),
+    ("mesh_sizes", "micro_batch", "checkpoint"),
     [
-        ({"dp_shard": 1}, 1),
-        ({"dp_shard": 2, "ep": 2}, 2),
-        ({"dp_shard": 1, "tp": 2, "ep": 2}, 4),
-        ({"dp_shard": 1, "cp": 2, "dp_replicate": 2}, 1),
-        ({"dp_shard": 1, "pp": 2, "tp": 2}, 2),
+        ({"dp_shard": 1}, 1, "full"),
+        ({"dp_shard": 2, "ep": 2}, 2, "none"),
+        ({"dp_shard": 1, "tp": 2, "ep": 2}, 4, "none"),
+        ({"dp_shard": 1, "tp": 2}, 4, "full"),
+        ({"dp_shard": 1, "tp": 2, "ep": 2}, 4, "selective"),
+        ({"dp_shard": 1, "cp": 2, "dp_replicate": 2}, 1, "none"),
+        ({"dp_shard": 1, "pp": 2, "tp": 2}, 2, "full"),
     ],
 )
 def test_loads_do_not_depend_on_the_layout(
-    pool: Pool, mesh_sizes: dict[str, int], micro_batch: int
+    pool: Pool, mesh_sizes: dict[str, int], micro_batch: int, checkpoint: str
 ) -> None:
     (expected,) = pool.run(
         loads_of, {"mesh_sizes": {"dp_shard": 1}, "micro_batch": 4}, world_size=1
     )
-    arguments = {"mesh_sizes": mesh_sizes, "micro_batch": micro_batch}
+    arguments = {
+        "mesh_sizes": mesh_sizes,
+        "micro_batch": micro_batch,
+        "checkpoint": checkpoint,
+    }
     world_size = MeshTable(**mesh_sizes).world_size
     for rank in pool.run(loads_of, arguments, world_size=world_size):
         assert rank["counts"] == expected["counts"]

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -77,11 +78,13 @@ class _Recorder:
 
 @contextmanager
 def _recorded(recorder: _Recorder, pipeline: Pipeline) -> Iterator[None]:
+    # The vote on whether shapes are static, before the first step: all ranks say yes. Since torch
+    # 2.15 it is an all-reduce, which the fake world answers, and these methods are gone.
+    say_yes = partial(mock.patch.object, PipelineStage, return_value=torch.ones(1), create=True)
     with (
         pipeline.around_actions(recorder.around),
-        # The vote on whether shapes are static, before the first step: all ranks say yes.
-        mock.patch.object(PipelineStage, "_warmup_forward_vote", return_value=torch.ones(1)),
-        mock.patch.object(PipelineStage, "_warmup_backward_result", return_value=torch.ones(1)),
+        say_yes("_warmup_forward_vote"),
+        say_yes("_warmup_backward_result"),
         mock.patch.object(torch_schedules, "_batch_p2p", recorder.launch),
         mock.patch.object(torch_schedules, "_wait_batch_p2p", recorder.wait),
     ):

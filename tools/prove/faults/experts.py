@@ -365,6 +365,17 @@ def count_recomputed_tokens() -> None:
         return routing
 
 
+def count_every_call() -> None:
+    """A router counts its tokens again when its block is recomputed (ours, with tp)."""
+
+    @instead_of(moe.Router, moe.Router._account)
+    def wrong(right: Any, self: moe.Router, *arguments: Any) -> Tensor:
+        seq: SequenceInfo = arguments[-1]
+        seq.shared.pop((self.statistics, "counted"), None)
+        weights_NK: Tensor = right(self, *arguments)
+        return weights_NK
+
+
 def route_again_in_recomputation() -> None:
     """A checkpointed block that runs again sends tokens to other experts (Automodel issue 2635)."""
 

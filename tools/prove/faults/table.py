@@ -542,6 +542,8 @@ FAULTS = [
         f"{_SIGMOID} memory.activation_checkpoint=full",
         r"router\.bias",
     ),
+    _moe(experts.count_every_call, "memory.activation_checkpoint=full", "tokens of expert"),
+    _moe(experts.move_biases_by_own_counts, _EP, "tokens of expert"),
     _moe(experts.route_again_in_recomputation, f"{_EP} memory.activation_checkpoint=full", "."),
     # dtypes: what no proof in float64 can see
     _narrow(
