@@ -27,7 +27,8 @@ class SequenceInfo:
         positions_BT: integers (B, T): the position of each token in its document. Like the tokens,
             they are cut by context parallelism, and are on the device of the model.
         documents_BT: integers (B, T), best on the CPU: the number of each token's document in its
-            row. Context parallelism does not cut them. Attention stays inside a document. None:
+            row. A document is a run of equal numbers, and its number must not come back later in
+            the row. Context parallelism does not cut them. Attention stays inside a document. None:
             each row is one document.
         shared: values that the first block to run computes from the positions alone, for all
             blocks, such as the tables of rotary positions; and what a layer keeps for itself. No
@@ -68,7 +69,8 @@ def hidden(
 class DecoderBlock(nn.Module):
     """A block: ``block(h_BTC, seq) -> h_BTC``.
 
-    Any module with this forward can be a block. This class adds ``prepare``.
+    Any module with this forward can be a block. It must draw no random numbers, as dropout does: a
+    checkpointed block runs again in backward, and would draw others. This class adds ``prepare``.
     """
 
     def prepare(self, seq: SequenceInfo, dtype: torch.dtype) -> None:
@@ -147,8 +149,9 @@ class ShardingPlan:
     the first one counts. ``models.fit`` checks that they fit the model.
 
     Attributes:
-        tensor: globs of module names, each with a style (``models.table``). The module of every
-            parameter must have a style other than "gather".
+        tensor: globs of module names, each with a style (``models.table``), as in ``{"*.attn":
+            "gather", "*.wq": "column", "*.wo": "row"}``. The module of every parameter must have a
+            style other than "gather".
         init: globs of parameter names, each with initial values. Every parameter must match one.
         kv_heads: the number of key-value heads that modules of style "kv_column" project to, and
             those of style "kv_column_norm" normalise. It is required if the plan has these styles.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from composer3d.facts.errors import PlanError
 from composer3d.models.contract import ShardingPlan
@@ -17,8 +18,8 @@ def check(model: nn.Module, plan: ShardingPlan) -> None:
     """Check that the plan fits the whole model, before it is cut.
 
     Raises:
-        PlanError: the plan does not fit, or the model has buffers. The error has a line for
-            each glob without a match, each parameter without a glob, each buffer, each style
+        PlanError: the plan does not fit, or the model has buffers or dropout. The error has a line
+            for each glob without a match, each parameter without a glob, each buffer, each style
             that does not fit its module, a missing ``kv_heads``, and each module that
             ``attend`` or ``experts`` should match or should not match.
     """
@@ -26,6 +27,7 @@ def check(model: nn.Module, plan: ShardingPlan) -> None:
         *_globs_without_a_match(model, plan),
         *_parameters_without_a_place(model, plan),
         *_buffers(model),
+        *_dropout(model),
         *_columns_without_a_gather(model, plan),
         *_rows_with_a_vector(model, plan),
         *_float8_of_others(model, plan),
@@ -77,6 +79,15 @@ def _buffers(model: nn.Module) -> Iterator[str]:
             "parameters get values afterwards; compute it in `DecoderBlock.prepare`, and keep it "
             "in `seq.shared`"
         )
+
+
+def _dropout(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            yield (
+                f"{name!r} is a dropout of {module.p:g}: a checkpointed block runs again in "
+                "backward and would drop others; use 0, or leave it out"
+            )
 
 
 def _columns_without_a_gather(model: nn.Module, plan: ShardingPlan) -> Iterator[str]:

@@ -98,13 +98,15 @@ def compose(
         stage_cut.check_every_stage_trains(model, sum(map(len, placement.stages)), parallel)
     defers = mesh.sizes.pp > 1 and SCHEDULES[parallel.schedule].splits_backward
     step_tokens = step.micro_batch * step.micro_batches * step.seq_len * mesh.batch_ranks
+
+    # e. Cut the loss into parts. Forward computes its gradients as well where backward follows.
     checkpointing.set_loss_chunks(
         model,
         plan,
         memory.loss_chunks,
         keeps_gradients=keeps_gradients_of_loss(mesh.sizes.pp, parallel, step.micro_batches),
     )
-    dw_builders = []
+    weight_gradient_builders = []
 
     # 1. Pipeline: cut into stages before anything wraps a module. All later steps then touch only
     #    the layers of this rank.
@@ -118,7 +120,7 @@ def compose(
         float8.apply(module.blocks, plan, precision)
 
         # 3. Zero bubble: replace the linear layers of blocks, for the same reason.
-        dw_builders.append(
+        weight_gradient_builders.append(
             zero_bubble.defer_weight_grads(module, module.blocks) if defers else None
         )
 
@@ -163,7 +165,7 @@ def compose(
     executor: Executor
     if mesh.sizes.pp > 1:
         executor = pipeline.Pipeline(
-            modules, dw_builders, mesh, parallel, placement, step, activation
+            modules, weight_gradient_builders, mesh, parallel, placement, step, activation
         )
     else:
         executor = OneStage(modules[0], parallel, step.micro_batch, mesh.device)

@@ -40,8 +40,8 @@ class Executor(Protocol):
         Args:
             tokens_BT: int64 (micro_batches x micro_batch, T): the tokens of all micro-batches. Only
                 stage 0 reads them.
-            keywords: the other inputs of the stages, (B, T) as well. ``labels_BT`` is among them on
-                the rank of the last stage.
+            keywords: the other inputs of the stages, with the rows of ``tokens_BT``. ``labels_BT``
+                is among them on the rank of the last stage.
             divisor: the losses are divided by this scalar on the mesh's device.
 
         Returns:
@@ -52,7 +52,7 @@ class Executor(Protocol):
         """
 
     def forward(self, tokens_BT: Tensor, keywords: Mapping[str, Any]) -> Tensor:
-        """Compute the sum of the losses, not divided, without gradients: a float64 scalar.
+        """Compute the sum of the losses, not divided: a float64 scalar. The caller allows no grad.
 
         The arguments (B, T), the rank with the sum and the collectives are those of
         ``forward_backward``.
@@ -81,10 +81,9 @@ class OneStage:
     ) -> Tensor:
         """See ``Executor.forward_backward``, with its shapes (B, T)."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        last = -(-tokens_BT.shape[0] // self._micro_batch) - 1
-        micro_batches = cut_into_micro_batches(tokens_BT, keywords, self._micro_batch)
-        for index, (tokens, inputs) in enumerate(micro_batches):
-            fsdp.begin_micro_batch(self._units, self._parallel, last=index == last)
+        micro_batches = list(cut_into_micro_batches(tokens_BT, keywords, self._micro_batch))
+        for number, (tokens, inputs) in enumerate(micro_batches, start=1):
+            fsdp.begin_micro_batch(self._units, self._parallel, last=number == len(micro_batches))
             summed = self._module(tokens, **inputs)
             loss = summed / divisor.to(summed.dtype)
             loss.backward()
@@ -102,7 +101,7 @@ class OneStage:
 def cut_into_micro_batches(
     tokens_BT: Tensor, keywords: Mapping[str, Any], micro_batch: int
 ) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """Cut tokens and keywords (B, T) into parts of ``micro_batch`` rows."""
+    """Cut tokens (B, T) and keywords (B, ...) into parts of ``micro_batch`` rows: views."""
     for begin in range(0, tokens_BT.shape[0], micro_batch):
         rows = slice(begin, begin + micro_batch)
         yield tokens_BT[rows], {name: value[rows] for name, value in keywords.items()}

@@ -26,8 +26,9 @@ class Stage(nn.Module):
     """Consecutive layers of a model, under the names they have in the whole model.
 
     ``stage(tokens_BT or h_BTC, positions_BT=..., documents=..., labels_BT=...)`` returns ``h_BTC``,
-    or the summed loss on the last stage. ``documents`` (B, T) covers whole sequences, because
-    attention reads it on the CPU; the other arguments are this rank's part of them.
+    or the summed loss on the last stage. The arguments are this rank's part of each sequence, but
+    for ``documents`` (B, whole sequence): attention asks for the documents of other ranks' keys, on
+    the CPU.
 
     Attributes:
         number: of this stage, counted from 0 over the whole pipeline.
@@ -95,8 +96,8 @@ class Stages:
     def _parameters_by_module(self) -> list[list[tuple[str, nn.Parameter]]]:
         """All parameters of each stage, by name. They are looked for once.
 
-        Each search visits all modules, which takes the host as long as a small kernel runs. The
-        objects stay the same: FSDP swaps gathered parameters in and its own back.
+        A search takes the host as long as a small kernel runs. The objects stay the same: FSDP
+        swaps gathered parameters in and its own back.
         """
         return [list(module.named_parameters()) for module in self.modules]
 
@@ -123,10 +124,7 @@ class Stages:
         return self.modules[-1].last is not None and self.mesh.coords["tp"] == 0
 
     def own_tokens(self, whole_BT: Tensor) -> Tensor:
-        """Cut this rank's part out of tokens, labels or positions: (B, T) to (B, T / cp).
-
-        No collective.
-        """
+        """Cut out this rank's part of tokens or the like, without a collective: (B, T / cp)."""
         group = self.mesh.cp_group
         if group is None:
             return whole_BT
@@ -221,8 +219,7 @@ class Stages:
     ) -> Tensor:
         """Compute this rank's share of the summed loss, without gradients.
 
-        The arguments are those of ``forward_backward``. The collectives are those of the composed
-        techniques in forward.
+        The arguments are those of ``forward_backward``, the collectives those of its forward.
 
         Returns:
             A float64 scalar. ``Mesh.sum_over_world`` gives the sum of the losses of all tokens, not
@@ -258,8 +255,7 @@ class Stages:
         Returns:
             This rank's share of the divided loss, a float64 scalar.
 
-        Collectives: those of the techniques composed, without any sum of gradients over
-        data-parallel ranks.
+        Collectives: those of a step, without sums of gradients over data-parallel ranks.
         """
         if not self._has_run:
             # FSDP makes the whole parameters in its first forward.

@@ -140,7 +140,9 @@ class RunTable:
 
     name: str = key("run", "name of the run; its folder is out_dir/name", FOLDER_NAME)
     steps: int = key(100, "optimizer steps of the whole run", _STEPS)
-    seed: int = key(0, "seed of the initial weights", _SEED)
+    seed: int = key(
+        0, "seed of the initial weights, and of torch's random numbers in each step", _SEED
+    )
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto", "device that trains; auto: cuda if this machine has it, else cpu"
     )

@@ -34,7 +34,7 @@ def train(run: Run) -> int:
             stopped_by = _train(run, signals)
         except Exception as error:
             run.observers.event(run.step, "stop", reason_in_one_line(error))
-            # Whatever fails now is no wrong recipe. Data that has changed since the start is.
+            # The recipe has been checked, so this is a training that failed; but data may change.
             if (
                 isinstance(error, UserError)
                 and error.status == UserError.status
@@ -54,7 +54,7 @@ def _train(run: Run, signals: StopSignals) -> int:
     owes_validation = process_group.on_main("metrics", lambda: run.validation.is_owed(run.step))
     if run.step >= total_steps and not owes_validation:
         log.get().info(nothing_to_do(run.recipe, run.step))
-    collector.set_aside()
+    collector.set_aside()  # Python's garbage collector need not look at what is there now
 
     with observers.training():
         if owes_validation:
@@ -74,17 +74,17 @@ def _loop(run: Run, signals: StopSignals) -> int:
     recipe, saver, mesh = run.recipe, run.saver, run.stages.mesh
 
     def own_flags() -> StepFlags:
-        save_is_due = mesh.rank == 0 and saver.is_time()
+        save_is_due = mesh.rank == 0 and saver.is_due_by_clock()
         return StepFlags(signals.first, saver.store.failed, save_is_due)
 
     while run.step < recipe.run.steps:
         if run.recovery.was_left_out(run.step + 1):
-            next(run.loader)
+            next(run.loader)  # an earlier run has found this batch bad
             run.step += 1
             flags = StepFlags()
         else:
             flags = do_step(run, own_flags)
-        # From here on, a signal must not end the process: the steps done must be saved first.
+        # From the first step on, a signal must not end the process before the steps are saved.
         signals.catch()
         is_last = run.step == recipe.run.steps
         run.observers.check_state(run.step)
@@ -95,20 +95,20 @@ def _loop(run: Run, signals: StopSignals) -> int:
 
         # Save before validation, so that a validation that fails or is cut off loses no step.
         stopped_by = flags.stop_signal
-        must_save = saver.is_due(run.step) or flags.save_is_due
+        must_save = saver.is_due_by_step(run.step) or flags.save_is_due_by_clock
         if must_save or stopped_by:
             _save(run)
             # A save can take minutes.
             stopped_by = stopped_by or signals.agree()
 
-        must_validate = run.validation.is_due(run.step)
-        if must_validate and not stopped_by:
-            must_validate = not _validate(run, signals)  # it may have been cut off
+        owes_validation = run.validation.is_due(run.step)
+        if owes_validation and not stopped_by:
+            owes_validation = not _validate(run, signals)  # a signal may have cut it off
             stopped_by = signals.agree()
             if stopped_by and not must_save:
                 _save(run)
 
-        if stopped_by and (must_validate or not is_last):
+        if stopped_by and (owes_validation or not is_last):
             cause, line = stopped_by_signal(recipe, run.step, stopped_by)
             run.observers.event(run.step, "stop", cause)
             log.get().info(line)
@@ -130,8 +130,8 @@ def do_step(run: Run, own_flags: Callable[[], StepFlags] = StepFlags) -> StepFla
     recipe, stages, observers, recovery = run.recipe, run.stages, run.observers, run.recovery
     number = run.step + 1
 
-    # Seeded by the number of the step, random numbers are the same on all layouts and after a
-    # resume. Only 63 bits of the seed are kept.
+    # If code of a user's draws random numbers, a run that is resumed draws the same. Our models
+    # draw none. Only 63 bits of the seed are kept.
     torch.manual_seed(((recipe.run.seed << 32) + run.step) & (2**63 - 1))
 
     with observers.step(number):

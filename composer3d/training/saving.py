@@ -33,12 +33,12 @@ class Saver:
         self._recipe, self._toml, self._claim = recipe, resolved_toml, claim
         self._saved_at_s = time.monotonic()
 
-    def is_time(self) -> bool:
+    def is_due_by_clock(self) -> bool:
         """Return whether ``checkpoint.every_minutes`` have passed, by the clock of this rank."""
         minutes = self._recipe.checkpoint.every_minutes
         return minutes > 0 and time.monotonic() - self._saved_at_s >= 60 * minutes
 
-    def is_due(self, step: int) -> bool:
+    def is_due_by_step(self, step: int) -> bool:
         """Return whether a checkpoint is due after ``step``: the last, or one of every so many."""
         every = self._recipe.checkpoint.every
         return step == self._recipe.run.steps or (every > 0 and step % every == 0)

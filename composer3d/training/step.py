@@ -40,12 +40,14 @@ def compute_gradients(
     mesh = stages.mesh
     tokens_BT, labels_BT, positions_BT, documents_BT, local_valid = move_to_device(stages, batch)
     (valid_tokens,) = mesh.start_sum_over_world(local_valid)
+    # A step in which no label counts has the loss 0, not NaN.
     local_loss = stages.forward_backward(
         tokens_BT, labels_BT, positions_BT, valid_tokens.clamp(min=1.0), documents_BT
     )
     norm_sq = grad_norm.local_grad_norm_sq(stages.parameters(), mesh)
-    # The message has the same length in every step: the order in which a ring adds a number up
-    # depends on its place, and what is logged must not change a bit of the training.
+    # In which order a ring all-reduce adds a number up depends on the number's place and on the
+    # length of the message. So the length is always the same: what is logged must change no bit of
+    # the training.
     parts: Sequence[Tensor]
     if by_part:
         parts = grad_norm.local_grad_norm_sq_by_part(stages.named_parameters(), mesh)

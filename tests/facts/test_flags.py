@@ -19,7 +19,11 @@ def test_a_flag_of_one_rank_reaches_all(number: int) -> None:
     assert len(none.pack()) == N_FLAGS
     assert summed(none, none) == none
     assert summed(none, StepFlags(number), none) == StepFlags(number)
-    assert summed(StepFlags(save_failed=True), StepFlags(save_is_due=True)) == (0, True, True)
+    assert summed(StepFlags(save_failed=True), StepFlags(save_is_due_by_clock=True)) == (
+        0,
+        True,
+        True,
+    )
 
 
 def test_of_several_signals_the_first_of_the_list_counts() -> None:

@@ -12,7 +12,7 @@ from composer3d.dryrun.memory import MemoryLedger
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.llama.model import Block, rope_of
 from composer3d.models.llama.shape import ModelShape
-from composer3d.parallel.context.api import Method, attend_over
+from composer3d.parallel.context.api import Method, make_attend
 from composer3d.runtime.torch_private import fake_world
 from tools.fake_cuda import device
 from tools.fake_cuda.counts import Copy, Watcher
@@ -86,7 +86,7 @@ def _count(case: Case) -> Layer:
         blocks.to_empty(device=on)
         group = dist.group.WORLD if case.cp > 1 else None
         for block in blocks:
-            block.attn.attend = attend_over(group, case.method)  # type: ignore[union-attr]
+            block.attn.attend = make_attend(group, case.method)  # type: ignore[union-attr]
         for documents in micro_batches:
             h = torch.empty(case.rows, tokens, shape.dim, dtype=torch.bfloat16, device=on)
             positions = torch.zeros(case.rows, tokens, dtype=torch.int64, device=on)

@@ -69,6 +69,16 @@ def test_a_buffer_is_refused() -> None:
         fit.check(model, sharding_plan(PRESETS["debug-tiny"]))
 
 
+def test_dropout_is_refused_because_a_checkpointed_block_would_draw_again() -> None:
+    model = Llama(PRESETS["debug-tiny"])
+    plan = sharding_plan(PRESETS["debug-tiny"])
+    model.blocks["1"].dropout = torch.nn.Dropout(0.0)
+    fit.check(model, plan)
+    model.blocks["1"].dropout = torch.nn.Dropout(0.1)
+    with pytest.raises(PlanError, match=r"'blocks\.1\.dropout' is a dropout of 0\.1: a checkp"):
+        fit.check(model, plan)
+
+
 def test_only_embeddings_are_only_looked_up() -> None:
     model = Llama(PRESETS["debug-tiny"])
     plan = sharding_plan(PRESETS["debug-tiny"])

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composer3d.models.contract import SequenceInfo
-from composer3d.parallel.context.api import METHODS, attend_over, ring_attention
+from composer3d.parallel.context.api import METHODS, make_attend, ring_attention
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
@@ -190,13 +190,13 @@ def measure(method: str, tokens: int, documents: int) -> Figures:
         q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), 2)
         leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
         grad = torch.randn_like(leaves[0])
-        document_ids = torch.arange(tokens)[None] // documents if documents else None
+        documents = torch.arange(tokens)[None] // documents if documents else None
 
         def attend() -> Tensor:
             if method == ALONE:
-                seq = SequenceInfo(torch.arange(tokens)[None], document_ids)
-                return attend_over(None)(*leaves, seq=seq, window=0)
-            return ring_attention(*leaves, group=group, method=method, document_ids=document_ids)
+                seq = SequenceInfo(torch.arange(tokens)[None], documents)
+                return make_attend(None)(*leaves, seq=seq, window=0)
+            return ring_attention(*leaves, group=group, method=method, documents=documents)
 
         for _ in range(2):  # the first run warms up
             for leaf in leaves:

@@ -91,7 +91,7 @@ def attention(rehearse: bool) -> dict[str, Any]:
     """Time, rate and error of each kernel of attention, with the heads of Llama 3 8B."""
     from composer3d.models.layers.attention import sdpa
     from composer3d.parallel.context.kernels import attend_block
-    from composer3d.parallel.context.ring import attend_over_ring
+    from composer3d.parallel.context.ring import attend_in_rounds
 
     device = device_of(rehearse)
     heads, kv_heads, width, tokens, dtype = _sizes_of_attention(rehearse)
@@ -99,7 +99,7 @@ def attention(rehearse: bool) -> dict[str, Any]:
     documents = (torch.arange(tokens) // (tokens // 16))[None]
 
     def over_ring(q: Tensor, k: Tensor, v: Tensor, documents: Any, window: int) -> Tensor:
-        out: Tensor = attend_over_ring(q, k, v, documents, window, "ring", False, "")[0]
+        out: Tensor = attend_in_rounds(q, k, v, documents, window, "ring", False, "")[0]
         return out
 
     cases: dict[str, tuple[Callable[..., Tensor], float]] = {

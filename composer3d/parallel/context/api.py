@@ -25,7 +25,7 @@ from composer3d.facts.errors import PlanError
 from composer3d.models.contract import SequenceInfo, ShardingPlan
 from composer3d.models.layers.attention import Attend, sdpa
 from composer3d.parallel.context.ownership import join_parts, parts_of_all_ranks
-from composer3d.parallel.context.ring import attend_over_ring
+from composer3d.parallel.context.ring import attend_in_rounds
 from composer3d.parallel.context.tiles import NO_WINDOW, NOT_CAUSAL
 from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.torch_private import group_by_name
@@ -53,13 +53,13 @@ def apply(
             "the plan names no module that attends, which context parallelism needs; "
             "use mesh.cp = 1"
         )
-    attend = attend_over(group, parallel.cp_method, balanced=parallel.cp_balance == "zigzag")
+    attend = make_attend(group, parallel.cp_method, balanced=parallel.cp_balance == "zigzag")
     for name, module in stage.named_modules():
         if plan.attends(name):
             module.attend = attend
 
 
-def attend_over(
+def make_attend(
     group: dist.ProcessGroup | None, method: Method = "ring", *, balanced: bool = True
 ) -> Attend:
     """Return a function for the seam ``attend``. See ``ring_attention`` for the arguments."""
@@ -72,7 +72,7 @@ def attend_over(
             k_BKnD,
             v_BKnD,
             group=group,
-            document_ids=seq.documents_BT,
+            documents=seq.documents_BT,
             window=window,
             method=method,
             balanced=balanced,
@@ -88,12 +88,12 @@ def ring_attention(
     *,
     group: dist.ProcessGroup | None,
     causal: bool = True,
-    document_ids: Tensor | None = None,
+    documents: Tensor | None = None,
     window: int = 0,
     method: Method = "ring",
     balanced: bool = True,
 ) -> Tensor:
-    """Compute attention over a sequence that is cut over ``group``.
+    """Compute attention over a sequence that is cut over ``group``, by any of the three methods.
 
     Args:
         q_BHnD, k_BKnD, v_BKnD: this rank's parts, as ``shard_sequence(whole, 2, group)`` cuts
@@ -101,7 +101,7 @@ def ring_attention(
             h // (H / K).
         group: the ranks that hold parts of the same sequences; None: this rank holds whole ones.
         causal: whether a query sees only the keys up to its own position, or all keys.
-        document_ids: integers (B, T) of the whole sequence, the same on all ranks. They are read on
+        documents: integers (B, T) of the whole sequence, the same on all ranks. They are read on
             the CPU. A document is a run of equal numbers, and a query sees only the keys of its own
             document.
         window: a causal query sees the last ``window`` keys up to its own; 0: all of them.
@@ -132,7 +132,7 @@ def ring_attention(
             order).
     """
     size = 1 if group is None else group.size()
-    _check(q_BHnD, k_BKnD, v_BKnD, document_ids, size, method, balanced)
+    _check(q_BHnD, k_BKnD, v_BKnD, documents, size, method, balanced)
     if window < 0 or (window and not causal):
         raise ValueError(
             f"window = {window} with causal = {causal}: it must be 0, or with causal = True the "
@@ -142,17 +142,16 @@ def ring_attention(
     if q.stride(-1) != 1:
         # Kernels need the last dim of queries to be contiguous.
         q = q.contiguous()
-    if not causal:
-        window = NOT_CAUSAL
-    elif window >= q.shape[2] * size:
-        window = NO_WINDOW
-
-    if size == 1 and document_ids is None and window <= 0:
+    if window >= q.shape[2] * size:
+        window = 0
+    if size == 1 and documents is None and window == 0:
+        # torch chooses the kernel: on a GPU it may be cuDNN's.
         return sdpa(q, k, v, is_causal=causal)
     if group is not None and size > 1 and method == "ulysses":
-        return _ulysses(q, k, v, group, causal, document_ids, max(window, 0), balanced)
+        return _ulysses(q, k, v, group, causal, documents, window, balanced)
     group_name = group.group_name if group is not None and size > 1 else ""
-    return attend_over_ring(q, k, v, document_ids, window, method, balanced, group_name)[0]
+    sees = (window or NO_WINDOW) if causal else NOT_CAUSAL
+    return attend_in_rounds(q, k, v, documents, sees, method, balanced, group_name)[0]
 
 
 def _check(
@@ -181,7 +180,7 @@ def _check(
         )
     if documents is not None and documents.shape != (rows, tokens * size):
         raise ValueError(
-            f"document_ids are {tuple(documents.shape)}; they must be {(rows, tokens * size)}"
+            f"documents are {tuple(documents.shape)}; they must be {(rows, tokens * size)}"
         )
     if method == "ulysses" and (heads % size or kv_heads % size):
         raise ValueError(
@@ -206,7 +205,7 @@ def _ulysses(
     received = _exchange(torch.cat(by_rank, 2), group.group_name)
     whole = join_parts(received, 2, balanced)
     q, k, v = whole.split([x.shape[1] // size for x in (q, k, v)], 1)
-    out = ring_attention(q, k, v, group=None, causal=causal, document_ids=documents, window=window)
+    out = ring_attention(q, k, v, group=None, causal=causal, documents=documents, window=window)
     parts = parts_of_all_ranks(out, 2, size, balanced)
     return _exchange(parts, group.group_name).movedim(0, 1).flatten(1, 2)
 

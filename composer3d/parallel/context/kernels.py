@@ -27,7 +27,6 @@ class Kernel(Enum):
     """A kernel that computes a block. The value is a name to print."""
 
     CPU_FLASH = "CPU flash"
-    # For whole sequences without documents and windows, F.sdpa is called, which may choose cuDNN.
     CUDA_FLASH = "CUDA flash"
     # It builds all scores of a block.
     REFERENCE = "plain scores"
@@ -113,9 +112,10 @@ def attend_block_backward(
 
 
 def least(dtype: torch.dtype) -> float:
-    """Return the logsumexp of no scores: a finite number, so that differences of two are not NaN.
+    """Return the logsumexp with which merging begins: so small that it changes nothing.
 
-    Merged with the logsumexp of scores, it changes nothing.
+    It is finite, because minus infinity minus itself is NaN. For a query that sees no key, a block
+    may return this or minus infinity.
     """
     return torch.finfo(dtype).min
 
@@ -126,7 +126,7 @@ def attend_reference(
     """Compute ``attend_block`` with all scores in memory, where no flash kernel can be used."""
     scores = _scores(q, k, causal, mask)
     lse = scores.logsumexp(-1, keepdim=True)
-    finite_lse = lse.clamp(min=torch.finfo(lse.dtype).min)  # -inf minus -inf would be NaN
+    finite_lse = lse.clamp(min=least(lse.dtype))  # -inf minus -inf would be NaN
     out = (scores - finite_lse).exp() @ _by_kv_head(v, v)
     return out.flatten(1, 2).to(q.dtype), lse.squeeze(-1).flatten(1, 2)
 

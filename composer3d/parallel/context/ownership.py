@@ -29,7 +29,10 @@ class OwnedRange(NamedTuple):
 
 
 def owned_ranges(rank: int, size: int, tokens: int, *, balanced: bool) -> tuple[OwnedRange, ...]:
-    """Return the ranges that ``rank`` of ``size`` holds, in order: ``tokens`` tokens in total."""
+    """Return the ranges that ``rank`` of ``size`` holds, in order.
+
+    ``tokens`` is the number of tokens on each rank.
+    """
     if size == 1 or not balanced:
         return (OwnedRange(place=0, position=rank * tokens, length=tokens),)
     half = tokens // 2

@@ -11,7 +11,7 @@ for float64.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,30 @@ from composer3d.parallel.context.ownership import (
 from composer3d.parallel.context.packed import CallPlan, KernelCall, plan_calls
 from composer3d.parallel.context.segment_kernel import VARIABLE_LENGTH
 from composer3d.parallel.context.tiles import Tile, starts_of, tiles
-from composer3d.runtime.torch_private import group_by_name
+from composer3d.runtime.torch_private import fake_mode_of, group_by_name
+
+
+class _Computer(Protocol):
+    """Computes one block of a round: a tile, or a call that covers several tiles."""
+
+    def attend(self, block: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output (B, H, T, D) and the logsumexp (B, H, T) of the block."""
+
+    def differentiate(
+        self,
+        block: Any,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the block adds to the gradients of q, k and v."""
 
 
 class _ByTiles:
-    """Computes tiles, one kernel call each. ``packed.CallPlan`` has the same methods for calls."""
+    """Computes tiles, one kernel call each."""
 
     @staticmethod
     def attend(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,13 +72,13 @@ class _Round(NamedTuple):
             its order, and there are no other rounds.
         kv: keys and values: two tensors, or one that has both.
         blocks: the tiles, or the calls that cover them.
-        kernel: computes one of these blocks.
+        computer: computes one of these blocks.
     """
 
     source: int | None
     kv: Tensor | tuple[Tensor, Tensor]
     blocks: tuple[Tile, ...] | tuple[KernelCall, ...]
-    kernel: Any
+    computer: _Computer
 
     @property
     def is_one_block(self) -> bool:
@@ -69,7 +88,7 @@ class _Round(NamedTuple):
     def attend(self, block: Tile | KernelCall, q: Tensor) -> tuple[Tensor, Tensor]:
         """Compute ``(out, lse)`` of a block."""
         k, v = self._keys_and_values(block)
-        return self.kernel.attend(block, q[block.rows, :, block.queries], k, v)
+        return self.computer.attend(block, q[block.rows, :, block.queries], k, v)
 
     def differentiate(
         self, block: Tile | KernelCall, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor
@@ -77,7 +96,7 @@ class _Round(NamedTuple):
         """Compute the contributions of a block to dq, dk and dv."""
         grad, q, out, lse = (x[block.rows, :, block.queries] for x in (grad, q, out, lse))
         k, v = self._keys_and_values(block)
-        return self.kernel.differentiate(block, grad, q, k, v, out, lse)
+        return self.computer.differentiate(block, grad, q, k, v, out, lse)
 
     def _keys_and_values(self, block: Tile | KernelCall) -> tuple[Tensor, Tensor]:
         """Cut out the keys and the values of a block."""
@@ -85,7 +104,7 @@ class _Round(NamedTuple):
 
 
 @torch.library.custom_op("composer3d::ring_attention", mutates_args=())
-def attend_over_ring(
+def attend_in_rounds(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -131,7 +150,8 @@ def attend_over_ring(
             out = out.to(wide)
             rows, queries = block.rows, block.queries
             if isinstance(block, Tile) and block.causal:
-                # The first tile of its queries: there is nothing to merge with.
+                # Nothing is there to merge with: own keys come in the first round, and ``tiles``
+                # puts the causal tile of a query before its others.
                 out[rows, :, queries] = block_out
                 lse[rows, :, queries] = block_lse
             else:
@@ -139,11 +159,11 @@ def attend_over_ring(
             # Free this block's output before the next one is allocated.
             del block_out, block_lse
     assert out is not None, "a query sees its own key"
-    return _as_BTHD(out, q.dtype), lse.contiguous()
+    return _in_memory_BTHD(out, q.dtype), lse.contiguous()
 
 
 @torch.library.custom_op("composer3d::ring_attention_backward", mutates_args=())
-def _attend_over_ring_backward(
+def _attend_in_rounds_backward(
     grad: Tensor,
     saved: Sequence[Tensor],
     documents: Tensor | None,
@@ -160,17 +180,23 @@ def _attend_over_ring_backward(
     q, k, v, out, lse = saved
     group = group_by_name(group_name) if group_name else None
     if grad.stride(-1) != 1:
-        grad = _copy_as_BTHD(grad, q.dtype)
+        grad = _copied_in_memory_BTHD(grad, q.dtype)
     wide = kernels.wide(q.dtype)
     dq = dkv = torch.empty(0)
     receive_dkv: Callable[[], Tensor] | None = None
 
-    # This rank's own block comes last: it hides the last send of the gradients, the larger message.
+    # The round with this rank's own keys comes last. While it computes, the last gradients travel:
+    # they are wide, and so a larger message than keys and values.
     rounds = _kv_rounds(q, k, v, documents, window, method, balanced, group_name, own_last=True)
     for number, round_ in enumerate(rounds):
         if round_.is_one_block and group is None:
+            # The block's gradients are the whole ones, so there are no wide sums to allocate.
             dq, dk, dv = round_.differentiate(round_.blocks[0], grad, q, out, lse)
-            return _as_BTHD(dq, q.dtype), _as_BTHD(dk, k.dtype), _as_BTHD(dv, v.dtype)
+            return (
+                _in_memory_BTHD(dq, q.dtype),
+                _in_memory_BTHD(dk, k.dtype),
+                _in_memory_BTHD(dv, v.dtype),
+            )
         if number == 0:
             dq = torch.zeros_like(q, dtype=wide)
         dkv = q.new_zeros((2, *round_.kv[0].shape), dtype=wide)
@@ -192,10 +218,10 @@ def _attend_over_ring_backward(
         elif round_.source != group.rank():
             receive_dkv = _send_to_next(dkv, group)
     return (
-        _as_BTHD(dq, q.dtype),
+        _in_memory_BTHD(dq, q.dtype),
         # Copies even if they are in order: outputs of an operator must not share memory.
-        _copy_as_BTHD(dkv[0], k.dtype),
-        _copy_as_BTHD(dkv[1], v.dtype),
+        _copied_in_memory_BTHD(dkv[0], k.dtype),
+        _copied_in_memory_BTHD(dkv[1], v.dtype),
     )
 
 
@@ -228,15 +254,18 @@ def _kv_rounds(
 
     def round_with(source: int | None, kv: Tensor | tuple[Tensor, Tensor]) -> _Round:
         if plan is not None:
+            # By rank; a round with the whole sequence is the only one.
             return _Round(source, kv, plan.rounds[source or 0], plan)
         held = owned_ranges(0, 1, tokens * size, balanced=balanced)
         if source is not None:
             held = owned_ranges(source, size, tokens, balanced=balanced)
-        return _Round(source, kv, tiles(owned, held, starts, window, q.device, banded), _ByTiles)
+        cut = tiles(owned, held, starts, window, q.device, banded, fake_mode_of(q))
+        return _Round(source, kv, cut, _ByTiles)
 
     if group is None and plan is not None:
         yield round_with(None, (k, v))
         return
+    # The kernels of tiles need contiguous keys and values, and messages need both in one tensor.
     own_kv = torch.stack((k, v))
     if group is None:
         yield round_with(None, own_kv)
@@ -287,6 +316,7 @@ def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
 
     Before the first block, ``lse`` is ``kernels.least``, so the block's output replaces ``out``.
     """
+    # The weight of the block is exp(block_lse) / (exp(lse) + exp(block_lse)).
     out.lerp_(block_out.to(out.dtype), torch.sigmoid(block_lse - lse)[..., None])
     lse.copy_(torch.logaddexp(lse, block_lse))
 
@@ -296,28 +326,31 @@ def _add(totals: Iterable[Tensor], parts: Iterable[Tensor]) -> None:
         total += part
 
 
-def _copy_as_BTHD(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copy x_BHTD into memory in the order B, T, H, D, so that projections need no further copy."""
+def _copied_in_memory_BTHD(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copy ``x`` (B, H, T, D) into memory in the order B, T, H, D; its shape stays as it is.
+
+    So the projection that reads it needs no further copy.
+    """
     x_BTHD = x.transpose(1, 2).to(dtype, copy=True, memory_format=torch.contiguous_format)
     return x_BTHD.transpose(1, 2)
 
 
-def _as_BTHD(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """As ``_copy_as_BTHD``, but return ``x`` itself if it has that order and dtype."""
+def _in_memory_BTHD(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """As ``_copied_in_memory_BTHD``, but return ``x`` itself if it has that order and dtype."""
     x_BTHD = x.transpose(1, 2)
     if x.dtype == dtype and x_BTHD.is_contiguous():
         return x
-    return _copy_as_BTHD(x, dtype)
+    return _copied_in_memory_BTHD(x, dtype)
 
 
-@attend_over_ring.register_fake
+@attend_in_rounds.register_fake
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _copy_as_BTHD(q, q.dtype), q.new_empty(q.shape[:3], dtype=kernels.wide(q.dtype))
+    return _copied_in_memory_BTHD(q, q.dtype), q.new_empty(q.shape[:3], dtype=kernels.wide(q.dtype))
 
 
-@_attend_over_ring_backward.register_fake
+@_attend_in_rounds_backward.register_fake
 def _(grad: Tensor, saved: Sequence[Tensor], *_: Any) -> tuple[Tensor, ...]:
-    return tuple(_copy_as_BTHD(x, x.dtype) for x in saved[:3])
+    return tuple(_copied_in_memory_BTHD(x, x.dtype) for x in saved[:3])
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -333,8 +366,8 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | Non
     if grad is None:
         # Other ranks may have a gradient: this one must send and receive as they do.
         grad = torch.zeros_like(saved[3])
-    dq, dk, dv = _attend_over_ring_backward(grad, saved, documents, *ctx.settings)
+    dq, dk, dv = _attend_in_rounds_backward(grad, saved, documents, *ctx.settings)
     return dq, dk, dv, None, None, None, None, None
 
 
-attend_over_ring.register_autograd(_differentiate, setup_context=_save_for_backward)
+attend_in_rounds.register_autograd(_differentiate, setup_context=_save_for_backward)

@@ -108,11 +108,12 @@ def tiles(
     window: int,
     device: torch.device,
     banded: bool = False,
+    fake_mode: object | None = None,
 ) -> tuple[Tile, ...]:
     """Cut the visible scores of ``queries`` with ``keys`` into tiles.
 
-    The tile with a query's own key, if there is one, comes before the query's other tiles. So the
-    query sees a key in its first tile, as ``ring._merge`` requires.
+    The tile with a query's own key, if there is one, comes before the query's other tiles:
+    ``ring.attend_in_rounds`` stores what a causal tile returns, and merges it with nothing.
 
     Args:
         queries, keys: the ranges of tokens that the rank of the queries holds, and those of the
@@ -122,6 +123,8 @@ def tiles(
             ``NOT_CAUSAL``.
         device: the device of the masks.
         banded: limit a tile to ``BAND`` queries, for a kernel that builds all scores of a tile.
+        fake_mode: of the queries (``torch_private.fake_mode_of``). Tiles are kept between calls,
+            and the masks of a dry run must not reach another one.
     """
     # Samples of the micro-batch, with the starts of their documents.
     row_groups: list[tuple[slice, tuple[int, ...]]] = [(slice(None), ())]
@@ -137,10 +140,20 @@ def tiles(
             for key_run in key_runs.get(query_run.document, ()):
                 for rectangle in _visible(query_run.positions, key_run.positions, window, banded):
                     found.append(
-                        _tile(rows, rectangle, query_run.shift, key_run.shift, window, device)
+                        _tile(
+                            rows,
+                            rectangle,
+                            query_run.shift,
+                            key_run.shift,
+                            window,
+                            device,
+                            fake_mode,
+                        )
                     )
 
     may_join = starts is None and window <= 0 and not banded and len(found) > 1
+    # If some tiles are causal, they fill one triangle only if queries and keys are the same tokens,
+    # which they are not with all-gather.
     if may_join and (queries == keys or not any(tile.causal for tile in found)):
         # The visible chunks are adjacent in the shards, so one call of the kernel covers them all.
         # Places ascend with positions, so the causal diagonal of the joined tile is right as well.
@@ -162,11 +175,12 @@ def _tile(
     key_shift: int,
     window: int,
     device: torch.device,
+    fake_mode: object | None,
 ) -> Tile:
     (q0, q1), (k0, k1) = rectangle.queries, rectangle.keys
     mask = None
     if rectangle.kind == "edge":
-        mask = _window_mask(q0 - k0, q1 - q0, k1 - k0, window, device)
+        mask = _window_mask(q0 - k0, q1 - q0, k1 - k0, window, device, fake_mode)
     return Tile(
         rows=rows,
         queries=slice(q0 - query_shift, q1 - query_shift),
@@ -182,9 +196,14 @@ def _hull(slices: list[slice]) -> slice:
 
 @lru_cache
 def _window_mask(
-    distance: int, queries: int, keys: int, window: int, device: torch.device
+    distance: int,
+    queries: int,
+    keys: int,
+    window: int,
+    device: torch.device,
+    fake_mode: object | None,
 ) -> Tensor:
-    """Return the mask of a tile at the edge of a window.
+    """Return the mask of a tile at the edge of a window, which is kept for each ``fake_mode``.
 
     ``distance`` is the position of the first query minus that of the first key.
     """

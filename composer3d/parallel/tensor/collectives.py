@@ -1,6 +1,6 @@
 """The collectives of tensor parallelism, each with its transpose as backward.
 
-n is the number of tp ranks. The sequence is dim 1 of (B, T, C).
+n is the number of tp ranks. Ranks hold parts along ``CUT_DIM``.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from composer3d.parallel.tensor.vocab import own_rows
 
-SEQUENCE_DIM = 1
+CUT_DIM = 1  # the sequence of (B, T, C), or the columns of (N, V)
 Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
@@ -35,12 +35,12 @@ def scatter_sum(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_gradients(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return ``x_BTC``, which is the same on all ranks. Backward sums the ranks' gradients."""
+    """Return ``x_BTC``, equal on all ranks. Backward sums the gradients (Megatron-LM's f)."""
     return _WithTranspose.apply(x_BTC, group, _identity, _all_reduce)
 
 
 def sum_outputs(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum ``x_BTC`` over the ranks. Backward returns the gradient, the same on all ranks."""
+    """Sum ``x_BTC`` over the ranks. Backward returns the gradient as it is (Megatron-LM's g)."""
     return _WithTranspose.apply(x_BTC, group, _all_reduce, _identity)
 
 
@@ -92,11 +92,11 @@ class _WithTranspose(torch.autograd.Function):
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty((group.size(), *x.shape))
     dist.all_gather_single(out.flatten(0, 1), x.contiguous(), group=group)
-    return out.movedim(0, SEQUENCE_DIM).flatten(SEQUENCE_DIM, SEQUENCE_DIM + 1)
+    return out.movedim(0, CUT_DIM).flatten(CUT_DIM, CUT_DIM + 1)
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    by_rank = x.unflatten(SEQUENCE_DIM, (group.size(), -1)).movedim(SEQUENCE_DIM, 0).contiguous()
+    by_rank = x.unflatten(CUT_DIM, (group.size(), -1)).movedim(CUT_DIM, 0).contiguous()
     out = x.new_empty(by_rank.shape[1:])
     dist.reduce_scatter_single(out, by_rank.flatten(0, 1), group=group)
     return out
@@ -114,4 +114,4 @@ def _identity(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _own_chunk(x_NV: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return x_NV.chunk(group.size(), 1)[group.rank()]
+    return x_NV.chunk(group.size(), CUT_DIM)[group.rank()]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composer3d.parallel.tensor import collectives
-from composer3d.parallel.tensor.collectives import SEQUENCE_DIM, _WithTranspose
+from composer3d.parallel.tensor.collectives import CUT_DIM, _WithTranspose
 from composer3d.runtime.torch_private import fusible_gather, fusible_scatter_sum
 
 
@@ -34,8 +34,8 @@ def scatter_sum(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _fusible_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return fusible_gather(x, SEQUENCE_DIM, group)
+    return fusible_gather(x, CUT_DIM, group)
 
 
 def _fusible_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return fusible_scatter_sum(x, SEQUENCE_DIM, group)
+    return fusible_scatter_sum(x, CUT_DIM, group)

@@ -2,12 +2,17 @@
 
 Shoeybi et al. 2019 (Megatron-LM, arXiv 1909.08053), Korthikanti et al. 2022 (arXiv 2205.05198).
 
-Collectives over tp in the forward of a micro-batch: a block has two all-gathers and two
-reduce-scatters of the residual stream; without sequence parallelism, two all-reduces. The embedding
-has one reduce-scatter (or all-reduce), and the head one all-gather (or none). A norm over all heads
-has one all-reduce of a number for each token. Backward has the transposes of these. The loss has
-the collectives of ``vocab.cross_entropy``; without loss parallelism, an all-gather of the logits in
-forward.
+Collectives over tp for a micro-batch, of the residual stream:
+
+- With sequence parallelism, the forward of a block has two all-gathers and two reduce-scatters,
+  that of the embedding one reduce-scatter, and that of the head one all-gather. Backward has the
+  transposes of these.
+- Without it, a block has two all-reduces in forward and two in backward; the embedding has one in
+  forward only, and the head one in backward only.
+
+A norm over all heads also has an all-reduce of a number for each token, and its transpose. The loss
+has those of ``vocab.cross_entropy``, or without loss parallelism an all-gather of the logits. After
+the step, an all-reduce sums gradients of which each rank has a part (``Stages.finish_gradients``).
 """
 
 from collections.abc import Callable, Mapping
@@ -42,8 +47,9 @@ def apply(stage: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, parallel: Para
 
     ``stage`` is on the meta device, or holds the same values on all ranks. Afterwards every
     parameter is a DTensor on ``mesh``: ``Shard(0)`` for columns, embedding and head, ``Shard(1)``
-    for rows, ``Replicate()`` for norms, routers, and key-value projections with fewer heads than
-    ranks. Experts are left as they are.
+    for rows, ``Replicate()`` for norms of the stream or of one head, routers, and key-value
+    projections with fewer heads than ranks. A norm over all heads is cut like the columns that it
+    normalises. Experts are left as they are.
 
     Raises:
         PlanError: the plan leaves a parameter uncut; a head lacks its seam; or neither of tp and
@@ -178,14 +184,16 @@ def _style(style: Style, plan: ShardingPlan, mesh: DeviceMesh, parallel: Paralle
     sequence_parallel = parallel.sequence_parallel
     # The collectives before column layers and after row layers.
     if sequence_parallel and parallel.async_tp:
-        gather, reduce = fusible.gather_sequence, fusible.scatter_sum
+        before_columns, after_rows = fusible.gather_sequence, fusible.scatter_sum
     elif sequence_parallel:
-        gather, reduce = gather_sequence, scatter_sum
+        before_columns, after_rows = gather_sequence, scatter_sum
     else:
-        gather, reduce = sum_gradients, sum_outputs
+        before_columns, after_rows = sum_gradients, sum_outputs
     match style:
         case "embedding":
-            return Local(Shard(0), post_collective=reduce, make_forward=forwards.embedding_forward)
+            return Local(
+                Shard(0), post_collective=after_rows, make_forward=forwards.embedding_forward
+            )
         case "norm":
             return Local(Replicate(), sums_gradients=sequence_parallel)
         case "router" | "head_norm":
@@ -201,7 +209,7 @@ def _style(style: Style, plan: ShardingPlan, mesh: DeviceMesh, parallel: Paralle
             )
         case "gather":
             # One all-gather serves all projections that read this input.
-            return Local(Replicate(), pre_collective=gather)
+            return Local(Replicate(), pre_collective=before_columns)
         case "column":
             return Local(Shard(0))
         case "kv_column":
@@ -209,11 +217,11 @@ def _style(style: Style, plan: ShardingPlan, mesh: DeviceMesh, parallel: Paralle
             assert plan.kv_heads is not None
             return _kv_column(plan.kv_heads, mesh)
         case "row":
-            return Local(Shard(1), post_collective=reduce)
+            return Local(Shard(1), post_collective=after_rows)
         case "head":
             return Local(
                 Shard(0),
-                pre_collective=gather,
+                pre_collective=before_columns,
                 make_forward=partial(forwards.head_forward, loss_parallel=parallel.loss_parallel),
             )
 

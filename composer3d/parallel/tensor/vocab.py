@@ -1,7 +1,7 @@
 """The vocabulary cut over tp: a rank's rows, and the loss of logits that stay cut.
 
 Shoeybi et al. 2019 (arXiv 1909.08053), section 3. A rank holds ceil(vocabulary / tp) rows; if tp
-does not divide the vocabulary, the last rank holds fewer. Nothing is padded.
+does not divide the vocabulary, the last rank holds fewer. No parameter is padded.
 
 Shapes: N tokens of a micro-batch, V columns of the logits that this rank holds.
 """
@@ -74,19 +74,19 @@ class _CrossEntropy(torch.autograd.Function):
         target_N = shifted_NV.gather(1, column_N[:, None])[:, 0].masked_fill(~is_own_N, 0)
         sums_2N = torch.stack((shifted_NV.exp_().sum(-1), target_N))
         dist.all_reduce(sums_2N, group=group)
-        log_sum_N, target_N = sums_2N[0].log(), sums_2N[1]
+        shifted_lse_N, target_N = sums_2N[0].log(), sums_2N[1]
 
         # The logits are saved in their own dtype, which takes less memory than the wide softmax.
         # Backward computes the softmax again.
-        ctx.save_for_backward(logits_NV, labels_N, max_N + log_sum_N)
+        ctx.save_for_backward(logits_NV, labels_N, max_N + shifted_lse_N)
         ctx.first = first
-        return (log_sum_N - target_N).masked_fill(labels_N == IGNORE_INDEX, 0).sum()
+        return (shifted_lse_N - target_N).masked_fill(labels_N == IGNORE_INDEX, 0).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits_NV, labels_N, log_sum_N = ctx.saved_tensors
+        logits_NV, labels_N, lse_N = ctx.saved_tensors
         is_own_N = _is_own(labels_N, ctx.first, logits_NV)
-        grad_NV = (logits_NV.to(log_sum_N.dtype) - log_sum_N[:, None]).exp_()
+        grad_NV = (logits_NV.to(lse_N.dtype) - lse_N[:, None]).exp_()
         column_N1 = (labels_N - ctx.first).masked_fill(~is_own_N, 0)[:, None]
         grad_NV.scatter_add_(1, column_N1, -is_own_N[:, None].to(grad_NV.dtype))
         grad_NV *= grads[0]

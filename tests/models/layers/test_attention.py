@@ -9,7 +9,7 @@ from composer3d.models.contract import SequenceInfo
 from composer3d.models.layers.attention import attend_sdpa
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.shape import ModelShape
-from composer3d.parallel.context.api import attend_over
+from composer3d.parallel.context.api import make_attend
 from tests.reference.attention import attend, visible_keys
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -95,7 +95,7 @@ def test_packed_attention_reads_the_visible_tokens_only(
     seq = SequenceInfo(positions_BT.to(device), documents_BT)
     inputs = [x.to(device) for x in (q, k, v)]
     out = attend_sdpa(*inputs, seq=seq, window=window).cpu()
-    out_in_tiles = attend_over(None)(*inputs, seq=seq, window=window).cpu()
+    out_in_tiles = make_attend(None)(*inputs, seq=seq, window=window).cpu()
     assert out.dtype == out_in_tiles.dtype == dtype
     torch.testing.assert_close(out_in_tiles, out, rtol=0, atol=bound)
 
@@ -165,6 +165,6 @@ def test_window_saves_no_square_of_scores() -> None:
 
     q = random(1, 1, length, 8, seed=1).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(note_size, lambda x: x):
-        attend_over(None)(q, q, q, seq=SequenceInfo(torch.arange(length)[None]), window=window)
+        make_attend(None)(q, q, q, seq=SequenceInfo(torch.arange(length)[None]), window=window)
     assert sizes
     assert max(sizes) <= 2 * length * window < length * length

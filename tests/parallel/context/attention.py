@@ -87,7 +87,7 @@ def composed(
         *leaves,
         group=group,
         causal=mask.causal,
-        document_ids=documents,
+        documents=documents,
         window=mask.window,
         method=method,
         balanced=balanced,

@@ -152,7 +152,7 @@ def test_one_rank_with_documents_and_a_window(device: str, dtype: torch.dtype) -
     mask = Mask(random_documents(600, 0.01), 280)
     expected = reference(*(x.double() for x in whole), mask)
     q, k, v, grad = (x.to(device).mT.contiguous().mT.requires_grad_() for x in whole)
-    out = api.ring_attention(q, k, v, group=None, document_ids=mask.documents, window=mask.window)
+    out = api.ring_attention(q, k, v, group=None, documents=mask.documents, window=mask.window)
     results = [out, *torch.autograd.grad(out, (q, k, v), grad)]
     for actual, wanted in zip(results, expected, strict=True):
         assert relative_error(actual.detach().cpu(), wanted) < 8 * torch.finfo(dtype).eps
@@ -315,13 +315,13 @@ def test_shapes_beyond_which_kernels_would_read_are_refused() -> None:
             ValueError, match=r"they must be \(B, H, n, D\), \(B, K, n, D\) and \(B, K, n, D\)"
         ):
             # Printed only if it is not refused.
-            print(name, api.ring_attention(*tensors, group=None, document_ids=ids).shape)
+            print(name, api.ring_attention(*tensors, group=None, documents=ids).shape)
     for causal, window in ((True, -1), (False, 3)):
         with pytest.raises(
             ValueError,
             match="it must be 0, or with causal = True the number of keys that a query sees",
         ):
-            api.ring_attention(q, k, v, group=None, document_ids=ids, causal=causal, window=window)
+            api.ring_attention(q, k, v, group=None, documents=ids, causal=causal, window=window)
 
 
 def check_refusals() -> None:
@@ -338,8 +338,8 @@ def check_refusals() -> None:
             ValueError, match="each rank holds 7 tokens; balanced order needs an even number"
         ):
             api.ring_attention(*(x[:, :, :7] for x in (q, k, v)), group=group)
-        with pytest.raises(ValueError, match=r"document_ids are \(1, 16\); they must be \(2, 16\)"):
-            api.ring_attention(q, k, v, group=group, document_ids=torch.zeros(1, 16))
+        with pytest.raises(ValueError, match=r"documents are \(1, 16\); they must be \(2, 16\)"):
+            api.ring_attention(q, k, v, group=group, documents=torch.zeros(1, 16))
         with pytest.raises(
             ValueError, match='method = "rings" must be "ring", "allgather" or "ulysses"'
         ):

@@ -180,7 +180,7 @@ def test_one_rank_agrees_with_tiles(
             if kernel is not None:
                 patch.setitem(segment_kernel.VARIABLE_LENGTH, kernels.Kernel.CPU_FLASH, kernel)
             leaves = [x.clone().requires_grad_() for x in whole]
-            out = api.ring_attention(*leaves, group=None, document_ids=documents, window=window)
+            out = api.ring_attention(*leaves, group=None, documents=documents, window=window)
             results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
     for expected, actual in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)

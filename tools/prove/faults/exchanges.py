@@ -24,23 +24,21 @@ from tools.prove.faults.plant import instead_of
 
 def repeat_own_shard_of_the_sequence() -> None:
     """tp: the all-gather of the sequence repeats this rank's shard instead of adding the others."""
-    collectives._all_gather = lambda x, group: torch.cat(
-        [x] * group.size(), collectives.SEQUENCE_DIM
-    )
+    collectives._all_gather = lambda x, group: torch.cat([x] * group.size(), collectives.CUT_DIM)
 
 
 def gather_the_sequence_backwards() -> None:
     """tp: the all-gather joins the shards of the sequence in reverse order."""
     right = collectives._all_gather
     collectives._all_gather = lambda x, group: torch.cat(
-        right(x, group).chunk(group.size(), collectives.SEQUENCE_DIM)[::-1],
-        collectives.SEQUENCE_DIM,
+        right(x, group).chunk(group.size(), collectives.CUT_DIM)[::-1],
+        collectives.CUT_DIM,
     )
 
 
 def keep_own_part_of_the_sum() -> None:
     """tp: the reduce-scatter cuts but does not sum."""
-    collectives._reduce_scatter = lambda x, group: x.chunk(group.size(), collectives.SEQUENCE_DIM)[
+    collectives._reduce_scatter = lambda x, group: x.chunk(group.size(), collectives.CUT_DIM)[
         group.rank()
     ].contiguous()
 
@@ -350,7 +348,7 @@ def attend_to_own_tokens() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, *, seq: object, window: int) -> Tensor:
         return kernels.attend_block(q, k, v, causal=True)[0]
 
-    api.attend_over = lambda group, method, *, balanced: attend
+    api.make_attend = lambda group, method, *, balanced: attend
 
 
 def cut_the_sequence_contiguously() -> None:
@@ -393,17 +391,17 @@ def _spoil_hops(*callers: str) -> None:
 
 def lose_the_hop_of_keys() -> None:
     """Ring, forward: a rank keeps its own keys and values instead of the ones that arrive."""
-    _spoil_hops("_kv_rounds", "attend_over_ring")
+    _spoil_hops("_kv_rounds", "attend_in_rounds")
 
 
 def lose_the_hop_of_keys_in_backward() -> None:
     """Ring, backward: a rank differentiates with its own keys and values, not arriving ones."""
-    _spoil_hops("_kv_rounds", "_attend_over_ring_backward")
+    _spoil_hops("_kv_rounds", "_attend_in_rounds_backward")
 
 
 def lose_the_hop_of_key_gradients() -> None:
     """Ring, backward: gradients of keys and values do not travel back to their rank."""
-    _spoil_hops("_attend_over_ring_backward")
+    _spoil_hops("_attend_in_rounds_backward")
 
 
 def use_one_buffer_for_the_ring() -> None:
