@@ -349,7 +349,7 @@ class Source:
         said = self._said_by_recipe()
         name, globs = said.get("optim.name"), said.get("optim.matrices")
         optim = OptimTable(
-            name=cast(Any, name if name in OPTIMIZERS else DEFAULT),
+            name=cast(Any, name if isinstance(name, str) and name in OPTIMIZERS else DEFAULT),
             matrices=globs if isinstance(globs, tuple) else None,
         )
         return optim.optimizer, matrices_of(self.model_of, self.shape, optim)

@@ -15,7 +15,7 @@ from composer3d.doctor.report import Disk, DoctorReport, make_report
 from composer3d.facts import hardware
 from composer3d.facts.errors import ExchangeError
 from composer3d.planner.memory import GIB
-from composer3d.planner.predict import sizes_of
+from composer3d.planner.predict import optimizer_copies, sizes_of
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import environment, process_group
 from composer3d.runtime.agreement import check_agreement, versions
@@ -155,9 +155,7 @@ def _disk(recipe: Recipe) -> Disk:
     while not folder.exists():
         folder = folder.parent
     width = 8 if recipe.precision.params == "float64" else 4
-    size = (
-        (1 + recipe.optim.optimizer.copies(is_matrix=False)) * width * sizes_of(recipe).parameters
-    )
+    size = optimizer_copies(recipe) * width * sizes_of(recipe).parameters
     # A new checkpoint is complete before the oldest one is removed.
     return Disk(
         str(folder), shutil.disk_usage(folder).free / GIB, size / GIB, recipe.checkpoint.keep + 1

@@ -41,10 +41,12 @@ from composer3d.models.layers.moe import Router, Routing
 from composer3d.models.registry import architecture
 from composer3d.parallel import Stages
 from composer3d.parallel.data import fsdp
+from composer3d.parallel.freeze import freeze_others
 from composer3d.parallel.pipeline.runtime import Pipeline, place_stages
 from composer3d.parallel.pipeline.stage_cut import cut_into_stages
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.parallel.stages import Stage
+from composer3d.recipe.matrices import matrices_of
 from composer3d.recipe.schema import CompileTable, Recipe
 from composer3d.runtime import collector, environment
 from composer3d.runtime.mesh import Mesh
@@ -87,26 +89,50 @@ class StageContent(NamedTuple):
     """What tells the stages of one pipeline rank from those of another.
 
     Attributes:
-        blocks: for each stage of the rank, the parameters of each of its blocks, as shapes.
+        blocks: for each stage of the rank, the parameters of each of its blocks.
         ends: whether the rank holds the first stage, and the last.
     """
 
-    blocks: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
+    blocks: tuple[tuple[tuple["_ParameterKind", ...], ...], ...]
     ends: tuple[bool, bool]
+
+
+class _ParameterKind(NamedTuple):
+    """All of a parameter that decides what a step does with it.
+
+    Attributes:
+        shape: of the whole parameter.
+        trains: whether it gets a gradient.
+        is_matrix: whether the optimizer works on it as a whole.
+    """
+
+    shape: tuple[int, ...]
+    trains: bool
+    is_matrix: bool
 
 
 def describe_stages(recipe: Recipe) -> list[StageContent]:
     """Return what each pipeline rank holds. Equal ones run equal steps if their order is equal."""
     placement = place_stages(recipe.mesh.pp, recipe.parallel, recipe.micro_batches)
     model_of = architecture(recipe.model.architecture)
+    matrices = matrices_of(model_of, recipe.model, recipe.optim)
     contents = []
     for rank in range(recipe.mesh.pp):
         model = model_of.build(recipe.model, dtype=torch.float32, device="meta")
+        if recipe.optim.train is not None:
+            freeze_others(model, recipe.optim.train)
         stages = cut_into_stages(model, placement.stages, rank, recipe.parallel)
         blocks = tuple(
             tuple(
-                tuple(tuple(parameter.shape) for parameter in block.parameters())
-                for block in stage.blocks.values()
+                tuple(
+                    _ParameterKind(
+                        tuple(parameter.shape),
+                        parameter.requires_grad,
+                        f"blocks.{number}.{name}" in matrices,
+                    )
+                    for name, parameter in block.named_parameters()
+                )
+                for number, block in stage.blocks.items()
             )
             for stage in stages
         )

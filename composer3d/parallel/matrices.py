@@ -15,7 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from composer3d.facts.box import Box
 from composer3d.parallel.init import local_part
-from composer3d.planner.matrices import CutParameter, MatrixUnit, rounds_of_units
+from composer3d.planner.matrices import (
+    CutParameter,
+    Delivery,
+    MatrixUnit,
+    messages_of_results,
+    rounds_of_units,
+)
 from composer3d.runtime.torch_private import box_on_rank
 
 # What an exchange is run with; see ``MatrixExchange.run``.
@@ -66,11 +72,11 @@ class _OwnTransfers(NamedTuple):
 
 
 class _OwnRound(NamedTuple):
-    """The units that this rank owns in a round, and the messages to all owners and back."""
+    """The units that this rank owns in a round, the message to all owners, and those back."""
 
     owned: tuple[MatrixUnit, ...]
     to_owners: _OwnTransfers
-    to_holders: _OwnTransfers
+    to_holders: tuple[_OwnTransfers, ...]
 
 
 class MatrixExchange:
@@ -98,7 +104,10 @@ class MatrixExchange:
             _OwnRound(
                 tuple(unit for unit in units if unit.owner == self._own_rank),
                 _OwnTransfers.of(_to_owners(units), self._own_rank, len(ranks)),
-                _OwnTransfers.of(_to_holders(units), self._own_rank, len(ranks)),
+                tuple(
+                    _OwnTransfers.of(_back(message), self._own_rank, len(ranks))
+                    for message in messages_of_results(units, len(ranks))
+                ),
             )
             for units in self.rounds
         ]
@@ -120,12 +129,24 @@ class MatrixExchange:
             write: takes the result of a part, in the same place as ``read``.
             like: a tensor on the group's device, in the dtype in which all travels.
 
-        Collectives: two all-to-alls over the group for each round.
+        Collectives: for each round, an all-to-all over the group, and then one or more (see
+        ``messages_of_results``).
         """
         for own in self._own_rounds:
-            wholes = self._gather(own, read, like)
-            results = {unit: compute(whole) for unit, whole in wholes.items()}
-            self._scatter(own, results, write, like)
+            self._run_round(own, read, compute, write, like)
+
+    def _run_round(
+        self,
+        own: _OwnRound,
+        read: Read,
+        compute: Callable[[Tensor], Tensor],
+        write: Write,
+        like: Tensor,
+    ) -> None:
+        # A round frees its buffers before the next one begins, and each matrix once it is computed.
+        wholes = self._gather(own, read, like)
+        results = {unit: compute(wholes.pop(unit)) for unit in own.owned}
+        self._scatter(own, results, write, like)
 
     def _gather(self, own: _OwnRound, read: Read, like: Tensor) -> dict[MatrixUnit, Tensor]:
         """Return the values of the units that this rank owns. Collective over the group."""
@@ -153,7 +174,8 @@ class MatrixExchange:
         def receive(transfer: _Transfer, part: Tensor) -> None:
             write(transfer.unit.parameter, self._place(transfer), part)
 
-        self._deliver(own.to_holders, send, receive, like)
+        for message in own.to_holders:
+            self._deliver(message, send, receive, like)
 
     def _place(self, transfer: _Transfer) -> tuple[slice, ...]:
         """Return where the part of a transfer lies in this rank's shard of its parameter."""
@@ -173,6 +195,7 @@ class MatrixExchange:
             return
         parts = [read(transfer).reshape(-1) for transfer in message.outgoing]
         sent = torch.cat(parts) if parts else like.new_empty(0)
+        del parts
         received = like.new_empty(sum(message.incoming_sizes))
         dist.all_to_all_single(
             received, sent, message.incoming_sizes, message.outgoing_sizes, group=self._group
@@ -191,12 +214,11 @@ def _to_owners(units: Sequence[MatrixUnit]) -> list[_Transfer]:
     ]
 
 
-def _to_holders(units: Sequence[MatrixUnit]) -> list[_Transfer]:
-    """Return the transfers that bring the results of each unit to all that hold parts of it."""
+def _back(message: Sequence[Delivery]) -> list[_Transfer]:
+    """Return the transfers of one message with results."""
     return [
-        _Transfer(unit, box, source=unit.owner, target=rank)
-        for unit in units
-        for rank, box in unit.holders
+        _Transfer(delivery.unit, delivery.box, source=delivery.unit.owner, target=delivery.rank)
+        for delivery in message
     ]
 
 

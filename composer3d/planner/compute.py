@@ -70,6 +70,7 @@ class ComputeRates(NamedTuple):
             that clocks fall.
         memory: bytes/s of a stream.
         tail: the outputs of a product that take as long as its last, partly filled wave of tiles.
+        share: of the peak of a dtype, what large products sustain.
     """
 
     matrix: float
@@ -78,6 +79,7 @@ class ComputeRates(NamedTuple):
     attention: float
     memory: float
     tail: float
+    share: float
 
 
 class Work(NamedTuple):
@@ -146,6 +148,7 @@ def rates(setup: Setup, constants: Constants) -> ComputeRates:
         attention=machine.hardware.matrix_rate(head_type) * clock,
         memory=machine.hardware.memory_bytes_s * MEMORY_SHARE,
         tail=0.0 if machine.hardware.generation == "cpu" else constants.tail_waves * _WAVE,
+        share=share,
     )
 
 

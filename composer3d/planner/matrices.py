@@ -16,13 +16,22 @@ from typing import NamedTuple
 
 from composer3d.facts.box import Box
 
-# The most elements of matrices that a rank owns in one round, unless one matrix has more.
+# The most elements of matrices that a rank owns in one round, and that it sends or receives in one
+# message, unless one matrix has more.
 ELEMENTS_PER_ROUND = 1 << 26
 
 
-# Buffers of so many elements that a round needs: what is sent, what is received, the matrices, and
-# what Newton-Schulz makes of them.
-BUFFERS_PER_ROUND = 4
+def buffer_elements(owned: float, replicas: int) -> float:
+    """Return the most elements that a rank has in buffers at a time, in a round.
+
+    Args:
+        owned: the elements of the matrices that it owns in the round.
+        replicas: the ranks that hold each part of a matrix.
+    """
+    # Before the products: the matrices, what is sent (in parts, and joined) and what is received;
+    # or Newton-Schulz has as many buffers. After them: the results, and the same of one message.
+    message = min(replicas * owned, max(owned, ELEMENTS_PER_ROUND))
+    return max(4 * owned, owned + 3 * message)
 
 
 class CutParameter(NamedTuple):
@@ -87,6 +96,53 @@ def rounds_of_units(
     return list(_cut_into_rounds(_assign(parameters, n_ranks), n_ranks))
 
 
+class Delivery(NamedTuple):
+    """A part of a unit's result, and the rank that holds this part."""
+
+    unit: MatrixUnit
+    rank: int
+    box: Box
+
+
+def messages_of_results(units: Sequence[MatrixUnit], n_ranks: int) -> list[list[Delivery]]:
+    """Return the messages that bring the results of a round to all that hold parts of them.
+
+    Every replica of a part gets it, so an owner may send its matrix many times. In one message, no
+    rank sends or receives more than ``ELEMENTS_PER_ROUND`` elements, unless one part has more.
+
+    Args:
+        units: of one round.
+        n_ranks: the ranks of the stage.
+    """
+    messages: list[list[Delivery]] = []
+    sent: list[list[int]] = []
+    received: list[list[int]] = []
+    # The first message in which each owner may have room: it fills them in order.
+    begins = [0] * n_ranks
+    for unit in units:
+        for rank, box in unit.holders:
+            size = prod(box.shape)
+            most = max(size, ELEMENTS_PER_ROUND)
+            place = begins[unit.owner]
+            while place < len(messages) and (
+                sent[place][unit.owner] + size > most or received[place][rank] + size > most
+            ):
+                place += 1
+            if place == len(messages):
+                messages.append([])
+                sent.append([0] * n_ranks)
+                received.append([0] * n_ranks)
+            messages[place].append(Delivery(unit, rank, box))
+            sent[place][unit.owner] += size
+            received[place][rank] += size
+            while (
+                begins[unit.owner] < len(messages)
+                and sent[begins[unit.owner]][unit.owner] >= ELEMENTS_PER_ROUND
+            ):
+                begins[unit.owner] += 1
+    return messages
+
+
 class _Unowned(NamedTuple):
     """A unit before it has an owner; the fields are those of ``MatrixUnit``."""
 
@@ -143,8 +199,10 @@ def _cut_experts(
     for first, end in pairwise(sorted(edges)):
         count = end - first
         holders = _holders([box.rows(first, count) for box in boxes])
-        # They share the work: no rank has more than one expert more than another.
-        shares = min(count, len(holders))
+        # They share the work: no rank has more than one expert more than another. A unit must also
+        # fit a round.
+        most = max(1, ELEMENTS_PER_ROUND // prod(whole.shape[1:]))
+        shares = min(count, max(-(-count // most), len(holders)))
         for share in range(shares):
             begin = first + share * count // shares
             size = first + (share + 1) * count // shares - begin

@@ -25,10 +25,10 @@ from composer3d.planner.activations import (
     stream_of,
     unit_of,
 )
-from composer3d.planner.matrices import BUFFERS_PER_ROUND, ELEMENTS_PER_ROUND
+from composer3d.planner.matrices import ELEMENTS_PER_ROUND, buffer_elements
 from composer3d.planner.setup import BlockKind, Matrices, Setup
 from composer3d.planner.states import Counts, State, states_of_ranks
-from composer3d.planner.time import matrices_of_ranks, rank_of
+from composer3d.planner.time import matrices_of_ranks, rank_of, saved_by_matrices
 from composer3d.planner.trained import Share
 
 
@@ -129,6 +129,8 @@ class _Rank:
     """The sizes of one pipeline rank.
 
     Attributes:
+        setup: the whole setup.
+        rank: the pipeline rank.
         stages: by number.
         narrow, wide: bytes of a gathered parameter, and of a sharded one or a summed gradient.
         written: bytes of a gradient's element when backward writes it.
@@ -139,7 +141,7 @@ class _Rank:
     """
 
     def __init__(self, setup: Setup, rank: int) -> None:
-        self.setup = setup
+        self.setup, self.rank = setup, rank
         layout, sizes, precision = setup.layout, setup.sizes, setup.precision
         self.narrow, self.wide = precision.gathered, precision.gradients
         self.written = gradient_width(setup)
@@ -212,7 +214,9 @@ class _Rank:
             copies = [stage.last for stage in self.stages.values() if stage.last is not None]
             updated -= sum(copy.trained_shard for copy in copies)
         # The optimizer's width includes that of the parameters.
-        return Always(self.wide * shard, (self.setup.precision.optimizer - self.wide) * updated)
+        state = (self.setup.precision.optimizer - self.wide) * updated
+        state -= saved_by_matrices(self.setup, matrices_of_ranks(self.setup)[self.rank])
+        return Always(self.wide * shard, state)
 
     def sharded_gradients(self, elements: float) -> float:
         """Return the bytes of gradients of this rank's shards."""
@@ -224,13 +228,18 @@ def _orthogonalising(held: _Rank, rank: int, matrices: Matrices) -> Moment:
     layout = held.setup.layout
     stages = held.stages.values()
     elements = sum(s.trained_shard if layout.zero >= 2 else s.trained for s in stages)
-    gathered = 0.0 if layout.zero == 3 else held.narrow * sum(stage.elements for stage in stages)
+    # Without a pipeline, FSDP drops the gathered parameters after the last backward.
+    keeps_gathered = layout.pp > 1 and layout.zero < 3
+    gathered = held.narrow * sum(stage.elements for stage in stages) if keeps_gathered else 0.0
     owned = matrices_of_ranks(held.setup)[rank].elements / layout.ranks_of("stage").size
     of_round = max(min(owned, ELEMENTS_PER_ROUND), matrices.largest.elements)
+    # The new values of a part, and what is chosen of them and the old ones.
+    part = matrices.largest.elements * layout.replicas / layout.ranks_of("stage").size
+    updated = 2 * held.wide * part
     return Moment(
         gradients=held.sharded_gradients(elements),
         gathered=gathered,
-        buffers=BUFFERS_PER_ROUND * matrices.element_bytes * of_round,
+        buffers=matrices.element_bytes * buffer_elements(of_round, layout.replicas) + updated,
         activations=0.0,
     )
 

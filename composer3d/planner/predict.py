@@ -194,7 +194,7 @@ def of_recipe(
         loss_chunks=memory.loss_chunks,
         repeats_loss=memory.loss_chunks > 1
         and not keeps_gradients_of_loss(mesh.pp, parallel, recipe.micro_batches),
-        matrices=_matrices(recipe.model, recipe.optim),
+        matrices=_matrices(recipe.model, recipe.optim, _wide(recipe)),
         trained=trained_of(recipe),
     )
 
@@ -258,9 +258,14 @@ def model_flops_per_token(recipe: Recipe) -> float:
     return architecture(recipe.model.architecture).count_flops(recipe.model, recipe.data.seq_len)
 
 
+def _wide(recipe: Recipe) -> float:
+    """Return the bytes of an element of parameters, of summed gradients and of optimizer state."""
+    return 8.0 if recipe.precision.params == "float64" else 4.0
+
+
 def _precision(recipe: Recipe) -> Precision:
     """Return the widths of FSDP's mixed precision: shards and sums wide, gathers narrow."""
-    wide = 8.0 if recipe.precision.params == "float64" else 4.0
+    wide = _wide(recipe)
     computes_in = recipe.precision.computes_in
     narrow = float(DTYPE_BYTES[computes_in])
     matrix = "float32" if computes_in == "float64" else computes_in
@@ -271,7 +276,7 @@ def _precision(recipe: Recipe) -> Precision:
         weight_products=matrix if is_float8 else None,
         weights=narrow,
         gradients=wide,
-        optimizer=_optimizer_copies(recipe) * wide,
+        optimizer=(1.0 + recipe.optim.optimizer.copies(is_matrix=False)) * wide,
         reduced=wide,
         exchanged=2.0 if recipe.precision.reduces_in == "bfloat16" else 0.0,
         gathered=narrow,
@@ -279,8 +284,11 @@ def _precision(recipe: Recipe) -> Precision:
 
 
 @cache
-def _matrices(model: Model, optim: OptimTable) -> Matrices | None:
-    """Return what an optimizer of matrices computes in a step."""
+def _matrices(model: Model, optim: OptimTable, wide_bytes: float) -> Matrices | None:
+    """Return what an optimizer of matrices computes in a step.
+
+    ``wide_bytes`` is the width of parameters and of their state.
+    """
     chosen = architecture(model.architecture)
     names = matrices_of(chosen, model, optim)
     if not names:
@@ -295,8 +303,9 @@ def _matrices(model: Model, optim: OptimTable) -> Matrices | None:
             name = f"{unit}.{row.name}"
             if name in names and not row.tied_to and is_trained(optim, name):
                 flops = optim.newton_schulz_steps * newton_schulz_flops(row.shape)
-                before, place = blocks[places[unit]], places[unit]
-                blocks[place] = BlockMatrices(before.elements + row.elements, before.flops + flops)
+                of_experts = row.elements if row.style == "experts" else 0
+                own = BlockMatrices(row.elements, flops, of_experts)
+                blocks[places[unit]] = blocks[places[unit]].plus(own)
                 of_one = prod(row.shape[:-2])
                 largest = max(largest, BlockMatrices(row.elements // of_one, flops / of_one))
     dtype = optim.newton_schulz_dtype
@@ -305,10 +314,12 @@ def _matrices(model: Model, optim: OptimTable) -> Matrices | None:
         largest=largest,
         dtype=dtype,
         element_bytes=DTYPE_BYTES[dtype],
+        saved_bytes=wide_bytes
+        * (optim.optimizer.copies(is_matrix=False) - optim.optimizer.copies(is_matrix=True)),
     )
 
 
-def _optimizer_copies(recipe: Recipe) -> float:
+def optimizer_copies(recipe: Recipe) -> float:
     """Return how often a rank has its parameters, with what the optimizer keeps of their size.
 
     It is the mean over the parameters of the model: matrices may have another state than others.

@@ -147,6 +147,11 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def replicas(self) -> int:
+        """The ranks that hold the same shards of parameters, in the optimizer's step."""
+        return self.dp_replicate * (1 if self.zero else self.dp_shard * self.cp)
+
+    @property
     def stages(self) -> int:
         """The number of stages of the whole pipeline."""
         return self.pp * self.stages_per_rank
@@ -332,10 +337,20 @@ class BlockMatrices(NamedTuple):
     Attributes:
         elements: of all of them.
         flops: to orthogonalise them once.
+        of_experts: the elements of those that are matrices of experts.
     """
 
     elements: int = 0
     flops: float = 0.0
+    of_experts: int = 0
+
+    def plus(self, other: "BlockMatrices") -> "BlockMatrices":
+        """Return the matrices of both."""
+        return BlockMatrices(
+            self.elements + other.elements,
+            self.flops + other.flops,
+            self.of_experts + other.of_experts,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,12 +363,15 @@ class Matrices:
         largest: the largest one. It is one rank's work.
         dtype: in which they are computed, and travel.
         element_bytes: of that dtype.
+        saved_bytes: by how much the state of an element is smaller than that of other parameters,
+            which ``Precision.optimizer`` says.
     """
 
     blocks: tuple[BlockMatrices, ...]
     largest: BlockMatrices
     dtype: str
     element_bytes: int
+    saved_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ happens once a step is added. No torch here.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import accumulate, pairwise
 from math import log2
 from typing import NamedTuple
@@ -554,7 +555,9 @@ def _optimizer_s(setup: Setup, rate: compute.ComputeRates) -> float:
     updated = held / (shards if layout.zero >= 1 else 1)
     reduced = held / (shards if layout.zero >= 2 else 1)
     # The optimizer reads and writes its state, and reads gradients several times.
-    moved = updated * (2 * precision.optimizer + 2 * precision.gradients + 10.0)
+    state_bytes = precision.optimizer * updated
+    state_bytes -= max(saved_by_matrices(setup, held) for held in matrices_of_ranks(setup))
+    moved = 2 * state_bytes + updated * (2 * precision.gradients + 10.0)
     moved += reduced * (precision.gradients + 4.0)
     seconds = moved / rate.memory
     if setup.software.offloads:
@@ -574,19 +577,36 @@ def _matrices_s(setup: Setup, rate: compute.ComputeRates, constants: Constants) 
     if matrices is None:
         return 0.0
     group = GroupShape(*layout.ranks_of("stage"))
-    elements, flops = map(max, zip(*matrices_of_ranks(setup), strict=True))
-    computed_flops = max(flops / group.ranks, matrices.largest.flops)
-    if matrices.dtype == "bfloat16":
-        flops_s = rate.head
-    else:
-        flops_s = setup.machine.hardware.matrix_rate("float32")
-    replicas = layout.dp_replicate * (1 if layout.zero else layout.dp_shard * layout.cp)
-    part_bytes = matrices.element_bytes * elements / group.ranks
-    return (
-        computed_flops / flops_s
-        + all_to_all_s(group, part_bytes, setup.machine, constants)
-        + all_to_all_s(group, part_bytes * replicas, setup.machine, constants)
-    )
+    held = BlockMatrices(*map(max, zip(*matrices_of_ranks(setup), strict=True)))
+    computed_flops = max(held.flops / group.ranks, matrices.largest.flops)
+    matrix = "float32" if matrices.dtype == "float64" else matrices.dtype
+    flops_s = setup.machine.hardware.matrix_rate(matrix) * rate.share
+    to_owners, back = 0.0, 0.0
+    of_others = held.elements - held.of_experts
+    for elements, axis, tp in ((of_others, "fsdp", layout.tp), (held.of_experts, "efsdp", 1)):
+        shards = layout.ranks_of(axis).size
+        parts = tp * (shards if layout.zero else 1)
+        replicas = layout.dp_replicate * (1 if layout.zero else shards)
+        # What a rank holds whole, it computes: nothing travels to the owner, nor back to it.
+        to_owners += elements * (parts > 1)
+        back += elements * (replicas - (parts == 1))
+    seconds = computed_flops / flops_s
+    for travelling in (to_owners, back):
+        sent_bytes = matrices.element_bytes * travelling / group.ranks
+        seconds += all_to_all_s(group, sent_bytes, setup.machine, constants)
+    return seconds
+
+
+def saved_by_matrices(setup: Setup, held: BlockMatrices) -> float:
+    """Return the bytes by which the state of matrices is smaller than ``Precision.optimizer`` says.
+
+    ``held`` are those that the ranks of a pipeline rank hold together. The result is for one rank.
+    """
+    layout = setup.layout
+    if setup.matrices is None:
+        return 0.0
+    shard = held.elements * layout.replicas / layout.ranks_of("stage").size
+    return setup.matrices.saved_bytes * shard
 
 
 def matrices_of_ranks(setup: Setup) -> list[BlockMatrices]:
@@ -598,8 +618,5 @@ def matrices_of_ranks(setup: Setup) -> list[BlockMatrices]:
     ends = accumulate(layout.stage_blocks, initial=0)
     for stage, (begin, end) in enumerate(pairwise(ends)):
         rank = rank_of(layout.pp, stage, layout.schedule)
-        blocks = [held[rank], *matrices.blocks[begin:end]]
-        held[rank] = BlockMatrices(
-            sum(block.elements for block in blocks), sum(block.flops for block in blocks)
-        )
+        held[rank] = reduce(BlockMatrices.plus, matrices.blocks[begin:end], held[rank])
     return held

@@ -22,7 +22,7 @@ from composer3d.facts.units import units_of_blocks
 from composer3d.models.registry import architecture
 from composer3d.models.shape import DecoderShape
 from composer3d.models.table import Row
-from composer3d.planner.matrices import CutParameter, rounds_of_units
+from composer3d.planner.matrices import CutParameter, messages_of_results, rounds_of_units
 from composer3d.planner.schedule import keeps_gradients_of_loss, recipe_actions
 from composer3d.planner.stages import StageLayers, stage_layers, stages_by_rank
 from composer3d.planner.trained import is_trained
@@ -86,6 +86,7 @@ class Flow:
         count: calls in a step.
         payload_bytes: as in ``Traffic``.
         group_size: the number of ranks that take part; 2 for a send.
+        kept_bytes: of the payload of an all-to-all, what stays on the rank. None: an even share.
     """
 
     axis: Axis
@@ -95,10 +96,13 @@ class Flow:
     count: int
     payload_bytes: int
     group_size: int
+    kept_bytes: int | None = None
 
     @property
     def sent_bytes(self) -> float:
         """Bytes that one rank sends in a step."""
+        if self.kept_bytes is not None:
+            return float(self.payload_bytes - self.kept_bytes)
         others = (self.group_size - 1) / self.group_size
         match self.operation:
             case "send":
@@ -240,11 +244,12 @@ class _RankTraffic:
         count: int,
         bytes_of_one: float,
         group_size: int,
+        kept_bytes: int | None = None,
     ) -> None:
         if count and group_size > 1:
             payload_bytes = round(count * bytes_of_one)
             self._flows.append(
-                Flow(axis, operation, phase, purpose, count, payload_bytes, group_size)
+                Flow(axis, operation, phase, purpose, count, payload_bytes, group_size, kept_bytes)
             )
 
     # --- tp ---
@@ -525,18 +530,25 @@ class _RankTraffic:
         ]
         element_bytes = DTYPE_BYTES[self.recipe.optim.newton_schulz_dtype]
         for units in rounds_of_units(parameters, n_ranks):
-            to_owner = sum(
-                prod(box.shape) for unit in units for rank, box in unit.senders() if rank == 0
-            )
-            to_holders = sum(
-                prod(box.shape) for unit in units if unit.owner == 0 for _, box in unit.holders
-            )
-            for purpose, elements in (
-                ("momentum of matrices", to_owner),
-                ("updates of matrices", to_holders),
+            to_owners = [
+                (prod(box.shape), unit.owner)
+                for unit in units
+                for rank, box in unit.senders()
+                if rank == 0
+            ]
+            of_results = [
+                [(prod(part.box.shape), part.rank) for part in message if part.unit.owner == 0]
+                for message in messages_of_results(units, n_ranks)
+            ]
+            for purpose, parts in (
+                ("momentum of matrices", to_owners),
+                *(("updates of matrices", message) for message in of_results),
             ):
-                sent_bytes = elements * element_bytes
-                self._add("stage", "all_to_all", "step", purpose, 1, sent_bytes, n_ranks)
+                payload_bytes = element_bytes * sum(elements for elements, _ in parts)
+                kept_bytes = element_bytes * sum(elements for elements, rank in parts if rank == 0)
+                self._add(
+                    "stage", "all_to_all", "step", purpose, 1, payload_bytes, n_ranks, kept_bytes
+                )
 
     def _parameters(self) -> Iterator[tuple[str, _Parameter]]:
         """Yield the parameters of this rank's stages by global name, in the model's own order."""

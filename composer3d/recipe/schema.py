@@ -519,6 +519,29 @@ def _groups_in_proof(groups: tuple[OptimGroup, ...] | None) -> tuple[OptimGroup,
     return tuple(replace(group, lr_factor=min(4.0, max(0.25, group.lr_factor))) for group in groups)
 
 
+_NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
+_NEWTON_SCHULZ_STEPS = 5
+
+
+def _newton_schulz_in_proof(
+    coefficients: tuple[float, float, float],
+) -> tuple[float, float, float]:
+    """Keep coefficients whose steps do not let rounding grow; otherwise the usual ones.
+
+    Rounding grows by the slope of a step. If the singular values grow as well, as those of Newton
+    and Schulz do not, the bound of a few steps is above the update itself: any error would hide.
+    """
+    a, b, c = coefficients
+    growth, largest = 1.0, 1.0
+    for _ in range(_NEWTON_SCHULZ_STEPS):
+        values = [largest * index / 100 for index in range(101)]
+        growth *= max(abs(a + 3 * b * x**2 + 5 * c * x**4) for x in values)
+        largest = max(abs(a * x + b * x**3 + c * x**5) for x in values)
+        if growth > 5000 or largest > 2:
+            return _NEWTON_SCHULZ
+    return coefficients
+
+
 _TWO_GROUPS = (
     OptimGroup(train=("blocks.0.*", "*.embed.weight"), lr_factor=0.5),
     OptimGroup(train=("*norm.weight", "blocks.*.wq.weight"), lr_factor=2.0, weight_decay=0.5),
@@ -577,9 +600,18 @@ class OptimTable:
     momentum: float = key(0.95, "muon: momentum of its matrices", between(0, 0.9999))
     nesterov: bool = key(True, "muon: Nesterov momentum")
     newton_schulz: tuple[float, float, float] = key(
-        (3.4445, -4.775, 2.0315), "muon: coefficients of Newton-Schulz", _COEFFICIENTS
+        _NEWTON_SCHULZ,
+        "muon: coefficients of Newton-Schulz",
+        _COEFFICIENTS,
+        in_proof=InProof(_newton_schulz_in_proof),
     )
-    newton_schulz_steps: int = key(5, "muon: steps of Newton-Schulz", between(1, 99))
+    newton_schulz_steps: int = key(
+        _NEWTON_SCHULZ_STEPS,
+        "muon: steps of Newton-Schulz",
+        between(1, 99),
+        # Each step lets rounding grow fivefold: after 20 of them, any error would hide in it.
+        in_proof=at_most(_NEWTON_SCHULZ_STEPS),
+    )
     newton_schulz_dtype: Literal["bfloat16", "float32", "float64"] = key(
         "bfloat16", "muon: dtype of Newton-Schulz, in which matrices travel as well"
     )

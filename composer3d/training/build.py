@@ -1,7 +1,7 @@
 """Build a ``Run`` from a recipe: one rank's model, optimizer, data, checkpoints and metrics."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,13 +13,15 @@ from composer3d.convert.assets import make_assets
 from composer3d.convert.start import load_hf
 from composer3d.data import BatchesAhead, Blend, Corpus
 from composer3d.facts import hardware
-from composer3d.models.registry import architecture, resolve
+from composer3d.facts.errors import PlanError
+from composer3d.models.registry import Architecture, architecture, resolve
 from composer3d.parallel import ShardingPlan, Stages, StepShape, compose
 from composer3d.parallel.compose import Materialise
 from composer3d.parallel.context import kernels
 from composer3d.parallel.freeze import freeze_others, require_matches
 from composer3d.parallel.stages import Stage
 from composer3d.recipe.advice import way_to_go_on
+from composer3d.recipe.matrices import matrices_of
 from composer3d.recipe.schema import Recipe
 from composer3d.reliability.bad_steps import Ledger, StepHistory
 from composer3d.reliability.lock import Claim
@@ -146,6 +148,17 @@ def build(
     )
 
 
+def _require_matrices(model_of: Architecture, recipe: Recipe) -> None:
+    """Raise PlanError if a glob of ``optim.matrices`` matches no matrix of the model.
+
+    ``check`` knows the matrices of our architectures, but not those of a user's own.
+    """
+    optim = recipe.optim
+    for glob in (optim.matrices or ()) if optim.optimizer.has_matrices else ():
+        if not matrices_of(model_of, recipe.model, replace(optim, matrices=(glob,))):
+            raise PlanError(f"optim.matrices: {glob!r} matches no matrix of the model")
+
+
 def build_stages(
     recipe: Recipe,
     mesh: Mesh,
@@ -171,6 +184,7 @@ def build_stages(
     for group in recipe.optim.groups or ():
         # ``check`` knows the parameters of our architectures, but not those of a user's own.
         require_matches(model, group.train, key="optim.groups")
+    _require_matrices(model_of, recipe)
     return compose(
         model,
         change_plan(resolve(model_of.plan)(shape)),

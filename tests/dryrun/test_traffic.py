@@ -359,15 +359,37 @@ def test_mixed_layouts_send_what_the_dry_run_counts(name: str, pool: Pool) -> No
                 assert calls.traffic == counted
 
 
-@pytest.mark.parametrize("uneven", ["", "model.ffn=132"])
-def test_a_step_of_muon_sends_what_the_dry_run_counts(uneven: str, pool: Pool) -> None:
-    """FSDP cuts the rows that tp has cut, evenly or not, so a matrix lies in pieces of places."""
-    layout = ("mesh.dp_shard=4", "mesh.tp=2", "optim.name=muon")
-    recipe = recipe_of(BASE, (*SIZES, *layout, *filter(None, [uneven])))
+@pytest.mark.parametrize(
+    "layout",
+    [
+        # FSDP cuts the rows that tp has cut, evenly or not.
+        ("mesh.dp_shard=4", "mesh.tp=2"),
+        ("mesh.dp_shard=4", "mesh.tp=2", "model.ffn=132"),
+        # The owner of a matrix holds all of it.
+        ("mesh.dp_shard=1", "mesh.dp_replicate=8", "parallel.zero=0"),
+    ],
+    ids=str,
+)
+def test_a_step_of_muon_sends_what_the_dry_run_and_the_planner_count(
+    layout: tuple[str, ...], pool: Pool
+) -> None:
+    recipe = recipe_of(BASE, (*SIZES, *layout, "optim.name=muon"))
     ranks = pool.run(count_real_step, {"recipe": recipe}, world_size=8)
     # The dry run takes the step of the first rank. Others own other matrices.
     assert ranks[0].traffic == traffic_of(dry_run_of(pool, recipe))
-    assert ranks[0].traffic["stage"]["all_to_all"][0] == 2
+    (planned,) = traffic(recipe)["stage"].values()
+    # The ranks of a stage may be those of another axis, too.
+    (counted,) = (
+        usage["all_to_all"] for usage in ranks[0].traffic.values() if "all_to_all" in usage
+    )
+    assert counted == (planned.count, round(planned.bytes))
+
+
+def test_whole_experts_do_not_travel_to_their_owner() -> None:
+    layout = ("mesh.dp_shard=8", "mesh.ep=8", 'optim.matrices=["*.experts.*"]')
+    (planned,) = traffic(recipe_of(BASE, (*EXPERTS, *layout, "optim.name=muon")))["stage"].values()
+    assert planned.bytes == 0
+    assert planned.payload_bytes > 0
 
 
 NARROW = {

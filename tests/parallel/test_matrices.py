@@ -1,5 +1,6 @@
 """Which rank computes which matrix, what travels, and that all of it arrives."""
 
+from collections import Counter
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -11,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from composer3d.facts.box import Box
 from composer3d.parallel.init import local_part
 from composer3d.parallel.matrices import MatrixExchange
 from composer3d.planner import matrices
-from composer3d.planner.matrices import newton_schulz_flops
+from composer3d.planner.matrices import CutParameter, newton_schulz_flops
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
@@ -33,8 +35,9 @@ class RankCounts(NamedTuple):
     held_bytes: int
 
 
-def exchange(recipe: Path, sets: list[str]) -> RankCounts:
+def exchange(recipe: Path, sets: list[str], elements: int) -> RankCounts:
     """A task: change each matrix as a whole, on its owner, and compare all that ranks hold then."""
+    matrices.ELEMENTS_PER_ROUND = elements  # the process ends afterwards
     with pool_world():
         loaded = load(str(recipe), sets).recipe
         mesh = Mesh.build(loaded.mesh, torch.device("cpu"))
@@ -101,11 +104,13 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("elements", [1 << 26, 5000])  # all in one round, or in many messages
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_matrix_is_computed_once_and_arrives(pool: Pool, layout: str) -> None:
+def test_each_matrix_is_computed_once_and_arrives(pool: Pool, layout: str, elements: int) -> None:
     recipe, world_size, sets = LAYOUTS[layout]
     sets = [*sets, "precision.params=float64"]
-    ranks = pool.run(exchange, {"recipe": recipe, "sets": sets}, world_size=world_size)
+    arguments = {"recipe": recipe, "sets": sets, "elements": elements}
+    ranks = pool.run(exchange, arguments, world_size=world_size)
     for stage in {rank.stage for rank in ranks}:
         members = [rank for rank in ranks if rank.stage == stage]
         flops = members[0].flops_of_stage
@@ -116,6 +121,34 @@ def test_each_matrix_is_computed_once_and_arrives(pool: Pool, layout: str) -> No
         assert sum(rank.sent_bytes for rank in members) <= 2 * sum(
             rank.held_bytes for rank in members
         )
+
+
+def test_messages_bound_what_ranks_send_and_receive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six replicas of two halves: an owner sends its matrix six times."""
+    monkeypatch.setattr(matrices, "ELEMENTS_PER_ROUND", 100)
+    halves = [Box((rank % 2 * 4, 0), (4, 10)) for rank in range(12)]
+    cut = [CutParameter((8, 10), halves)] * 12
+    (units,) = matrices.rounds_of_units(cut, 12)
+    assert {unit.owner for unit in units} == set(range(12))
+    messages = matrices.messages_of_results(units, 12)
+    assert 6 <= len(messages) <= 9  # 6 if every message were full
+    found = Counter(part for message in messages for part in message)
+    assert found == Counter((unit, rank, box) for unit in units for rank, box in unit.holders)
+    for message in messages:
+        sent, received = Counter[int](), Counter[int]()
+        for part in message:
+            sent[part.unit.owner] += prod(part.box.shape)
+            received[part.rank] += prod(part.box.shape)
+        assert max(sent.values()) <= 100
+        assert max(received.values()) <= 100
+
+
+def test_a_unit_of_experts_fits_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrices, "ELEMENTS_PER_ROUND", 100)
+    whole = Box((0, 0, 0), (16, 5, 8))
+    units = [unit for (unit,) in matrices.rounds_of_units([CutParameter((16, 5, 8), [whole])], 1)]
+    assert {unit.box.shape for unit in units} == {(2, 5, 8)}
+    assert [unit.box.offset[0] for unit in units] == list(range(0, 16, 2))
 
 
 def test_rounds_bound_what_a_rank_owns(monkeypatch: pytest.MonkeyPatch) -> None:

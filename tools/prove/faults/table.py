@@ -642,6 +642,8 @@ FAULTS = [
     *_muon(_EP, muon.mix_the_experts, muon.give_experts_the_results_of_others, recipe=MOE_RECIPE),
     *_muon("optim.lr_scale=original", muon.swap_rows_and_columns),
     *_muon("optim.matrix_lr=1e-3", muon.ignore_the_rate_of_matrices),
+    *_muon("mesh.dp_shard=2 optim.newton_schulz_steps=25", muon.orthogonalise_shards),
+    *_muon("optim.newton_schulz=[3,-4,2] optim.newton_schulz_steps=99", muon.forget_the_momentum),
     *_muon(
         "",
         muon.stop_one_step_early,
