@@ -116,12 +116,16 @@ def replay(tape: Tape, actions: Sequence[Action]) -> Totals | None:
         tape: of a rank that holds equal layers.
         actions: all actions of the other rank, in order.
     """
-    index_of = {key: index for index, key in enumerate(keys(tape.actions), start=1)}
-    order = keys(actions)
-    if not index_of.keys() >= set(order):
-        return None
     last = len(tape.laps) - 1
-    indices = [0, *(index_of[key] for key in order), last]
+    if list(actions) == tape.actions:
+        # Each lap as it was: two of one key may differ, if torch has gathered parameters in one.
+        indices = list(range(len(tape.laps)))
+    else:
+        index_of = {key: index for index, key in enumerate(keys(tape.actions), start=1)}
+        order = keys(actions)
+        if not index_of.keys() >= set(order):
+            return None
+        indices = [0, *(index_of[key] for key in order), last]
 
     operators, traffic = 0, Traffic()
     for lap in (tape.laps[index] for index in indices):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -91,10 +91,13 @@ class StageContent(NamedTuple):
     Attributes:
         blocks: for each stage of the rank, the parameters of each of its blocks.
         ends: whether the rank holds the first stage, and the last.
+        neighbours: for each of its stages but the last, whether the next one of the pipeline is on
+            the rank as well, so that no message is sent.
     """
 
     blocks: tuple[tuple[tuple["_ParameterKind", ...], ...], ...]
     ends: tuple[bool, bool]
+    neighbours: tuple[bool, ...]
 
 
 class _ParameterKind(NamedTuple):
@@ -137,7 +140,8 @@ def describe_stages(recipe: Recipe) -> list[StageContent]:
             for stage in stages
         )
         ends = stages[0].first is not None, stages[-1].last is not None
-        contents.append(StageContent(blocks, ends))
+        neighbours = tuple(after.number == stage.number + 1 for stage, after in pairwise(stages))
+        contents.append(StageContent(blocks, ends, neighbours))
     return contents
 
 
@@ -171,11 +175,10 @@ def tape_stage(recipe: Recipe, pp_rank: int, skew: float, *, run_all: bool = Fal
     first = first_rank(recipe, pp_rank)
     with compose_without_data(recipe, first, skew, recorder, micro_batches=micro_batches) as rank:
         collectives = CollectiveCounter(axis_names(rank.stages.mesh))
-        pause = partial(recorder.counting, None)
         recording = _Recording(recorder, collectives)
         with (
             recorder.counting(collectives),
-            around_pipeline_start(pause),
+            around_pipeline_start(recorder.starting_pipeline),
             recording.of_actions(rank.stages),
         ):
             rank.take_a_step(before_update=partial(_mark_all_gradients, rank.stages, ledger))
@@ -500,6 +503,7 @@ class Recorder(DispatchMode):
         self._collectives: CollectiveCounter | None = None
         self._traits: dict[Any, _Traits] = {}
         self.ignores = False
+        self._votes = False
 
     @contextmanager
     def counting(self, collectives: CollectiveCounter | None) -> Iterator[None]:
@@ -509,8 +513,16 @@ class Recorder(DispatchMode):
         self._collectives = before
 
     @contextmanager
+    def starting_pipeline(self) -> Iterator[None]:
+        """Count neither operators nor collectives, and let stages vote for static shapes."""
+        self._votes = True
+        with self.counting(None):
+            yield
+        self._votes = False
+
+    @contextmanager
     def ignoring(self) -> Iterator[None]:
-        """Count nothing inside of the context, not even memory."""
+        """Count nothing inside of the context, not even memory. Stages may vote."""
         before, self.ignores = self.ignores, True
         yield
         self.ignores = before
@@ -544,8 +556,13 @@ class Recorder(DispatchMode):
         elif _all_have_values(arguments):
             result = _run_with_values(operator, traits.name, arguments, keywords)
         elif traits.name == "aten::_local_scalar_dense":
-            dtype = arguments[0].dtype
-            return _FLOAT if dtype.is_floating_point else dtype is torch.bool or 1
+            if arguments[0].is_floating_point():
+                return _FLOAT
+            if self._votes or self.ignores:
+                return 1
+            raise RuntimeError(
+                f"a dry run cannot know a number of {arguments[0].dtype} that decides what is done"
+            )
         elif traits.name == "aten::_grouped_mm" and arguments[0].dtype is not torch.bfloat16:
             a, b, *others = arguments
             result = _grouped_product(a, b, others[0] if others else keywords.get("offs"))

@@ -165,17 +165,19 @@ def run_rank(job: Job, library: Path) -> Seen:
         device.install(library)
         on = torch.device("cuda", 0)
     watcher = Watcher(MemoryLedger(offload=recipe.memory.cpu_offload))
-    with compose_without_data(recipe, job.rank, 1.0, watcher, on) as rank:
+    with (
+        compose_without_data(recipe, job.rank, 1.0, watcher, on) as rank,
+        around_pipeline_start(watcher.ignoring),
+    ):
         # What happens once in a training only is not of interest.
         watcher.take_a_step(rank)
         watcher.begin()
         collectives = CollectiveCounter(axis_names(rank.stages.mesh))
-        with around_pipeline_start(watcher.ignoring):
-            with watcher.counting(collectives):
-                watcher.take_a_step(rank)
-            step = watcher.begin()
-            evaluate_batch(rank.stages, rank.batch)
-            return Seen(step, watcher.begin(), collectives.traffic)
+        with watcher.counting(collectives):
+            watcher.take_a_step(rank)
+        step = watcher.begin()
+        evaluate_batch(rank.stages, rank.batch)
+        return Seen(step, watcher.begin(), collectives.traffic)
 
 
 class Watcher(Recorder):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -208,14 +209,21 @@ def _placements(
     # The rows of each expert are sharded; the first dim is the expert.
     of_experts: Any = None
     if meshes.experts is not None:
-        # FSDP tells meshes apart by their process groups, and takes one object for each.
-        is_dense = meshes.experts.get_all_groups() == meshes.dense.get_all_groups()
+        # FSDP has collectives for each mesh of a unit. Experts that ep does not cut may lie on the
+        # ranks of the other parameters: with the same mesh, one collective serves both.
+        is_cut = any(isinstance(parameter, DTensor) for parameter in experts)
+        is_dense = not is_cut and _ranks_of(meshes.experts) == _ranks_of(meshes.dense)
         of_experts = Shard(1) if is_dense else shard_over(meshes.experts, 1)
 
     def place(parameter: nn.Parameter) -> Any:
         return of_experts if parameter in experts else _columns_if_rows_are_uneven(parameter)
 
     return place
+
+
+def _ranks_of(mesh: DeviceMesh) -> list[list[int]]:
+    """Return the ranks of the group of this rank on each dim of a mesh."""
+    return [dist.get_process_group_ranks(group) for group in mesh.get_all_groups()]
 
 
 def _name_what_to_prefetch(in_forward: Sequence[FSDPModule]) -> None:
