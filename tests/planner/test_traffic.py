@@ -242,9 +242,9 @@ CASES = [
     Case(DENSE, f'{MUON} parallel.zero=3 model.vocab=257 optim.matrices=["*"]'),
     Case(DENSE, f'{MUON} parallel.zero=3 optim.train=["first.*","last.*","*norm*","*.w[qo]*"]'),
     Case(MOE, MUON),
-    Case(MOE, "mesh.tp=1 mesh.ep=1 mesh.pp=2 mesh.dp_shard=4"),
+    Case(MOE, "mesh.tp=1 mesh.ep=1"),
     Case(MOE, f"mesh.tp=1 mesh.ep=1 mesh.pp=1 mesh.dp_replicate=2 parallel.zero=1 {BF16}"),
-    Case(MOE, "mesh.tp=1 mesh.ep=1 mesh.dp_replicate=4 mesh.dp_shard=1 parallel.zero=0"),
+    Case(MOE, "mesh.tp=1 mesh.ep=1 mesh.pp=1 mesh.dp_replicate=4 mesh.dp_shard=1 parallel.zero=0"),
     Case(MOE, f"{MUON} mesh.pp=1 mesh.ep=2 mesh.dp_replicate=2 {BF16}"),
     Case(MOE, f"{MUON} mesh.pp=1 mesh.ep=2 mesh.dp_replicate=4 mesh.dp_shard=1 parallel.zero=0"),
 ]

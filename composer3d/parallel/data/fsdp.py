@@ -94,7 +94,8 @@ def apply(
     FSDP gathers and reduces one unit at a time. Units are ``first``, every
     ``parallel.fsdp_blocks`` consecutive blocks, and ``last``. The last unit of blocks may have
     fewer. If ``first`` and ``last`` share a parameter, the stage itself is the unit of both. The
-    experts of a unit have collectives of their own. The biases of routers belong to no unit: every
+    experts of a unit have collectives of their own, unless they are shared by the same ranks as the
+    other parameters. The biases of routers belong to no unit: every
     rank holds them whole, in their own dtype.
 
     Parameters become DTensors in ``precision.params``: ``Shard(0)`` over the last dim, before

@@ -8,6 +8,7 @@ import torch
 from composer3d.data import Batch
 from composer3d.parallel.context import ownership, tiles
 from composer3d.recipe.resolve import load
+from composer3d.runtime.torch_private import fake_mode_of, fake_tensors, has_data
 from composer3d.training.observers.metrics import cp_balance
 from tests.parallel.context.attention import random_documents
 from tools.prove.paths import RECIPE
@@ -20,6 +21,21 @@ def n_scores(tile: tiles.Tile) -> int:
     queries = tile.queries.stop - tile.queries.start
     keys = tile.keys.stop - tile.keys.start
     return queries * (queries + 1) // 2 if tile.causal else queries * keys
+
+
+def test_masks_of_a_dry_run_do_not_reach_a_real_one() -> None:
+    """Tiles are kept between calls, and a mask without data would be merged in silence."""
+    owned = ownership.owned_ranges(0, 1, 48, balanced=False)
+    device = torch.device("cpu")
+    with fake_tensors():
+        mode = fake_mode_of(torch.empty(1))
+        fake = tiles.tiles(owned, owned, None, 9, device, False, mode)
+    real = tiles.tiles(owned, owned, None, 9, device)
+    assert [tile.mask is None for tile in fake] == [tile.mask is None for tile in real]
+    for ours, theirs in zip(real, fake, strict=True):
+        if ours.mask is not None and theirs.mask is not None:
+            assert has_data(ours.mask)
+            assert not has_data(theirs.mask)
 
 
 def test_ranks_compute_all_visible_scores_and_zigzag_spreads_them_evenly() -> None:
