@@ -458,7 +458,11 @@ _TELL_KIND = frozenset(
         "fsdp::chunk_cat",
         "fsdp::chunk_cat_mixed_dtype",
         "c10d::_reduce_scatter_base_",
+        "c10d::alltoall_base_",
         "aten::_to_copy",
+        "aten::copy_",
+        "aten::div",
+        "aten::sum",
     }
 )
 
@@ -604,13 +608,26 @@ class Recorder(DispatchMode):
                 ledger.mark(keywords["out"], Kind.GATHERED)
             case "fsdp::chunk_cat" | "fsdp::chunk_cat_mixed_dtype":
                 ledger.mark([keywords["out"]], Kind.WHOLE_GRADIENTS)
-            case "c10d::_reduce_scatter_base_":
-                if ledger.kind_of(arguments[1]) is Kind.WHOLE_GRADIENTS:
-                    ledger.mark([arguments[0]], Kind.GRADIENTS)
+            case "c10d::_reduce_scatter_base_" | "aten::copy_":
+                # Where one rank shards alone, FSDP copies.
+                self._mark_result(arguments[1], [arguments[0]], Kind.GRADIENTS)
+            case "c10d::alltoall_base_":  # of ``SendNarrow``, which then sums into the shard
+                self._mark_result(arguments[1], [arguments[0]], Kind.WHOLE_GRADIENTS)
+            case "aten::div":  # torch before 2.15 divides by the factor of gradients, even by 1
+                self._mark_result(arguments[0], [result], Kind.WHOLE_GRADIENTS)
+            case "aten::sum" if "out" in keywords:
+                self._mark_result(arguments[0], [keywords["out"]], Kind.GRADIENTS)
             case "aten::_to_copy":
                 kind = ledger.kind_of(arguments[0])
                 if kind in (Kind.WHOLE_GRADIENTS, Kind.GRADIENTS):
                     ledger.mark([result], kind)
+
+    def _mark_result(self, source: Tensor, targets: list[Tensor], kind: Kind) -> None:
+        """Mark buffers that were made of whole gradients, unless they have a kind already."""
+        ledger = self.ledger
+        if ledger.kind_of(source) is Kind.WHOLE_GRADIENTS:
+            new = [each for each in targets if ledger.kind_of(each) is Kind.ACTIVATIONS]
+            ledger.mark(new, kind)
 
 
 def _traits_of(operator: Any) -> _Traits:

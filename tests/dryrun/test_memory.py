@@ -121,6 +121,25 @@ def test_the_peak_is_that_of_real_allocations(name: str, pool: Pool) -> None:
     assert lowest == expected
 
 
+def test_gradients_in_host_memory_are_not_on_the_device_whatever_reduces_them(pool: Pool) -> None:
+    sets = (
+        *SIZES,
+        "data.global_batch=8",
+        "memory.cpu_offload=true",
+        "memory.activation_checkpoint=full",
+        "precision.compute=bfloat16",
+    )
+
+    def peak(*more: str) -> int:
+        return dry_run_of(pool, recipe_of(BASE, (*sets, *more))).memory.peak
+
+    scattered = peak("mesh.dp_shard=8")
+    # FSDP copies on one rank. If the shards counted, this would be three times as much.
+    assert peak("mesh.dp_shard=1") <= scattered
+    # Sent narrow, they have two narrow copies for a while.
+    assert peak("mesh.dp_shard=8", "precision.reduce=bfloat16") <= 1.25 * scattered
+
+
 def test_a_gpu_has_one_kernel_for_a_norm(pool: Pool) -> None:
     sets = (*SIZES, "mesh.dp_shard=8", "precision.compute=bfloat16", "model.n_layers=8")
     of_cpu = dry_run_of(pool, recipe_of(BASE, sets)).memory
