@@ -196,13 +196,13 @@ class CollectiveCounter:
 
     Attributes:
         traffic: what was counted.
-        groups: one group of each axis in ``traffic``.
+        groups: the groups of each axis in ``traffic``: of pp, one for each pair of neighbours.
     """
 
     def __init__(self, axis_of: Callable[[Message], str]) -> None:
         self._axis_of = axis_of
         self.traffic: Traffic = {}
-        self.groups: dict[str, dist.ProcessGroup] = {}
+        self.groups: dict[str, set[dist.ProcessGroup]] = {}
         self._axis: str | None = None
 
     @contextmanager
@@ -218,7 +218,7 @@ class CollectiveCounter:
         message = message_of(operator, arguments)
         if message is not None and message.group.size() > 1:
             axis = self._axis or self._axis_of(message)
-            self.groups.setdefault(axis, message.group)
+            self.groups.setdefault(axis, set()).add(message.group)
             operations = self.traffic.setdefault(axis, {})
             usage = operations.setdefault(message.operation, Usage())
             usage.count += 1

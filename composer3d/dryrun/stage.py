@@ -189,10 +189,14 @@ def tape_stage(recipe: Recipe, pp_rank: int, skew: float, *, run_all: bool = Fal
             ranks=recipe.world_size // recipe.mesh.pp,
             tape=recording.tape,
             across_nodes={
-                axis: len({r // _GPUS_PER_NODE for r in dist.get_process_group_ranks(group)}) > 1
-                for axis, group in collectives.groups.items()
+                axis: any(map(_is_across_nodes, groups))
+                for axis, groups in collectives.groups.items()
             },
         )
+
+
+def _is_across_nodes(group: dist.ProcessGroup) -> bool:
+    return len({rank // _GPUS_PER_NODE for rank in dist.get_process_group_ranks(group)}) > 1
 
 
 class _Recording:
