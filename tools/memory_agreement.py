@@ -53,6 +53,14 @@ EXPERTS = (
     "model.n_layers=4",
     "data.seq_len=2048",
 )
+OLMO_2 = (
+    "run.device=cuda",
+    "model.architecture=olmo2",
+    "model.preset=olmo2-1b",
+    "model.vocab=4096",
+    "model.n_layers=4",
+    "data.seq_len=2048",
+)
 BF16 = "precision.compute=bfloat16"
 NARROW = "precision.reduce=bfloat16"
 SELECTIVE = "memory.activation_checkpoint=selective"
@@ -114,6 +122,14 @@ CASES: dict[str, tuple[str, ...]] = {
         "mesh.dp_replicate=2", "mesh.dp_shard=4", "parallel.zero=3", BF16, SELECTIVE, batch(16)
     ),
     "tp8": _dense("mesh.tp=8", "mesh.dp_shard=1", "model.n_kv_heads=8", batch(2)),
+    "olmo2-tp": (*OLMO_2, "mesh.tp=2", "mesh.dp_shard=4", BF16, batch(8)),
+    "olmo2-tp-full": (*OLMO_2, "mesh.tp=2", "mesh.dp_shard=4", BF16, FULL, batch(8)),
+    "muon-replicas": _dense(
+        "optim.name=muon",
+        *("mesh.dp_replicate=8", "parallel.zero=0", BF16, FULL, BLOCKS, "data.seq_len=64"),
+        batch(8),
+    ),
+    "muon-pp": _dense("optim.name=muon", *PP2, BF16, FULL, "data.seq_len=64", batch(16)),
     "tp-selective": _dense(*TP4, "parallel.zero=3", BF16, SELECTIVE, BLOCKS, batch(4)),
     "tp-zero1": _dense(*TP4, "parallel.zero=1", BF16, BLOCKS, batch(4)),
     "tp-without-sequence": _dense(

@@ -45,6 +45,9 @@ Style = Literal[
     "head",
 ]
 
+# The styles of a norm over all heads, which tp cuts.
+NORMS_OVER_HEADS = frozenset[Style]({"column_norm", "kv_column_norm"})
+
 # The style of a parameter. "experts": its first dim is the expert, and tp does not cut it.
 ParameterStyle = Style | Literal["experts"]
 

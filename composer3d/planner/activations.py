@@ -184,6 +184,9 @@ def block_bytes(
     full += 3 * part.rows  # as they are sent, as they arrive, and the outputs
     if not software.fuses_norms:
         full += 2 * stream.own * _copies_of_a_norm(e)
+    if sizes.norms_over_heads and tp > 1:
+        # ``tensor.forwards.norm_forward`` is no single kernel, on any device.
+        full += (part.query + part.kv) * (1 + _copies_of_a_norm(e))
     if has_experts and not sizes.shared_width:
         full += stream.own - stream.inner  # the router reads its own tokens
 

@@ -9,7 +9,7 @@ from math import prod
 from composer3d.facts.errors import DeviceError
 from composer3d.facts.hardware import Hardware
 from composer3d.models.registry import architecture
-from composer3d.models.table import Row
+from composer3d.models.table import NORMS_OVER_HEADS, Row
 from composer3d.planner.constants import SHIPPED, Constants
 from composer3d.planner.matrices import newton_schulz_flops
 from composer3d.planner.memory import GIB, RankMemory, predict_memory
@@ -238,6 +238,7 @@ def _sizes(model: Model) -> Sizes:
         ),
         # A gate makes two matrices before the last one. Layers of experts alone have no columns.
         ffn_matrices=2 if inner == 1 else 3,
+        norms_over_heads=any(row.style in NORMS_OVER_HEADS for row in kinds[0]),
         tied=model.tied,
         window=model.window,
         experts=model.experts,

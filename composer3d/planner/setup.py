@@ -38,6 +38,7 @@ class Sizes:
         expert_parameters: of all experts of a block, without the shared one.
         shared_parameters: of the router and the shared expert of a block.
         ffn_matrices: the matrices of a feed-forward layer; a gated one (SwiGLU) has three.
+        norms_over_heads: whether queries and keys are normalised over all heads (OLMo 2).
         window: the sliding window of attention in tokens; 0: none.
         expert_blocks: the number of blocks with experts.
         expert_every: the distance between two of them; they are the last ones that fit, so that
@@ -68,6 +69,7 @@ class Sizes:
     expert_blocks: int = 0
     expert_every: int = 1
     ffn_matrices: int = 3
+    norms_over_heads: bool = False
 
     def has_experts(self, block: int) -> bool:
         """Return whether a block, counted from 0, has experts."""

@@ -21,7 +21,7 @@ from composer3d.facts.schedules import Cell
 from composer3d.facts.units import units_of_blocks
 from composer3d.models.registry import architecture
 from composer3d.models.shape import DecoderShape
-from composer3d.models.table import Row
+from composer3d.models.table import NORMS_OVER_HEADS, Row
 from composer3d.planner.matrices import CutParameter, messages_of_results, rounds_of_units
 from composer3d.planner.schedule import keeps_gradients_of_loss, recipe_actions
 from composer3d.planner.stages import StageLayers, stage_layers, stages_by_rank
@@ -722,7 +722,7 @@ def _sums(rows: Sequence[Row]) -> int:
 
 def _wide_norms(rows: Sequence[Row]) -> int:
     """Return how many norms of a unit average over the heads of all tp ranks."""
-    return sum(row.style in ("column_norm", "kv_column_norm") for row in rows)
+    return sum(row.style in NORMS_OVER_HEADS for row in rows)
 
 
 _ACTIVE_STAGES = 3  # torch's runtime keeps the parameters of this many stages gathered
