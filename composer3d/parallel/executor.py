@@ -82,8 +82,9 @@ class OneStage:
         """See ``Executor.forward_backward``, with its shapes (B, T)."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         micro_batches = list(cut_into_micro_batches(tokens_BT, keywords, self._micro_batch))
-        for number, (tokens, inputs) in enumerate(micro_batches, start=1):
-            fsdp.begin_micro_batch(self._units, self._parallel, last=number == len(micro_batches))
+        for index, (tokens, inputs) in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
+            fsdp.begin_micro_batch(self._units, self._parallel, last=is_last)
             summed = self._module(tokens, **inputs)
             loss = summed / divisor.to(summed.dtype)
             loss.backward()

@@ -19,7 +19,8 @@ def die_with_agent() -> None:
     """Make this process end when torchrun's agent ends, if the agent has started it.
 
     Call it before torch is imported. That takes seconds, and the parent of a rank whose agent is
-    killed meanwhile is another process, which may live for ever.
+    killed meanwhile is another process, which may live for ever. (So it is if the agent is killed
+    while the interpreter starts. The rank then ends when it does not find the others.)
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and not environment.has_launcher():
         die_with_parent(os.getppid())

@@ -45,9 +45,8 @@ def compute_gradients(
         tokens_BT, labels_BT, positions_BT, valid_tokens.clamp(min=1.0), documents_BT
     )
     norm_sq = grad_norm.local_grad_norm_sq(stages.parameters(), mesh)
-    # In which order a ring all-reduce adds a number up depends on the number's place and on the
-    # length of the message. So the length is always the same: what is logged must change no bit of
-    # the training.
+    # The order in which a ring adds a number up depends on its place and the message's length. So
+    # the length is always the same: what is logged must change no bit of the training.
     parts: Sequence[Tensor]
     if by_part:
         parts = grad_norm.local_grad_norm_sq_by_part(stages.named_parameters(), mesh)

@@ -45,7 +45,7 @@ def sum_outputs(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def mean_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the mean of the ranks' ``x``. Each rank computes something else with it.
+    """Return the mean of the ranks' ``x``, of any shape. Each rank computes something else with it.
 
     So backward takes the mean of the ranks' gradients, which is its transpose. Both are one
     all-reduce of ``x``.
@@ -66,7 +66,7 @@ def gather_columns(x_NV: Tensor, columns: int, group: dist.ProcessGroup) -> Tens
 
 
 def no_collective(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return ``x`` unchanged."""
+    """Return ``x``, of any shape, unchanged."""
     return x
 
 
