@@ -17,6 +17,7 @@ from composer3d.models.contract import IGNORE_INDEX, SequenceInfo
 from composer3d.models.layers import head as head_module
 from composer3d.parallel import checkpointing, executor, grad_norm, init, stages
 from composer3d.parallel.context import api
+from composer3d.parallel.data import fsdp
 from composer3d.recipe.rates import Rates
 from composer3d.recipe.schema import OptimTable
 from composer3d.training import batches, build, optimizers
@@ -157,18 +158,21 @@ def train_on_the_same_rows() -> None:
 
 def forget_a_micro_batch() -> None:
     """The second micro-batch clears the gradients of the first."""
-    cut = executor.cut_into_micro_batches
+    begin = fsdp.begin_micro_batch
 
     @instead_of(executor.OneStage, executor.OneStage.forward_backward)
     def wrong(right: Any, self: executor.OneStage, *arguments: Any) -> Tensor:
-        def clear_after_the_first(*inputs: Any) -> Any:
-            for index, micro_batch in enumerate(cut(*inputs)):
-                if index == 1:
-                    for parameter in self._module.parameters():
-                        parameter.grad = None
-                yield micro_batch
+        begun = 0
 
-        executor.cut_into_micro_batches = clear_after_the_first
+        def clear_before_the_second(*inputs: Any, **keywords: Any) -> None:
+            nonlocal begun
+            begun += 1
+            if begun == 2:
+                for parameter in self._module.parameters():
+                    parameter.grad = None
+            begin(*inputs, **keywords)
+
+        fsdp.begin_micro_batch = clear_before_the_second
         return right(self, *arguments)
 
 
