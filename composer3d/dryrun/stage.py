@@ -41,7 +41,6 @@ from composer3d.models.layers.moe import Router, Routing
 from composer3d.models.registry import architecture
 from composer3d.parallel import Stages
 from composer3d.parallel.data import fsdp
-from composer3d.parallel.freeze import freeze_others
 from composer3d.parallel.pipeline.runtime import Pipeline, place_stages
 from composer3d.parallel.pipeline.stage_cut import cut_into_stages
 from composer3d.parallel.pipeline.ties import local_shard
@@ -65,7 +64,7 @@ from composer3d.runtime.torch_private import (
     watch_resizes,
     with_data,
 )
-from composer3d.training.build import build_stages
+from composer3d.training.build import build_stages, whole_model
 from composer3d.training.optimizers import Optimizer, build_stages_optimizer
 from composer3d.training.step import compute_gradients, update
 
@@ -117,14 +116,10 @@ class _ParameterKind(NamedTuple):
 def describe_stages(recipe: Recipe) -> list[StageContent]:
     """Return what each pipeline rank holds. Equal ones run equal steps if their order is equal."""
     placement = place_stages(recipe.mesh.pp, recipe.parallel, recipe.micro_batches)
-    model_of = architecture(recipe.model.architecture)
-    matrices = matrices_of(model_of, recipe.model, recipe.optim)
+    matrices = matrices_of(architecture(recipe.model.architecture), recipe.model, recipe.optim)
     contents = []
     for rank in range(recipe.mesh.pp):
-        model = model_of.build(recipe.model, dtype=torch.float32, device="meta")
-        if recipe.optim.train is not None:
-            freeze_others(model, recipe.optim.train)
-        stages = cut_into_stages(model, placement.stages, rank, recipe.parallel)
+        stages = cut_into_stages(whole_model(recipe), placement.stages, rank, recipe.parallel)
         blocks = tuple(
             tuple(
                 tuple(

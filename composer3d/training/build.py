@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import composer3d
 from composer3d.checkpoint import Store
@@ -159,6 +160,23 @@ def _require_matrices(model_of: Architecture, recipe: Recipe) -> None:
             raise PlanError(f"optim.matrices: {glob!r} matches no matrix of the model")
 
 
+def whole_model(recipe: Recipe) -> nn.Module:
+    """Return the recipe's whole model on the meta device, in the dtype that it keeps weights in.
+
+    Only what the recipe trains requires a gradient.
+
+    Raises:
+        ModelError: the architecture cannot be imported.
+        PlanError: a glob of ``optim.train`` matches no parameter that can be trained.
+    """
+    model_of = architecture(recipe.model.architecture)
+    dtype = getattr(torch, recipe.precision.params)
+    model = model_of.build(recipe.model, dtype=dtype, device="meta")
+    if recipe.optim.train is not None:
+        freeze_others(model, recipe.optim.train)
+    return model
+
+
 def build_stages(
     recipe: Recipe,
     mesh: Mesh,
@@ -178,9 +196,7 @@ def build_stages(
     """
     data, shape = recipe.data, recipe.model
     model_of = architecture(shape.architecture)
-    model = model_of.build(shape, dtype=getattr(torch, recipe.precision.params), device="meta")
-    if recipe.optim.train is not None:
-        freeze_others(model, recipe.optim.train)
+    model = whole_model(recipe)
     for group in recipe.optim.groups or ():
         # ``check`` knows the parameters of our architectures, but not those of a user's own.
         require_matches(model, group.train, key="optim.groups")

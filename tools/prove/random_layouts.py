@@ -113,7 +113,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "optim.momentum": ("", "0.0", "0.9999"),
     "optim.nesterov": ("", "false"),
     "optim.newton_schulz": ("", "[2.0,-1.5,0.5]"),
-    "optim.newton_schulz_steps": ("", "1", "8"),
+    "optim.newton_schulz_steps": ("", "1", "3"),
 }
 # Float8 is proven in float64 alone.
 FLOAT64_ONLY = ("precision.matmul",)
