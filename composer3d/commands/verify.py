@@ -84,8 +84,8 @@ def run(options: Options) -> int:
     """Prove the recipe's layout, or each layout of the file ``layouts``, and print the verdicts.
 
     Returns:
-        The exit status: 0 if all layouts are exact, 1 if a layout is wrong or not proven in time,
-        or a layout of the file is refused, 2 if the recipe's own layout is refused.
+        The exit status: 0 if all layouts are exact, 1 if a layout is wrong or not proven, or a
+        layout of the file is refused, 2 if the recipe's own layout is refused.
 
     Raises:
         UserError: the file ``layouts`` cannot be read, or has no layout; or ``here`` is true, but
@@ -202,6 +202,8 @@ def _print_verdict(verdict: Verdict, line: str) -> None:
         print(f"refused {shown}", flush=True)
     elif verdict.timed_out:
         print(f"NO TIME {shown}", flush=True)
+    elif verdict.undecided:
+        print(f"UNSURE  {shown}", flush=True)
     else:
         errors = {
             "loss": verdict.loss_rel_err,

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 import composer3d
 from composer3d.checkpoint import Store
@@ -15,6 +14,7 @@ from composer3d.convert.start import load_hf
 from composer3d.data import BatchesAhead, Blend, Corpus
 from composer3d.facts import hardware
 from composer3d.facts.errors import PlanError
+from composer3d.models.contract import Decoder
 from composer3d.models.registry import Architecture, architecture, resolve
 from composer3d.parallel import ShardingPlan, Stages, StepShape, compose
 from composer3d.parallel.compose import Materialise
@@ -160,7 +160,7 @@ def _require_matrices(model_of: Architecture, recipe: Recipe) -> None:
             raise PlanError(f"optim.matrices: {glob!r} matches no matrix of the model")
 
 
-def whole_model(recipe: Recipe) -> nn.Module:
+def whole_model(recipe: Recipe) -> Decoder:
     """Return the recipe's whole model on the meta device, in the dtype that it keeps weights in.
 
     Only what the recipe trains requires a gradient.

@@ -61,6 +61,7 @@ class Verdict:
             ``error`` describes a parameter, it is this one.
         refused: whether loading, shrinking or running the recipe raised a UserError.
         timed_out: whether the time for the run was over before it had an answer.
+        undecided: whether all that differs may be rounding, of more than any bound excuses.
         error: why the layout is refused or wrong; None if it passed.
     """
 
@@ -75,6 +76,7 @@ class Verdict:
     worst_parameter: str | None = None
     refused: bool = False
     timed_out: bool = False
+    undecided: bool = False
     error: str | None = None
 
 
@@ -182,6 +184,7 @@ class _TensorError(NamedTuple):
         name: the name of the parameter.
         error: the relative error; infinite if there is a problem.
         bound: the largest allowed error.
+        noise: how far rounding alone moves the tensor, relative as ``error``.
         shards: the rank and the error of each shard, the worst shard first.
         boxes: the worst shard of each box.
         problem: why the tensor is wrong whatever its values are, such as missing elements, or None.
@@ -192,6 +195,7 @@ class _TensorError(NamedTuple):
     name: str
     error: float
     bound: float
+    noise: float
     shards: list[tuple[int, ShardError]]
     boxes: list[ShardError]
     problem: str | None
@@ -245,9 +249,13 @@ def judge(
     verdict.worst_parameter = max(tensors, key=lambda tensor: tensor.error / tensor.bound).name
 
     errors: list[_TensorError | _ScalarError] = [*tensors, *scalars]
-    wrong = [error for error in errors if error.is_wrong]
+    differing = [error for error in errors if error.is_wrong]
+    wrong = [error for error in differing if not _may_be_rounding(error, stats, verdict.dtype)]
     if not wrong:
         verdict.error = next(filter(None, (rank.broken_rule for rank in ranks)), None)
+        if verdict.error is None and differing:
+            verdict.undecided = True
+            verdict.error = _describe_noise(tensors, verdict.dtype)
         verdict.passed = verdict.error is None
         return verdict
 
@@ -374,7 +382,15 @@ def _combine_shards(
                 bound = _tensor_bound(kind, dtype, own_noise / scale)
                 held = shards.get((step, kind, name), [])
                 tensors.append(
-                    _combine_tensor(step, kind, name, held, ranks, stats, scale=scale, bound=bound)
+                    _combine_tensor(
+                        *(step, kind, name),
+                        held,
+                        ranks,
+                        stats,
+                        scale=scale,
+                        bound=bound,
+                        noise=own_noise / scale,
+                    )
                 )
     return tensors
 
@@ -389,6 +405,7 @@ def _combine_tensor(
     *,
     scale: float,
     bound: float,
+    noise: float,
 ) -> _TensorError:
     """Combine the shards of one tensor. The error of the tensor is relative to ``scale``."""
     shards = sorted(shards, key=lambda rank_shard: -rank_shard[1].diff_sq)
@@ -416,7 +433,7 @@ def _combine_tensor(
         error = whole_error
     if problem is not None:
         error = math.inf
-    return _TensorError(step, kind, name, error, bound, shards, boxes, problem)
+    return _TensorError(step, kind, name, error, bound, noise, shards, boxes, problem)
 
 
 def _error_scale(norm: float, noise: float, norm_of_all: float, dtype: str) -> float:
@@ -445,11 +462,28 @@ def has_little_noise(stats: ReferenceStats, dtype: str) -> bool:
     More noise is excused by no bound. It means that the loss is a wild function of the weights,
     such as after a step of the optimizer that has divided by almost nothing.
     """
+    return not any(_is_noisy(stats, step, dtype) for step in range(len(stats.noise)))
+
+
+def _is_noisy(stats: ReferenceStats, step: int, dtype: str) -> bool:
+    """Return whether rounding moves the gradients of a step too far for them to be judged."""
     share = _LARGEST_NOISE_OF_ALL if dtype == "float64" else _LARGEST_NOISE_BOUND
-    return all(
-        _NOISE_MULTIPLE[dtype] * math.hypot(*noise.values()) <= share * norm_of_all
-        for noise, norm_of_all in zip(stats.noise, stats.norms_of_all, strict=True)
-    )
+    noise = _NOISE_MULTIPLE[dtype] * math.hypot(*stats.noise[step].values())
+    return noise > share * stats.norms_of_all[step]
+
+
+def _may_be_rounding(error: _TensorError | _ScalarError, stats: ReferenceStats, dtype: str) -> bool:
+    """Return whether an error above its bound may be the rounding of a noisy step.
+
+    It is none where rounding is small, as it is in all steps of nearly all layouts. Weights are
+    judged by the rank's own gradients, so the rounding of these explains no error of a weight.
+    """
+    if error.step >= len(stats.noise) or not _is_noisy(stats, error.step, dtype):
+        return False
+    largest = math.inf
+    if isinstance(error, _TensorError):
+        largest = _NOISE_MULTIPLE[dtype] * error.noise
+    return math.isfinite(error.error) and error.error <= largest
 
 
 def _tensor_bound(kind: str, dtype: str, noise: float) -> float:
@@ -511,6 +545,17 @@ def _describe_scalar(scalar: _ScalarError, steps: int, only_scalars: bool) -> st
         name = f"{_SCALAR_NAMES[scalar.kind]} at step {scalar.step + 1}"
     right = "every gradient and weight" if only_scalars else "every gradient so far"
     return f"{name} is off by {scalar.error:.1e}, while {right} is right"
+
+
+def _describe_noise(tensors: Sequence[_TensorError], dtype: str) -> str:
+    """Describe the gradient that rounding moves most, and what would help."""
+    worst = max(tensors, key=lambda tensor: tensor.noise)
+    wider = "use --dtype float64, or " if dtype == "float32" else ""
+    return (
+        f"not proven: rounding alone moves the gradient of {worst.name} at step {worst.step + 1} "
+        f"by {worst.noise:.1e}, so no error could be told from it; {wider}change the settings of "
+        "optim that make a step so large"
+    )
 
 
 def _describe_tensor(tensor: _TensorError, ranks: Sequence[RankErrors]) -> str:

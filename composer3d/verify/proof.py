@@ -92,12 +92,12 @@ def verify_layout(
 def badness(verdict: Verdict) -> tuple[bool, bool, bool, float]:
     """Return a key that orders verdicts from the best to the worst.
 
-    A failure is worse than a run that had too little time, and that is worse than a refusal. A
-    failure without an error of the gradients is the worst: a gradient was not finite, or the job
-    ended before them.
+    A failure is worse than a run without an answer, and that is worse than a refusal. A failure
+    without an error of the gradients is the worst: a gradient was not finite, or the job ended
+    before them.
     """
     error = verdict.max_grad_rel_err
-    is_wrong = not verdict.timed_out
+    is_wrong = not (verdict.timed_out or verdict.undecided)
     return not verdict.passed, not verdict.refused, is_wrong, math.inf if error is None else error
 
 

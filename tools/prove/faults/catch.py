@@ -46,7 +46,7 @@ def catch(pool: Pool, folder: Path, fault: Fault, dtype: str = "float64") -> Cat
             steps=STEPS,
             fault=fault.plant,
         )
-        is_wrong = not verdict.passed and not verdict.refused
+        is_wrong = not (verdict.passed or verdict.refused or verdict.undecided)
         matches = re.search(fault.message, verdict.error or "") is not None
         return Catch(is_wrong and matches, _summary(verdict))
 
