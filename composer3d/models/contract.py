@@ -8,7 +8,7 @@ cut. A seam is an attribute of a module that holds a function, which a paralleli
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +31,15 @@ class SequenceInfo:
             the row. Context parallelism does not cut them. Attention stays inside a document. None:
             each row is one document.
         shared: values that the first block to run computes from the positions alone, for all
-            blocks, such as the tables of rotary positions; and what a layer keeps for itself. No
-            gradient may flow through them: a block that is checkpointed runs again in backward, and
-            then finds them here.
+            blocks, such as the tables of rotary positions.
+        kept: what a layer keeps for itself. A compiled graph must not read it: the graph of a block
+            would only hold for as many entries.
         step_tokens: the number of tokens in the whole optimizer step, over all ranks and
             micro-batches. A layer that adds a mean over tokens to the loss divides by it. Default:
             the number of tokens in ``positions_BT``.
+
+    No gradient may flow through ``shared`` and ``kept``: a block that is checkpointed runs again in
+    backward, and then finds them here.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class SequenceInfo:
         self.documents_BT = documents_BT
         self.step_tokens = positions_BT.numel() if step_tokens is None else step_tokens
         self.shared: dict[Any, Any] = {}
+        self.kept: dict[Any, Any] = {}
 
 
 def hidden(
@@ -71,12 +75,19 @@ class DecoderBlock(nn.Module):
 
     Any module with this forward can be a block. It must draw no random numbers, as dropout does: a
     checkpointed block runs again in backward, and would draw others. This class adds ``prepare``.
+
+    Attributes:
+        compiled: the names of the methods that ``compile.enabled`` makes graphs of. In a graph, all
+            shapes must follow from those of the inputs. So a block with experts names what comes
+            before them, and what comes after; its ``forward`` calls both.
     """
 
-    def prepare(self, seq: SequenceInfo, dtype: torch.dtype) -> None:
-        """Fill ``seq.shared``. This runs before each call of a compiled block, outside its graph.
+    compiled: ClassVar[tuple[str, ...]] = ("forward",)
 
-        All blocks share one compiled graph, which may read ``seq.shared`` but must not fill it.
+    def prepare(self, seq: SequenceInfo, dtype: torch.dtype) -> None:
+        """Fill ``seq.shared``. This runs before each call of a compiled graph, outside of it.
+
+        All blocks share the compiled graphs, which may read ``seq.shared`` but must not fill it.
         Otherwise the first block, which fills it, would need a graph of its own.
 
         Args:

@@ -3,7 +3,8 @@
 Ansel et al. 2024 (PyTorch 2, ASPLOS). All blocks run the same code on parameters of the same
 shapes, so the others reuse the graph of the first. A rank compiles two graphs, one for training and
 one for validation, whatever the number of blocks; and two more if only some blocks are
-checkpointed.
+checkpointed. A block with experts has two graphs in place of one: the rows of an expert change in
+every step, so experts and the exchange of tokens run between them, eagerly.
 """
 
 import os
@@ -13,14 +14,15 @@ import tempfile
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from composer3d.facts.errors import DeviceError, PlanError
-from composer3d.models.contract import DecoderBlock, SequenceInfo, ShardingPlan
-from composer3d.recipe.schema import CompileTable
+from composer3d.models.contract import Decoder, DecoderBlock, SequenceInfo, ShardingPlan
+from composer3d.recipe.schema import CompileTable, MemoryTable, ParallelTable
 from composer3d.runtime.torch_private import (
     FUSE_TP,
     enable_symmetric_memory,
@@ -30,13 +32,47 @@ from composer3d.runtime.torch_private import (
 Refresh = Callable[[], None]
 
 
-def check(plan: ShardingPlan, table: CompileTable) -> None:
-    """Raise PlanError if blocks are to be compiled that hold experts."""
-    if table.enabled and plan.experts is not None:
-        raise PlanError(
-            "compile.enabled = true makes one graph of a block, but the number of tokens of each "
-            "expert changes in every step; use compile.enabled = false"
+def check(
+    model: Decoder,
+    plan: ShardingPlan,
+    table: CompileTable,
+    memory: MemoryTable,
+    parallel: ParallelTable,
+) -> None:
+    """Raise PlanError if a block holds experts and cannot be compiled around them.
+
+    Args:
+        model: the whole model.
+        plan: its plan.
+        table, memory, parallel: the recipe's ``[compile]``, ``[memory]`` and ``[parallel]``.
+    """
+    if not table.enabled or plan.experts is None:
+        return
+    for number, block in model.blocks.items():
+        holds_experts = any(
+            plan.holds_experts(f"blocks.{number}.{name}") for name, _ in block.named_modules()
         )
+        if not holds_experts:
+            continue
+        if _methods(block) == ("forward",):
+            raise PlanError(
+                f"compile.enabled = true makes one graph of blocks.{number}, but the number of "
+                "tokens of each expert changes in every step; name the methods before and after "
+                "the experts in the attribute `compiled` of its class, or use compile.enabled = "
+                "false"
+            )
+        if memory.checkpointing.mode == "selective":
+            raise PlanError(
+                "compile.enabled = true with experts cannot keep the results of single operators; "
+                'use memory.activation_checkpoint = "full" or "none"'
+            )
+        if parallel.async_tp:
+            raise PlanError("parallel.async_tp = true is not proven with experts; use false")
+
+
+def _methods(block: nn.Module) -> tuple[str, ...]:
+    """Return the names of the methods of a block that are compiled."""
+    return block.compiled if isinstance(block, DecoderBlock) else DecoderBlock.compiled
 
 
 def apply(
@@ -48,14 +84,15 @@ def apply(
 ) -> None:
     """Replace the forward of each of ``blocks`` by one that torch compiles at its first call.
 
-    Hooks on a block stay outside of its graph. Parameters keep their names.
+    Of a block with ``DecoderBlock.compiled``, these methods are replaced. Hooks on a block stay
+    outside of its graphs. Parameters keep their names.
 
     Args:
         blocks: the blocks, changed in place.
         table: the recipe's ``[compile]``.
         device: the device that the blocks run on.
         refreshes: functions from ``tensor.styles.apply``, by the name of a module in the stage.
-            Before each call of the graph, a block calls ``DecoderBlock.prepare`` and
+            Before each call of a graph, a block calls ``DecoderBlock.prepare`` and
             then the functions of its own modules.
         async_tp_group: the tp ranks with ``parallel.async_tp``, else None. The compiler then makes
             one operator of an all-gather and the products that read it, and one of a product and
@@ -80,8 +117,9 @@ def apply(
             for module_name, refresh in refreshes.items()
             if f"{module_name}.".startswith(f"blocks.{name}.")
         ]
-        compiled = torch.compile(block.forward, dynamic=False, options=options)
-        block.forward = _with_preparation(block, own_refreshes, compiled)
+        for method in _methods(block):
+            compiled = torch.compile(getattr(block, method), dynamic=False, options=options)
+            setattr(block, method, _with_preparation(block, own_refreshes, compiled))
 
 
 def check_toolchain(device: torch.device) -> None:
@@ -152,13 +190,18 @@ def prepare_async_tp(device: torch.device, group: dist.ProcessGroup) -> None:
 
 
 def _with_preparation(
-    block: nn.Module, refreshes: list[Refresh], compiled: Callable[..., Tensor]
-) -> Callable[..., Tensor]:
-    def forward(h_BTC: Tensor, seq: SequenceInfo) -> Tensor:
-        if isinstance(block, DecoderBlock):
-            block.prepare(seq, h_BTC.dtype)
+    block: nn.Module, refreshes: list[Refresh], compiled: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a method of a block that prepares a call of its graph, and then calls it.
+
+    Its first argument is the residual stream. If it takes a ``SequenceInfo``, that is the second.
+    """
+
+    def method(h_BTC: Tensor, *arguments: Any) -> Any:
+        if isinstance(block, DecoderBlock) and arguments and isinstance(arguments[0], SequenceInfo):
+            block.prepare(arguments[0], h_BTC.dtype)
         for refresh in refreshes:
             refresh()
-        return compiled(h_BTC, seq)
+        return compiled(h_BTC, *arguments)
 
-    return forward
+    return method

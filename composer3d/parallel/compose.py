@@ -75,7 +75,7 @@ def compose(
     compiling = compiling or CompileTable()
 
     # a. Check the plan on the whole model: in a single stage, a correct glob may match nothing.
-    compile.check(plan, compiling)
+    compile.check(model, plan, compiling, memory, parallel)
     fit.check(model, plan)
     claims.check(model, plan)
     float8.check(model, plan, mesh.sizes, precision, mesh.device)

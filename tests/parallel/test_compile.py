@@ -1,4 +1,4 @@
-"""Compiled blocks: exact numbers, two graphs on a rank, and errors without a compiler.
+"""Compiled blocks: exact numbers, few graphs on a rank, and errors without a compiler.
 
 Only one layout goes through Inductor, which compiles C++ for half a minute on one core. The others
 run the graphs that Inductor would get with AOTAutograd.
@@ -17,10 +17,14 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 
-from composer3d.facts.errors import DeviceError
+from composer3d.facts.errors import DeviceError, PlanError
+from composer3d.models.contract import DecoderBlock
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import ModelShape
+from composer3d.models.moe.model import MoeLlama, moe_of
+from composer3d.models.moe.plan import sharding_plan as moe_plan
+from composer3d.models.moe.shape import MoeShape
 from composer3d.parallel import StepShape, compile, compose
 from composer3d.recipe.draft import split_overrides
 from composer3d.recipe.schema import CompileTable, MemoryTable, MeshTable, ParallelTable
@@ -28,21 +32,25 @@ from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.verify.proof import verify_layout
+from tools.prove.paths import MOE_RECIPE
 from tools.prove.paths import RECIPE as RECIPE_PATH
 
 CPU = torch.device("cpu")
 RECIPE = str(RECIPE_PATH)
 SHAPE = ModelShape(dim=16, n_layers=12, n_heads=4, n_kv_heads=2, ffn=24, vocab=32, rope_theta=100.0)
+MOE_SHAPE = MoeShape(
+    dim=16, n_layers=2, n_heads=4, n_kv_heads=2, ffn=24, vocab=32, rope_theta=100.0, experts=4
+)
 
 
-def compile_strictly(backend: str, cache: str) -> None:
-    """Make a break of a graph an error, and a third graph as well.
+def compile_strictly(backend: str, cache: str, graphs: int = 2) -> None:
+    """Make a break of a graph an error, and more graphs of a method as well.
 
-    A rank needs two graphs: one trains, one validates.
+    A rank needs two of each: one trains, one validates.
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     torch.compile = partial(torch.compile, backend=backend, fullgraph=True)
-    torch._dynamo.config.recompile_limit = 2
+    torch._dynamo.config.recompile_limit = graphs
     # No pool of processes, each of which would import torch again.
     torch._inductor.config.compile_threads = 1
     # No test program that tries the vector instructions of this processor.
@@ -72,6 +80,36 @@ def test_compiled_layout_is_exact(
         dtype="float64",
         steps=2,
         fault=partial(compile_strictly, "aot_eager", str(tmp_path)),
+    )
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize(
+    ("layout", "graphs"),
+    [
+        ("mesh.ep=2 mesh.dp_shard=2 memory.activation_checkpoint=full", 2),
+        # A dense block is first, before the routers' values are shared, and again later.
+        ("mesh.dp_shard=2 model.moe_every=2", 3),
+        (
+            "mesh.ep=4 mesh.cp=2 mesh.tp=2 model.router=sigmoid model.router_bias=true "
+            "model.shared_ffn=48 data.micro_batch=1",
+            2,
+        ),
+        # Rows of up to 1, 4 and 16 documents.
+        ("mesh.pp=2 mesh.tp=2 mesh.ep=1 data.packing=documents precision.compute=bfloat16", 4),
+    ],
+)
+def test_a_layout_that_is_compiled_around_experts_is_exact(
+    pool: Pool, references: Path, tmp_path: Path, layout: str, graphs: int
+) -> None:
+    verdict = verify_layout(
+        pool,
+        references,
+        str(MOE_RECIPE),
+        ["compile.enabled=true", *split_overrides(layout)],
+        dtype="float64",
+        steps=3,
+        fault=partial(compile_strictly, "aot_eager", str(tmp_path), graphs),
     )
     assert verdict.passed, verdict
 
@@ -134,6 +172,24 @@ def test_blocks_share_a_graph(pool: Pool, checkpointing: str, tensor_parallel: i
     arguments = {"checkpointing": checkpointing, "tensor_parallel": tensor_parallel}
     graphs = pool.run(count_graphs, arguments, world_size=tensor_parallel)
     assert graphs == [[1, 2, 2, 2]] * tensor_parallel
+
+
+class _WholeBlock(DecoderBlock):
+    """A block that would be one graph, experts included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = moe_of(MOE_SHAPE)
+
+
+def test_a_block_that_is_not_split_around_its_experts_is_refused() -> None:
+    model = MoeLlama(MOE_SHAPE)
+    plan = moe_plan(MOE_SHAPE)
+    tables = CompileTable(enabled=True), MemoryTable(), ParallelTable()
+    compile.check(model, plan, *tables)
+    model.blocks["1"] = _WholeBlock()
+    with pytest.raises(PlanError, match=r"one graph of blocks\.1, .*name the methods before and"):
+        compile.check(model, plan, *tables)
 
 
 def hide_compiler() -> None:

@@ -90,8 +90,13 @@ EXPERTS = [
         "tp, shared expert", MOE + "shared_ffn = 30\n[mesh]\ntp = 4\n", ["x.toml:6: mesh.tp = 4"]
     ),
     Wrong(
-        "compiled experts",
-        MOE + "[compile]\nenabled = true\n",
+        "compiled experts, results of single operators",
+        MOE + '[compile]\nenabled = true\n[memory]\nactivation_checkpoint = "selective"\n',
         ["x.toml:5: compile.enabled = true"],
+    ),
+    Wrong(
+        "compiled experts, async tp",
+        MOE + "[mesh]\ntp = 2\n[compile]\nenabled = true\n[parallel]\nasync_tp = true\n",
+        ["x.toml:9: parallel.async_tp = true"],
     ),
 ]

@@ -129,10 +129,10 @@ WIDE = (
     ),
     Wide(
         "the norm of one gradient",
-        ("_foreach_norm*",),
-        ("parallel/grad_norm.py:local_grad_norm_sq",),
+        ("_foreach_norm*", "linalg_vector_norm"),
+        ("parallel/grad_norm.py:_norm_sq",),
         torch.float32,
-        "the gradients' own dtype: one number for each parameter",
+        "the gradients' own dtype: few squares, or those that a GPU adds up in a tree",
     ),
     Wide(
         "the squared norm, and what is made of it",
@@ -158,7 +158,7 @@ WIDE = (
     Wide(
         "the weighted sum of a token's experts",
         ("mul*", "sum*"),
-        ("models/layers/moe.py:MoE.forward",),
+        ("models/layers/moe.py:MoE.combine",),
         torch.float32,
         "it is rounded once, whatever the number of experts",
     ),
@@ -261,7 +261,7 @@ NARROW = (
     Narrow(
         "sums of the residual stream",
         ("add.Tensor",),
-        ("models/*/model.py:*Block.forward", "models/layers/moe.py:MoE.forward"),
+        ("models/*/model.py:*Block.*", "models/layers/moe.py:MoE.combine"),
         "the dtype of the stream is precision.compute: each layer adds to it once",
     ),
     Narrow(
@@ -291,7 +291,7 @@ NARROW = (
         ("_to_copy", "copy_"),
         (
             "models/layers/rope.py:rope_table",
-            "models/layers/moe.py:MoE.forward",
+            "models/layers/moe.py:MoE.combine",
             "models/layers/head.py:_LossInParts.backward",
             "models/layers/head.py:_Parts.gradients",
             "models/*/model.py:*",

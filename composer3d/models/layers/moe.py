@@ -55,11 +55,14 @@ class Routing(NamedTuple):
         experts_NK: int64: the experts of each token, in the order of ``topk``.
         weights_NK: float32 or wider: the weights of their outputs.
         tokens_E: int64: the number of rows that go to each expert.
+        sums: what ``Router.count`` is still to add to the statistics, which a compiled graph cannot
+            do. None: it is added, or nothing is to be.
     """
 
     experts_NK: Tensor
     weights_NK: Tensor
     tokens_E: Tensor
+    sums: Tensor | None = None
 
 
 class Router(nn.Module):
@@ -136,11 +139,28 @@ class Router(nn.Module):
         weights_NK = weights_NK * self.scale
 
         tokens_E = _count(experts_NK.flatten(), self.experts)
+        routing = Routing(experts_NK, weights_NK, tokens_E)
         if self.training and torch.is_grad_enabled():
-            weights_NK = self._account(
-                weights_NK, logits_NE, probabilities_NE, experts_NK, tokens_E, x_BTC.shape[0], seq
-            )
-        return Routing(experts_NK, weights_NK, tokens_E)
+            routing = self._account(routing, logits_NE, probabilities_NE, x_BTC.shape[0], seq)
+        return routing
+
+    def prepare(self, x_BTC: Tensor, seq: SequenceInfo) -> None:
+        """Fill ``seq.shared`` for a forward of ``x_BTC`` in a compiled graph, which cannot.
+
+        Only the shape of ``x_BTC`` is read: any stream of the same tokens serves.
+        """
+        if self.balance_loss and self.training and torch.is_grad_enabled():
+            rows, length, _ = x_BTC.shape
+            self._sequences(rows * length, rows, seq)
+
+    def count(self, sums: Tensor, seq: SequenceInfo) -> None:
+        """Add ``Routing.sums`` to the statistics. No collective.
+
+        A checkpointed block runs again in backward, with the same ``seq``: it counts once.
+        """
+        if not self._is_counted(seq):
+            seq.kept[self.statistics, "counted"] = True
+            self.statistics.add(sums)
 
     def bias_move(self, tokens_E: Tensor) -> Tensor:
         """What to add to the bias after a step, to favour the experts that got few tokens.
@@ -165,37 +185,42 @@ class Router(nn.Module):
             scores_NE = by_group_NGe.masked_fill(is_out_NG[..., None], -torch.inf).flatten(1)
         return scores_NE.topk(self.per_token, dim=-1).indices
 
+    def _is_counted(self, seq: SequenceInfo) -> bool:
+        # With tp, ``self`` is a copy that is made in each call. All have the same statistics.
+        return (self.statistics, "counted") in seq.kept
+
     def _account(
         self,
-        weights_NK: Tensor,
+        routing: Routing,
         logits_NE: Tensor,
         probabilities_NE: Tensor,
-        experts_NK: Tensor,
-        tokens_E: Tensor,
         rows: int,
         seq: SequenceInfo,
-    ) -> Tensor:
-        """Add to the statistics; return the weights, whose backward adds the losses' gradients."""
+    ) -> Routing:
+        """Add to the statistics; return the routing with weights whose backward adds the losses'
+        gradients.
+        """
+        weights_NK, compiles = routing.weights_NK, torch.compiler.is_compiling()
         balance = z = logits_NE.new_zeros(())
         if self.balance_loss:
             balance = self.balance_loss * self._balance_loss(
-                probabilities_NE, experts_NK, rows, seq
+                probabilities_NE, routing.experts_NK, rows, seq
             )
         if self.z_loss:
             z = self.z_loss * logits_NE.logsumexp(-1).square().sum() / seq.step_tokens
         if self.balance_loss or self.z_loss:
             weights_NK = _WithLoss.apply(weights_NK, balance + z)
 
-        # A checkpointed block runs again in backward, with the same ``seq``: it counts once. With
-        # tp, ``self`` is a copy that is made in each call. All copies have the same statistics.
-        key = (self.statistics, "counted")
-        if key not in seq.shared:
-            seq.shared[key] = True
+        sums = None
+        if compiles or not self._is_counted(seq):
             with torch.no_grad():
                 entropy = torch.special.entr(probabilities_NE).sum()
-                sums = torch.cat((tokens_E.double(), torch.stack((balance, z, entropy)).double()))
-            self.statistics.add(sums)
-        return weights_NK
+                losses = torch.stack((balance, z, entropy)).double()
+                sums = torch.cat((routing.tokens_E.double(), losses))
+        if sums is not None and not compiles:
+            self.count(sums, seq)
+            sums = None
+        return routing._replace(weights_NK=weights_NK, sums=sums)
 
     def _balance_loss(
         self, probabilities_NE: Tensor, experts_NK: Tensor, rows: int, seq: SequenceInfo
@@ -240,7 +265,9 @@ class Router(nn.Module):
                 lengths_S = torch.full((rows,), length, device=where)
             else:
                 documents_BT = seq.documents_BT.to(where)
-                most = int(documents_BT.max()) + 1
+                # A power of 4: a compiled graph holds for one number, so there are few graphs.
+                bits = int(documents_BT.max()).bit_length()
+                most = 1 << (bits + bits % 2)
                 sequence_BT = self.own_documents(documents_BT) + row_B1 * most
                 lengths_S = _count((documents_BT + row_B1 * most).flatten(), rows * most)
             # A row with fewer documents than another has some without a token.
@@ -367,6 +394,15 @@ class MoE(nn.Module):
 
     def forward(self, x_BTC: Tensor, seq: SequenceInfo) -> Tensor:
         routing = self.router(x_BTC, seq)
+        return self.combine(x_BTC, self.compute(x_BTC, routing, seq), routing.weights_NK)
+
+    def compute(self, x_BTC: Tensor, routing: Routing, seq: SequenceInfo) -> Tensor:
+        """Send the tokens through their experts; return the outputs (N, K, C).
+
+        The shapes inside depend on the routing, so this is never part of a compiled graph.
+        """
+        if routing.sums is not None:
+            self.router.count(routing.sums, seq)
         per_token = routing.experts_NK.shape[1]
         # Numbers of rows go to other ranks and to the host while the rows are put in order.
         exchange = self.experts.exchange(routing.tokens_E, seq)
@@ -376,11 +412,12 @@ class MoE(nn.Module):
 
         rows_MC = _rows_of_tokens(x_BTC.flatten(0, 1), order_M, place_M, per_token)
         out_MC = self.experts(rows_MC, exchange)
-        out_NKC = permute_rows(out_MC, place_M, order_M).unflatten(0, (-1, per_token))
+        return permute_rows(out_MC, place_M, order_M).unflatten(0, (-1, per_token))
 
+    def combine(self, x_BTC: Tensor, out_NKC: Tensor, weights_NK: Tensor) -> Tensor:
+        """Add up the outputs of each token's experts, and that of the shared expert."""
         # The weighted sum is in float32 or wider, and in the order of K on every layout.
-        weights_NK1 = routing.weights_NK[..., None]
-        out_BTC = (out_NKC * weights_NK1).sum(1).to(x_BTC.dtype).view_as(x_BTC)
+        out_BTC = (out_NKC * weights_NK[..., None]).sum(1).to(x_BTC.dtype).view_as(x_BTC)
         return out_BTC if self.shared is None else out_BTC + self.shared(x_BTC)
 
 

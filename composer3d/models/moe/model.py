@@ -10,7 +10,7 @@ from torch import Tensor
 
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.layers.ffn import FeedForward
-from composer3d.models.layers.moe import Experts, MoE, Router
+from composer3d.models.layers.moe import Experts, MoE, Router, Routing
 from composer3d.models.layers.rope import Rope
 from composer3d.models.llama.model import Block, Llama
 from composer3d.models.moe.shape import MoeShape
@@ -40,14 +40,30 @@ def moe_of(shape: MoeShape) -> MoE:
 class _MoeBlock(Block):
     """One pre-norm decoder block with experts: ``block(h_BTC, seq) -> h_BTC``."""
 
+    compiled = ("before_experts", "after_experts")
+
     def __init__(self, shape: MoeShape, rope: Rope) -> None:
         super().__init__(shape, rope)
         del self.ffn
         self.moe = moe_of(shape)
 
     def forward(self, h_BTC: Tensor, seq: SequenceInfo) -> Tensor:
+        self.moe.router.prepare(h_BTC, seq)
+        h_BTC, x_BTC, routing = self.before_experts(h_BTC, seq)
+        out_NKC = self.moe.compute(x_BTC, routing, seq)
+        return self.after_experts(h_BTC, x_BTC, out_NKC, routing.weights_NK)
+
+    def before_experts(self, h_BTC: Tensor, seq: SequenceInfo) -> tuple[Tensor, Tensor, Routing]:
+        """Return the stream after attention, what experts compute of it, and where it goes."""
         h_BTC = h_BTC + self.attn(self.attn_norm(h_BTC), seq=seq)
-        return h_BTC + self.moe(self.ffn_norm(h_BTC), seq)
+        x_BTC = self.ffn_norm(h_BTC)
+        return h_BTC, x_BTC, self.moe.router(x_BTC, seq)
+
+    def after_experts(
+        self, h_BTC: Tensor, x_BTC: Tensor, out_NKC: Tensor, weights_NK: Tensor
+    ) -> Tensor:
+        """Return the stream with the weighted outputs of experts, and that of the shared one."""
+        return h_BTC + self.moe.combine(x_BTC, out_NKC, weights_NK)
 
 
 class MoeLlama(Llama):

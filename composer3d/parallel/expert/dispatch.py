@@ -42,9 +42,9 @@ def exchange_over(group: dist.ProcessGroup) -> Exchange:
     def exchange(tokens_E: Tensor, seq: SequenceInfo) -> ExchangeRows:
         # Each layer has an ``exchange`` of its own. When it runs again, all ranks skip this alike.
         key = (exchange, "rows")
-        if key not in seq.shared:
-            seq.shared[key] = _Rows(tokens_E, exchange_counts(tokens_E, name), size)
-        return partial(exchange_with, rows=seq.shared[key])
+        if key not in seq.kept:
+            seq.kept[key] = _Rows(tokens_E, exchange_counts(tokens_E, name), size)
+        return partial(exchange_with, rows=seq.kept[key])
 
     def exchange_with(rows_MC: Tensor, rows: _Rows) -> Exchanged:
         sent, arriving = rows.by_rank()

@@ -491,14 +491,26 @@ def async_tp_fuses_no_float8(recipe: Recipe) -> Iterator[Breach]:
         )
 
 
-@rule("compile.enabled")
+@rule("compile.enabled", "memory.activation_checkpoint", "parallel.async_tp")
 def experts_are_eager(recipe: Recipe) -> Iterator[Breach]:
-    """The number of rows of an expert is known only when it runs, so no graph holds for it."""
-    if recipe.compile.enabled and recipe.model.experts:
+    """The number of rows of an expert is known only when it runs, so no graph holds for it.
+
+    A block is compiled around its experts. Checkpointing goes around the whole block, and does not
+    see the operators inside of its graphs.
+    """
+    if not (recipe.compile.enabled and recipe.model.experts):
+        return
+    if recipe.memory.checkpointing.mode == "selective":
         yield breach(
-            "<compile.enabled> makes one graph of a block, but the number of tokens of each expert "
-            "changes in every step",
+            "<compile.enabled> makes graphs around the experts of a block, and "
+            "<memory.activation_checkpoint> cannot keep results of single operators in them",
             use("compile.enabled", False),
+            use("memory.activation_checkpoint", "full", "none"),
+        )
+    if recipe.parallel.async_tp:
+        yield breach(
+            "<parallel.async_tp> is not proven for blocks that are compiled around their experts",
+            use("parallel.async_tp", False),
         )
 
 

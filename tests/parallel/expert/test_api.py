@@ -12,7 +12,7 @@ from composer3d.models.moe.plan import sharding_plan
 from composer3d.models.moe.shape import MoeShape
 from composer3d.parallel import Stages, StepShape, compose, compose_for_generation
 from composer3d.parallel.init import local_part
-from composer3d.recipe.schema import CompileTable, MeshTable, ParallelTable
+from composer3d.recipe.schema import CompileTable, MemoryTable, MeshTable, ParallelTable
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
@@ -114,8 +114,19 @@ def compose_refused(mesh_sizes: dict[str, int], tables: dict[str, Any]) -> None:
         ),
         (
             {"dp_shard": 1},
-            {"compiling": CompileTable(enabled=True)},
-            "the number of tokens of each expert changes in every step",
+            {
+                "compiling": CompileTable(enabled=True),
+                "memory": MemoryTable(activation_checkpoint="selective"),
+            },
+            "compile.enabled = true with experts cannot keep the results of single operators",
+        ),
+        (
+            {"dp_shard": 1, "tp": 2},
+            {
+                "compiling": CompileTable(enabled=True),
+                "parallel": ParallelTable(async_tp=True),
+            },
+            "parallel.async_tp = true is not proven with experts",
         ),
     ],
 )

@@ -4,6 +4,7 @@ Three were shipped by other trainers and are named by their issues.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -369,11 +370,41 @@ def count_every_call() -> None:
     """A router counts its tokens again when its block is recomputed (ours, with tp)."""
 
     @instead_of(moe.Router, moe.Router._account)
-    def wrong(right: Any, self: moe.Router, *arguments: Any) -> Tensor:
+    def wrong(right: Any, self: moe.Router, *arguments: Any) -> moe.Routing:
         seq: SequenceInfo = arguments[-1]
-        seq.shared.pop((self.statistics, "counted"), None)
-        weights_NK: Tensor = right(self, *arguments)
-        return weights_NK
+        seq.kept.pop((self.statistics, "counted"), None)
+        return right(self, *arguments)
+
+
+def _trace_alone() -> None:
+    """Run the graphs of compiled blocks as they are traced, which is a fault of nothing."""
+    torch.compile = partial(torch.compile, backend="aot_eager")
+
+
+def forget_what_graphs_count() -> None:
+    """What a router counts in a compiled graph is not added to its statistics."""
+    _trace_alone()
+    moe.Router.count = lambda self, sums, seq: None
+
+
+def count_recomputed_graphs() -> None:
+    """What a router counts in a compiled graph is added again when its block is recomputed."""
+    _trace_alone()
+    moe.Router.count = lambda self, sums, seq: self.statistics.add(sums)
+
+
+def share_the_first_documents_with_graphs() -> None:
+    """Compiled routers take the documents of the first micro-batch for the balance loss of all."""
+    _trace_alone()
+    firsts: list[dict[Any, Any]] = []
+
+    @instead_of(moe.Router, moe.Router.prepare)
+    def wrong(right: Any, self: moe.Router, x_BTC: Tensor, seq: SequenceInfo) -> None:
+        right(self, x_BTC, seq)
+        firsts.append(seq.shared)
+        key = (moe.Router, "sequences")
+        if key in seq.shared:
+            seq.shared[key] = firsts[0][key]
 
 
 def route_again_in_recomputation() -> None:
@@ -393,14 +424,14 @@ def forget_to_divide_shares() -> None:
     def wrong(
         right: Any,
         self: moe.Router,
-        weights_NK: Tensor,
+        routing: moe.Routing,
         logits_NE: Tensor,
         shares_NE: Tensor,
         *others: Any,
-    ) -> Tensor:
+    ) -> moe.Routing:
         if self.scores == "sigmoid":
             shares_NE = logits_NE.sigmoid()
-        return right(self, weights_NK, logits_NE, shares_NE, *others)
+        return right(self, routing, logits_NE, shares_NE, *others)
 
 
 def choose_by_another_rank() -> None:
@@ -420,9 +451,9 @@ def choose_by_another_rank() -> None:
 def leave_out_the_shared_expert() -> None:
     """The output of the shared expert is not added."""
 
-    @instead_of(moe.MoE, moe.MoE.forward)
-    def wrong(right: Any, self: moe.MoE, x_BTC: Tensor, seq: SequenceInfo) -> Tensor:
-        out = right(self, x_BTC, seq)
+    @instead_of(moe.MoE, moe.MoE.combine)
+    def wrong(right: Any, self: moe.MoE, x_BTC: Tensor, *arguments: Any) -> Tensor:
+        out = right(self, x_BTC, *arguments)
         return out if self.shared is None else out - self.shared(x_BTC).detach()
 
 

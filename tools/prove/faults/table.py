@@ -543,6 +543,16 @@ FAULTS = [
         r"router\.bias",
     ),
     _moe(experts.count_every_call, "memory.activation_checkpoint=full", "tokens of expert"),
+    _moe(experts.forget_what_graphs_count, f"{_EP} compile.enabled=true", "."),
+    _moe(
+        experts.count_recomputed_graphs,
+        "compile.enabled=true memory.activation_checkpoint=full",
+        "tokens of expert",
+    ),
+    _moe(
+        experts.share_the_first_documents_with_graphs,
+        f"{_EP} compile.enabled=true data.packing=documents",
+    ),
     _moe(experts.move_biases_by_own_counts, _EP, "tokens of expert"),
     _moe(experts.route_again_in_recomputation, f"{_EP} memory.activation_checkpoint=full", "."),
     # dtypes: what no proof in float64 can see
@@ -569,7 +579,7 @@ FAULTS = [
         MOE_RECIPE,
     ),
     _narrow(
-        narrow.add_experts_narrow, "", r"MoE\.forward: aten::sum\.dim_IntList of bf", MOE_RECIPE
+        narrow.add_experts_narrow, "", r"MoE\.combine: aten::sum\.dim_IntList of bf", MOE_RECIPE
     ),
     _narrow(
         narrow.count_tokens_of_experts_narrow,

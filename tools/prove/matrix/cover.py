@@ -480,9 +480,9 @@ def _draw_experts(row: Row, fixed_values: Row, generator: random.Random) -> None
     if not has_experts(row):
         unfit = EXPERTS
     elif row["tp"] == "1":
-        unfit = ("sequence", "compile", "loss")
+        unfit = ("sequence", "loss")
     else:
-        unfit = ("sequence", "compile")
+        unfit = ("sequence",)
     for column in unfit:
         if column not in fixed_values:
             row[column] = COLUMNS[column][0]
