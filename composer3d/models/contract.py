@@ -31,15 +31,13 @@ class SequenceInfo:
             the row. Context parallelism does not cut them. Attention stays inside a document. None:
             each row is one document.
         shared: values that the first block to run computes from the positions alone, for all
-            blocks, such as the tables of rotary positions.
-        kept: what a layer keeps for itself. A compiled graph must not read it: the graph of a block
-            would only hold for as many entries.
+            blocks, such as the tables of rotary positions. No gradient may flow through them: a
+            block that is checkpointed runs again in backward, and then finds them here.
+        kept: what a layer keeps for itself, in the same way. A compiled graph must not read it: the
+            graph would only hold for as many entries.
         step_tokens: the number of tokens in the whole optimizer step, over all ranks and
             micro-batches. A layer that adds a mean over tokens to the loss divides by it. Default:
             the number of tokens in ``positions_BT``.
-
-    No gradient may flow through ``shared`` and ``kept``: a block that is checkpointed runs again in
-    backward, and then finds them here.
     """
 
     def __init__(
@@ -77,22 +75,17 @@ class DecoderBlock(nn.Module):
     checkpointed block runs again in backward, and would draw others. This class adds ``prepare``.
 
     Attributes:
-        compiled: the names of the methods that ``compile.enabled`` makes graphs of. In a graph, all
-            shapes must follow from those of the inputs. So a block with experts names what comes
-            before them, and what comes after; its ``forward`` calls both.
+        compiled: the methods that ``compile.enabled`` makes graphs of. A block with experts names
+            the one before them and the one after: shapes in between depend on the routing.
     """
 
     compiled: ClassVar[tuple[str, ...]] = ("forward",)
 
     def prepare(self, seq: SequenceInfo, dtype: torch.dtype) -> None:
-        """Fill ``seq.shared``. This runs before each call of a compiled graph, outside of it.
+        """Fill ``seq.shared`` for a residual stream in ``dtype``, before each call of a graph.
 
-        All blocks share the compiled graphs, which may read ``seq.shared`` but must not fill it.
-        Otherwise the first block, which fills it, would need a graph of its own.
-
-        Args:
-            seq: the ``SequenceInfo`` of the micro-batch.
-            dtype: the dtype of the residual stream.
+        All blocks share the graphs, which may read ``seq.shared`` but must not fill it. Otherwise
+        the first block, which fills it, would need a graph of its own.
         """
 
 

@@ -199,14 +199,10 @@ def _style(style: Style, plan: ShardingPlan, mesh: DeviceMesh, parallel: Paralle
         case "router" | "head_norm":
             # A rank sees only some of the tokens or of the heads: its gradient is a part of a sum.
             return Local(Replicate(), sums_gradients=True)
-        case "column_norm":
-            return replace(
-                _style("column", plan, mesh, parallel), make_forward=forwards.norm_forward
-            )
-        case "kv_column_norm":
-            return replace(
-                _style("kv_column", plan, mesh, parallel), make_forward=forwards.norm_forward
-            )
+        case "column_norm" | "kv_column_norm":
+            columns: Style = "column" if style == "column_norm" else "kv_column"
+            cut = _style(columns, plan, mesh, parallel)
+            return replace(cut, make_forward=forwards.norm_forward)
         case "gather":
             # One all-gather serves all projections that read this input.
             return Local(Replicate(), pre_collective=before_columns)
