@@ -14,6 +14,7 @@ from composer3d.doctor.facts import RankFacts
 from composer3d.doctor.report import Disk, DoctorReport, make_report
 from composer3d.facts import hardware
 from composer3d.facts.errors import ExchangeError
+from composer3d.parallel.context import implementation
 from composer3d.planner.memory import GIB
 from composer3d.planner.predict import optimizer_copies, sizes_of
 from composer3d.recipe.schema import Recipe
@@ -88,7 +89,8 @@ def examine(recipe: Recipe, device: torch.device, store: dist.Store) -> DoctorRe
     if of_ranks is None:
         return None
     sizes = {entry.axis: len(entry.ranks) for entry in groups}
-    return make_report(recipe, of_ranks, sizes, problems, versions(), _disk(recipe))
+    software = versions() | dict.fromkeys(implementation.installed(), "found")
+    return make_report(recipe, of_ranks, sizes, problems, software, _disk(recipe))
 
 
 def _number_nodes() -> list[int]:

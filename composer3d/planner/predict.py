@@ -15,6 +15,7 @@ from composer3d.planner.matrices import newton_schulz_flops
 from composer3d.planner.memory import GIB, RankMemory, predict_memory
 from composer3d.planner.schedule import keeps_gradients_of_loss
 from composer3d.planner.setup import (
+    AttentionKernel,
     BatchSizes,
     BlockMatrices,
     Layout,
@@ -31,7 +32,7 @@ from composer3d.planner.torch_facts import is_since_2_15
 from composer3d.planner.traffic import DTYPE_BYTES
 from composer3d.planner.trained import is_trained, trained_of
 from composer3d.recipe.matrices import matrices_of
-from composer3d.recipe.schema import Model, OptimTable, Recipe
+from composer3d.recipe.schema import Model, OptimTable, ParallelTable, Recipe
 from composer3d.recipe.stages import stage_ranges
 
 # What a CUDA context and NCCL's buffers take at least, with few process groups.
@@ -119,6 +120,14 @@ def hardware_flops_per_token(setup: Setup, flops_per_token: float) -> float:
     return flops_per_token * (1 + share / 3)
 
 
+def _attention(parallel: ParallelTable, hardware: Hardware) -> AttentionKernel:
+    """Return the kernels of attention whose rates are those of the recipe's."""
+    if hardware.generation == "cpu":
+        return "unfused"
+    # What was published of FlashAttention 3 and of kernels as fast is one row of the rates.
+    return "flash2" if parallel.attention_kernel == "torch" else "flash3"
+
+
 def of_recipe(
     recipe: Recipe,
     hardware: Hardware,
@@ -179,7 +188,7 @@ def of_recipe(
         ),
         precision=_precision(recipe),
         software=Software(
-            attention="unfused" if hardware.generation == "cpu" else "flash2",
+            attention=_attention(parallel, hardware),
             fuses_elementwise=recipe.compile.enabled,
             fuses_norms=hardware.generation != "cpu",
             since_torch_2_15=is_since_2_15(),

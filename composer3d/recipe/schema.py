@@ -272,6 +272,14 @@ class ParallelTable:
         "ulysses: shard attention over heads instead of the sequence",
         column=Column("cp method", {name: name for name in ("ring", "allgather", "ulysses")}),
     )
+    attention_kernel: Literal["torch", "flash3", "flash4"] = key(
+        "torch",
+        "kernels of attention on GPUs; flash3, flash4: those of a package of FlashAttention that "
+        "is installed, by torch's own registry",
+        # It replaces operators, and changes neither what they are given nor what they return.
+        in_proof=left_out("torch", "which needs GPUs"),
+        optional=True,
+    )
     cp_balance: Literal["zigzag", "contiguous"] = key(
         "zigzag",
         "with cp > 1; zigzag: a rank holds an early and a late chunk of each sequence, so that all "

@@ -18,7 +18,7 @@ from composer3d.models.contract import Decoder
 from composer3d.models.registry import Architecture, architecture, resolve
 from composer3d.parallel import ShardingPlan, Stages, StepShape, compose
 from composer3d.parallel.compose import Materialise
-from composer3d.parallel.context import kernels
+from composer3d.parallel.context import implementation, kernels
 from composer3d.parallel.freeze import freeze_others, require_matches
 from composer3d.parallel.stages import Stage
 from composer3d.recipe.advice import way_to_go_on
@@ -105,6 +105,7 @@ def build(
         loader = BatchesAhead(make_loader(recipe, mesh, corpus, seed=recipe.data.seed), device)
 
     with log.phase("model"):
+        implementation.activate(recipe.parallel.attention_kernel, device)
         stages = build_stages(recipe, mesh)
         optimizer = build_stages_optimizer(stages, recipe)
 
@@ -236,11 +237,13 @@ def _open_ledger(folder: Path, claim: Claim | None, *, steps_done: int) -> Ledge
 def _log_choices(recipe: Recipe, device: torch.device) -> None:
     """Log the kernel of attention if sequences are cut over cp, or queries do not see all keys.
 
-    Warn of choices that may cost time.
+    Log the package that has it if it is none of torch's own. Warn of choices that may cost time.
     """
     description = describe_attention(recipe, device)
     if description is not None:
         log.get().info(f"attention: {description}")
+    if recipe.parallel.attention_kernel != "torch":
+        log.get().info(f"attention: kernels of {recipe.parallel.attention_kernel} in their places")
     for line in doubtful_choices(recipe):
         log.get().warning(line)
 

@@ -122,6 +122,18 @@ def test_float8_has_no_prediction_on_a_gpu_without_it() -> None:
         predict(of_recipe(recipe, row))
 
 
+def test_attention_is_as_fast_as_its_kernels() -> None:
+    def compute_s(kernel: str, gpu: str) -> float:
+        path = ROOT / "recipes" / "llama3-8b-8-fsdp.toml"
+        row = hardware.by_name(gpu)
+        assert row is not None
+        setup = of_recipe(recipe_of(path, f"parallel.attention_kernel={kernel}"), row)
+        return predict_time(setup).step_s
+
+    assert compute_s("flash3", "H100") < 0.97 * compute_s("torch", "H100")
+    assert compute_s("flash4", "H100") == compute_s("flash3", "H100")
+
+
 def test_async_tp_hides_collectives_of_forward_only() -> None:
     def visible_s(async_tp: str) -> float:
         recipe = recipe_of(

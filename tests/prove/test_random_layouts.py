@@ -26,6 +26,7 @@ UNREAD = {
     "optim.newton_schulz_dtype",  # as precision.params
     "precision.params",  # a proof has the dtype of its own
     "parallel.async_tp",
+    "parallel.attention_kernel",
 }
 MOE = ["model.architecture=moe", "model.preset=debug-moe"]
 # The matrix fixes these: the other keys vary around them.

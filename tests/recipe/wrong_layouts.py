@@ -193,6 +193,11 @@ LAYOUTS = [
         ["x.toml:8: compile.enabled = true"],
     ),
     Wrong(
+        "kernels of attention in float32",
+        TINY + '[parallel]\nattention_kernel = "flash3"\n',
+        ['x.toml:4: parallel.attention_kernel = "flash3"'],
+    ),
+    Wrong(
         "async tp without a compiler, tp",
         TINY + "[parallel]\nasync_tp = true\n",
         ["x.toml:4: parallel.async_tp = true", "x.toml:4: parallel.async_tp = true"],

@@ -491,6 +491,17 @@ def async_tp_fuses_no_float8(recipe: Recipe) -> Iterator[Breach]:
         )
 
 
+@rule("parallel.attention_kernel", "precision.compute")
+def flash_kernels_compute_in_bfloat16(recipe: Recipe) -> Iterator[Breach]:
+    """Of the dtypes of recipes, FlashAttention has bfloat16 alone."""
+    if recipe.parallel.attention_kernel != "torch" and recipe.precision.computes_in != "bfloat16":
+        yield breach(
+            "<parallel.attention_kernel> computes in bfloat16 alone, but <precision.compute>",
+            use("parallel.attention_kernel", "torch"),
+            use("precision.compute", "bfloat16"),
+        )
+
+
 @rule("compile.enabled", "memory.activation_checkpoint", "parallel.async_tp")
 def experts_are_eager(recipe: Recipe) -> Iterator[Breach]:
     """The number of rows of an expert is known only when it runs, so no graph holds for it.
@@ -586,6 +597,7 @@ RULES: tuple[Rule, ...] = (
     float8_has_sizes_of_kernels,
     experts_are_not_in_float8,
     async_tp_fuses_no_float8,
+    flash_kernels_compute_in_bfloat16,
     experts_are_eager,
     split_backward_is_eager,
     async_tp_fuses_products,
