@@ -1,17 +1,22 @@
-"""Building a run in a folder that cannot be used."""
+"""Building a run: folders that cannot be used, and what is said or refused."""
 
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from composer3d.facts.errors import PlanError
+from composer3d.models.registry import architecture
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool, WorkerError
+from composer3d.training import build
 from composer3d.training.build import describe_attention, doubtful_choices
 from tests.training.jobs import DATA, RECIPE, build_and_train, train
+from tools.prove.paths import RECIPE as FOR_VERIFY
 
 
 def make_full(run: Path) -> None:
@@ -112,3 +117,12 @@ def test_float8_with_tp_is_doubted(tmp_path: Path) -> None:
     assert doubtful_choices(load(tmp_path / "r.toml", []).recipe) == []
     (line,) = doubtful_choices(load(tmp_path / "r.toml", ["mesh.tp=2"]).recipe)
     assert line.startswith('precision.matmul = "float8" with mesh.tp = 2 may be slower')
+
+
+def test_a_glob_of_matrices_that_matches_none_is_refused_without_a_rule_too() -> None:
+    """Rules know the parameters of our architectures alone."""
+    recipe = load(FOR_VERIFY, ["optim.name=muon"]).recipe
+    build._require_matrices(architecture("llama"), recipe)
+    unmatched = replace(recipe, optim=replace(recipe.optim, matrices=("*.wq.weight", "*norm*")))
+    with pytest.raises(PlanError, match=r"'\*norm\*' matches no matrix of the model"):
+        build._require_matrices(architecture("llama"), unmatched)
