@@ -3,8 +3,11 @@
 Ansel et al. 2024 (PyTorch 2, ASPLOS). All blocks run the same code on parameters of the same
 shapes, so the others reuse the graph of the first. A rank compiles two graphs, one for training and
 one for validation, whatever the number of blocks; and two more if only some blocks are
-checkpointed. A block with experts has two graphs in place of one: the rows of an expert change in
-every step, so experts and the exchange of tokens run between them, eagerly.
+checkpointed.
+
+A block with experts has two graphs in place of one: the rows of an expert change in every step, so
+experts and the exchange of tokens run between them, eagerly. With a balance loss and packed
+documents, the first of them is compiled again for rows of more than 16 and 256 documents.
 """
 
 import os
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 
 from composer3d.facts.errors import DeviceError, PlanError
 from composer3d.models.contract import Decoder, DecoderBlock, SequenceInfo, ShardingPlan
+from composer3d.models.layers.moe import Router
 from composer3d.recipe.schema import CompileTable, MemoryTable, ParallelTable
 from composer3d.runtime.torch_private import (
     FUSE_TP,
@@ -54,12 +58,13 @@ def check(
         )
         if not holds_experts:
             continue
-        if _methods(block) == ("forward",):
+        methods = _methods(block)
+        if "forward" in methods or not all(hasattr(block, method) for method in methods):
             raise PlanError(
-                f"compile.enabled = true makes one graph of blocks.{number}, but the number of "
-                "tokens of each expert changes in every step; name the methods before and after "
-                "the experts in the attribute `compiled` of its class, or use compile.enabled = "
-                "false"
+                f"compile.enabled = true makes graphs of {', '.join(methods)} of blocks.{number}, "
+                "but the number of tokens of each expert changes in every step; name the methods "
+                "before and after the experts in the attribute `compiled` of its class, or use "
+                "compile.enabled = false"
             )
         if memory.checkpointing.mode == "selective":
             raise PlanError(
@@ -194,14 +199,20 @@ def _with_preparation(
 ) -> Callable[..., Any]:
     """Return a method of a block that prepares a call of its graph, and then calls it.
 
-    Its first argument is the residual stream. If it takes a ``SequenceInfo``, that is the second.
+    Its first argument is the residual stream; preparation looks for ``seq`` among the others.
     """
+    routers = [module for module in block.modules() if isinstance(module, Router)]
 
-    def method(h_BTC: Tensor, *arguments: Any) -> Any:
-        if isinstance(block, DecoderBlock) and arguments and isinstance(arguments[0], SequenceInfo):
-            block.prepare(arguments[0], h_BTC.dtype)
+    def method(h_BTC: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        for seq in (*arguments, *keywords.values()):
+            if not isinstance(seq, SequenceInfo):
+                continue
+            if isinstance(block, DecoderBlock):
+                block.prepare(seq, h_BTC.dtype)
+            for router in routers:
+                router.prepare(h_BTC, seq)
         for refresh in refreshes:
             refresh()
-        return compiled(h_BTC, *arguments)
+        return compiled(h_BTC, *arguments, **keywords)
 
     return method

@@ -61,7 +61,8 @@ class Verdict:
             ``error`` describes a parameter, it is this one.
         refused: whether loading, shrinking or running the recipe raised a UserError.
         timed_out: whether the time for the run was over before it had an answer.
-        undecided: whether all that differs may be rounding, of more than any bound excuses.
+        undecided: whether gradients alone differ, and rounding moves them by more than any bound
+            excuses.
         error: why the layout is refused or wrong; None if it passed.
     """
 
@@ -250,12 +251,14 @@ def judge(
 
     errors: list[_TensorError | _ScalarError] = [*tensors, *scalars]
     differing = [error for error in errors if error.is_wrong]
-    wrong = [error for error in differing if not _may_be_rounding(error, stats, verdict.dtype)]
+    wrong = [
+        error for error in differing if not _may_be_rounding(error, small, stats, verdict.dtype)
+    ]
     if not wrong:
         verdict.error = next(filter(None, (rank.broken_rule for rank in ranks)), None)
         if verdict.error is None and differing:
             verdict.undecided = True
-            verdict.error = _describe_noise(tensors, verdict.dtype)
+            verdict.error = _describe_noise(stats, verdict.dtype)
         verdict.passed = verdict.error is None
         return verdict
 
@@ -271,7 +274,7 @@ def judge(
     compared = [
         tensor for tensor in tensors if (tensor.step, tensor.kind) == (blamed.step, blamed.kind)
     ]
-    wrong_tensors = [tensor for tensor in compared if tensor.is_wrong]
+    wrong_tensors = [tensor for tensor in compared if tensor in wrong]
     worst = max(wrong_tensors, key=lambda tensor: tensor.error)
     verdict.worst_parameter = worst.name
     findings = (
@@ -466,24 +469,31 @@ def has_little_noise(stats: ReferenceStats, dtype: str) -> bool:
 
 
 def _is_noisy(stats: ReferenceStats, step: int, dtype: str) -> bool:
-    """Return whether rounding moves the gradients of a step too far for them to be judged."""
+    """Return whether rounding moves the gradients of a step too far for them to be judged.
+
+    If the noise is not a number, they cannot be judged either.
+    """
     share = _LARGEST_NOISE_OF_ALL if dtype == "float64" else _LARGEST_NOISE_BOUND
     noise = _NOISE_MULTIPLE[dtype] * math.hypot(*stats.noise[step].values())
-    return noise > share * stats.norms_of_all[step]
+    return not noise <= share * stats.norms_of_all[step]
 
 
-def _may_be_rounding(error: _TensorError | _ScalarError, stats: ReferenceStats, dtype: str) -> bool:
-    """Return whether an error above its bound may be the rounding of a noisy step.
+def _may_be_rounding(
+    error: _TensorError | _ScalarError, small: Recipe, stats: ReferenceStats, dtype: str
+) -> bool:
+    """Return whether an error above its bound may be the rounding of a gradient in a noisy step.
 
-    It is none where rounding is small, as it is in all steps of nearly all layouts. Weights are
-    judged by the rank's own gradients, so the rounding of these explains no error of a weight.
+    Nearly no layout has such a step. A gradient that is a multiple of the right one is no rounding.
+    Losses and norms have few roundings, and weights are judged by the rank's own gradients.
     """
-    if error.step >= len(stats.noise) or not _is_noisy(stats, error.step, dtype):
+    if isinstance(error, _ScalarError) or error.kind != "gradient":
         return False
-    largest = math.inf
-    if isinstance(error, _TensorError):
-        largest = _NOISE_MULTIPLE[dtype] * error.noise
-    return math.isfinite(error.error) and error.error <= largest
+    return (
+        _is_noisy(stats, error.step, dtype)
+        and math.isfinite(error.error)
+        and error.error <= _NOISE_MULTIPLE[dtype] * error.noise
+        and _describe_factor(error, small) is None
+    )
 
 
 def _tensor_bound(kind: str, dtype: str, noise: float) -> float:
@@ -547,14 +557,18 @@ def _describe_scalar(scalar: _ScalarError, steps: int, only_scalars: bool) -> st
     return f"{name} is off by {scalar.error:.1e}, while {right} is right"
 
 
-def _describe_noise(tensors: Sequence[_TensorError], dtype: str) -> str:
-    """Describe the gradient that rounding moves most, and what would help."""
-    worst = max(tensors, key=lambda tensor: tensor.noise)
+def _describe_noise(stats: ReferenceStats, dtype: str) -> str:
+    """Describe the gradient that rounding moves most in the first noisy step, and what helps."""
+    step = next(step for step in range(len(stats.noise)) if _is_noisy(stats, step, dtype))
+    noise = stats.noise[step]
+    name = max(noise, key=lambda name: noise[name])
+    norm = stats.norms["gradient"][step][name]
+    moves = f"by {noise[name] / norm:.1e} of itself" if norm else f"of zero by {noise[name]:.1e}"
     wider = "use --dtype float64, or " if dtype == "float32" else ""
     return (
-        f"not proven: rounding alone moves the gradient of {worst.name} at step {worst.step + 1} "
-        f"by {worst.noise:.1e}, so no error could be told from it; {wider}change the settings of "
-        "optim that make a step so large"
+        f"not proven: rounding alone moves the gradient of {name} at step {step + 1} {moves}, so "
+        f"no error could be told from it; {wider}change the settings of optim that make a step so "
+        "large"
     )
 
 

@@ -95,8 +95,7 @@ def test_compiled_layout_is_exact(
             "model.shared_ffn=48 data.micro_batch=1",
             2,
         ),
-        # Rows of up to 1, 4 and 16 documents.
-        ("mesh.pp=2 mesh.tp=2 mesh.ep=1 data.packing=documents precision.compute=bfloat16", 4),
+        ("mesh.pp=2 mesh.tp=2 mesh.ep=1 data.packing=documents precision.compute=bfloat16", 2),
     ],
 )
 def test_a_layout_that_is_compiled_around_experts_is_exact(
@@ -188,7 +187,11 @@ def test_a_block_that_is_not_split_around_its_experts_is_refused() -> None:
     tables = CompileTable(enabled=True), MemoryTable(), ParallelTable()
     compile.check(model, plan, *tables)
     model.blocks["1"] = _WholeBlock()
-    with pytest.raises(PlanError, match=r"one graph of blocks\.1, .*name the methods before and"):
+    words = r"makes graphs of forward of blocks\.1, .*name the methods before and after"
+    with pytest.raises(PlanError, match=words):
+        compile.check(model, plan, *tables)
+    model.blocks["1"].compiled = ("before_experts", "after")
+    with pytest.raises(PlanError, match=r"makes graphs of before_experts, after of blocks\.1"):
         compile.check(model, plan, *tables)
 
 

@@ -25,6 +25,7 @@ from composer3d.verify.judge import (
     ReferenceStats,
     ShardError,
     Verdict,
+    has_little_noise,
     judge,
     scalar_scale,
 )
@@ -448,30 +449,50 @@ def test_a_bound_in_float32_grows_with_the_noise() -> None:
     # It may be rounding where rounding moves the gradients of the whole step by more than a bound.
     assert [off_by(2e-3, noise).undecided for noise in (2e-4, 1e-3)] == [False, True]
     assert off_by(2e-3, 1e-3).error == (
-        "not proven: rounding alone moves the gradient of last.a at step 1 by 1.0e-03, so no error "
-        "could be told from it; use --dtype float64, or change the settings of optim that make a "
-        "step so large"
+        "not proven: rounding alone moves the gradient of last.a at step 1 by 1.0e-03 of itself, "
+        "so no error could be told from it; use --dtype float64, or change the settings of optim "
+        "that make a step so large"
     )
     # It is none if it is larger than that.
     assert not off_by(9e-3, 1e-3).undecided
     assert not off_by(math.inf, math.inf).undecided
 
 
-def test_noise_excuses_no_weight_and_no_broken_rule() -> None:
-    noisy = STATS._replace(noise=[{"last.c": 1.0}])
-    scalars: dict[str, list[float]] = {"loss": [0.1, 0.0], "norm": [0.1]}
-    assert judged(stats=noisy, **scalars).undecided
+def test_noise_excuses_gradients_alone_and_no_factor() -> None:
+    noisy = STATS._replace(noise=[{"last.b": 8.0}])
+    assert not has_little_noise(noisy, "float64")
+    assert not has_little_noise(STATS._replace(noise=[{"last.b": math.nan}]), "float64")
+    for scalars in (
+        {"loss": [0.1, 0.0]},
+        {"norm": [0.1]},
+        {"clipped": [0.1]},
+        {"loss": [0.0, 0.1]},
+    ):
+        verdict = judged(stats=noisy, **scalars)
+        assert not verdict.passed
+        assert not verdict.undecided
+
+    def off(diff_sq: float, dot: float) -> dict[int, Any]:
+        shards = [
+            ShardError(0, "gradient", "last.b", (2 * shard, 0), (2, 4), diff_sq, 8.0, dot)
+            for shard in (0, 1)
+        ]
+        return {rank: {"last.b": shards[rank // 2]} for rank in range(4)}
+
+    noise = off(8.0, 8.0)
+    assert judged(noise, noisy).undecided
     rule = "learning rate is wrong"
-    assert judged(stats=noisy, **scalars, wrong_learning_rate=rule).error == rule
-    # The validation loss is that of the weights after the last step.
-    assert not judged(stats=noisy, loss=[0.0, 0.1]).undecided
-    off = ShardError(0, "weight", "last.c", (0,), (1,), 0.1, 1.0, 1.0)
-    assert not judged({rank: {"last.c": off} for rank in range(4)}, noisy).undecided
-    verdict = judged(
-        {0: {"last.c": ShardError(0, "gradient", "last.c", (0,), (1,), 2e-10, 1.0, 1.0)}},
-        dtype="float64",
-    )
-    assert not verdict.passed
+    assert judged(noise, noisy, wrong_learning_rate=rule).error == rule
+    doubled = judged(off(8.0, 16.0), noisy)
+    assert doubled.error is not None
+    assert "it is 2 times the reference" in doubled.error
+
+    # What is surely wrong is named, and not what may be rounding beside it.
+    wrong = ShardError(0, "gradient", "last.c", (0,), (1,), 1e-4, 1.0, 1.0)
+    both = judged({rank: {**noise[rank], "last.c": wrong} for rank in range(4)}, noisy)
+    assert both.worst_parameter == "last.c"
+    assert both.error is not None
+    assert both.error.endswith("1 of 3 are off: last.c")
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])

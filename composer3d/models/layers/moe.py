@@ -147,7 +147,8 @@ class Router(nn.Module):
     def prepare(self, x_BTC: Tensor, seq: SequenceInfo) -> None:
         """Fill ``seq.shared`` for a forward of ``x_BTC`` in a compiled graph, which cannot.
 
-        Only the shape of ``x_BTC`` is read: any stream of the same tokens serves.
+        ``parallel.compile`` calls it before each graph of a block that has this router. Only the
+        shape of ``x_BTC`` is read, so the residual stream serves.
         """
         if self.balance_loss and self.training and torch.is_grad_enabled():
             rows, length, _ = x_BTC.shape
@@ -265,9 +266,9 @@ class Router(nn.Module):
                 lengths_S = torch.full((rows,), length, device=where)
             else:
                 documents_BT = seq.documents_BT.to(where)
-                # A power of 4: a compiled graph holds for one number, so there are few graphs.
-                bits = int(documents_BT.max()).bit_length()
-                most = 1 << (bits + bits % 2)
+                # A power of 16: a compiled graph holds for one number, and torch makes few graphs.
+                bits = max(1, int(documents_BT.max()).bit_length())
+                most = 1 << (bits + -bits % 4)
                 sequence_BT = self.own_documents(documents_BT) + row_B1 * most
                 lengths_S = _count((documents_BT + row_B1 * most).flatten(), rows * most)
             # A row with fewer documents than another has some without a token.

@@ -48,7 +48,6 @@ class _MoeBlock(Block):
         self.moe = moe_of(shape)
 
     def forward(self, h_BTC: Tensor, seq: SequenceInfo) -> Tensor:
-        self.moe.router.prepare(h_BTC, seq)
         h_BTC, x_BTC, routing = self.before_experts(h_BTC, seq)
         out_NKC = self.moe.compute(x_BTC, routing, seq)
         return self.after_experts(h_BTC, x_BTC, out_NKC, routing.weights_NK)

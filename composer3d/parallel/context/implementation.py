@@ -1,8 +1,8 @@
 """Kernels of attention from a package outside of torch, for the whole process.
 
 torch keeps a registry of them. An implementation takes the place of torch's FlashAttention 2 behind
-its own operators: those that ``kernels`` and ``segment_kernel`` call, and those that
-``scaled_dot_product_attention`` calls.
+its own operators: those that ``kernels`` and ``segment_kernel`` call, and one of those that
+``scaled_dot_product_attention`` chooses from.
 """
 
 from collections.abc import Mapping
@@ -67,6 +67,8 @@ def activate(kernel: str, device: torch.device) -> None:
         ) from error
     if current_flash_attention_impl() != chosen.name:
         raise DeviceError(f"{key}: torch {torch.__version__} did not take it; {way_out}")
+    # Otherwise ``scaled_dot_product_attention`` takes cuDNN's kernel on the same GPUs.
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def installed() -> list[str]:

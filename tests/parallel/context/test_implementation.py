@@ -11,6 +11,7 @@ from torch.library import Library
 from torch.nn import attention
 
 from composer3d.facts.errors import DeviceError
+from composer3d.models.layers.attention import sdpa
 from composer3d.parallel.context import implementation, kernels
 from composer3d.runtime.launch import Pool
 
@@ -38,8 +39,12 @@ class Planted:
         return torch.full_like(q, 7.0), q.new_zeros(q.shape[:-1])
 
 
-def attend(kernel: str) -> tuple[bool, int]:
-    """Attend in a process of its own: whether the planted values came back, and the calls."""
+def attend(kernel: str) -> tuple[bool, int, bool]:
+    """Attend in a process of its own, with and without documents.
+
+    Returns:
+        Whether the planted values came back, the calls, and whether cuDNN has a part in it.
+    """
     planted = []
 
     def register() -> Planted:
@@ -50,13 +55,17 @@ def attend(kernel: str) -> tuple[bool, int]:
     implementation._major_capability = lambda device: 9
     implementation.activate(kernel, CPU)
     q, k, v = torch.randn(3, 1, 2, 8, 16).unbind()
-    out, _ = kernels.attend_block(q, k, v, causal=True)
-    return bool((out == 7.0).all()), sum(each.calls for each in planted)
+    outs = kernels.attend_block(q, k, v, causal=True)[0], sdpa(q, k, v)
+    are_planted = all(bool((out == 7.0).all()) for out in outs)
+    has_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    return are_planted, sum(each.calls for each in planted), has_cudnn
 
 
-@pytest.mark.parametrize(("kernel", "expected"), [("flash3", (True, 1)), ("torch", (False, 0))])
+@pytest.mark.parametrize(
+    ("kernel", "expected"), [("flash3", (True, 2, False)), ("torch", (False, 0, True))]
+)
 def test_a_planted_implementation_is_called(
-    pool: Pool, kernel: str, expected: tuple[bool, int]
+    pool: Pool, kernel: str, expected: tuple[bool, int, bool]
 ) -> None:
     assert pool.run(attend, {"kernel": kernel}, world_size=1) == [expected]
 

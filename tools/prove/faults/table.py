@@ -543,7 +543,7 @@ FAULTS = [
         r"router\.bias",
     ),
     _moe(experts.count_every_call, "memory.activation_checkpoint=full", "tokens of expert"),
-    _moe(experts.forget_what_graphs_count, f"{_EP} compile.enabled=true", "."),
+    _moe(experts.forget_what_graphs_count, f"{_EP} compile.enabled=true", "tokens of expert"),
     _moe(
         experts.count_recomputed_graphs,
         "compile.enabled=true memory.activation_checkpoint=full",
