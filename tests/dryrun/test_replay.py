@@ -19,9 +19,9 @@ SIZES = ("model.n_layers=8", "data.seq_len=32", "data.micro_batch=1", "mesh.dp_s
 @pytest.mark.parametrize(
     ("schedule", "sets"),
     [
-        ("1F1B", ["parallel.zero=3", "data.global_batch=16"]),
-        ("Interleaved1F1B", ["parallel.virtual_stages=2", "data.global_batch=16"]),
-        ("ZBVZeroBubble", ["data.global_batch=20"]),
+        ("1F1B", ["parallel.zero=3", "data.global_batch=10"]),
+        ("Interleaved1F1B", ["parallel.virtual_stages=2", "data.global_batch=8"]),
+        ("ZBVZeroBubble", ["data.global_batch=16"]),
         # The last rank has both stages in the middle, and sends no messages between them.
         ("ZBVZeroBubble", ["data.global_batch=10"]),
         # Stages 1 and 2 have the same shapes, and train other parameters.
