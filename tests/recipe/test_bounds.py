@@ -61,6 +61,7 @@ TABLES: dict[str, dict[str, Bounds | tuple[object, ...]]] = {
             "csv",
         ),
         "virtual_stages": Bounds(1, 10_000),
+        "attention_kernel": ("torch", "flash3", "flash4"),
     },
     "memory": {
         "loss_chunks": Bounds(1, 2**16),

@@ -502,23 +502,27 @@ def flash_kernels_compute_in_bfloat16(recipe: Recipe) -> Iterator[Breach]:
         )
 
 
-@rule("compile.enabled", "memory.activation_checkpoint", "parallel.async_tp")
+@rule("compile.enabled", "memory.activation_checkpoint")
 def experts_are_eager(recipe: Recipe) -> Iterator[Breach]:
     """The number of rows of an expert is known only when it runs, so no graph holds for it.
 
     A block is compiled around its experts. Checkpointing goes around the whole block, and does not
     see the operators inside of its graphs.
     """
-    if not (recipe.compile.enabled and recipe.model.experts):
-        return
-    if recipe.memory.checkpointing.mode == "selective":
+    is_split = recipe.compile.enabled and recipe.model.experts
+    if is_split and recipe.memory.checkpointing.mode == "selective":
         yield breach(
             "<compile.enabled> makes graphs around the experts of a block, and "
             "<memory.activation_checkpoint> cannot keep results of single operators in them",
             use("compile.enabled", False),
             use("memory.activation_checkpoint", "full", "none"),
         )
-    if recipe.parallel.async_tp:
+
+
+@rule("parallel.async_tp", "compile.enabled")
+def async_tp_fuses_whole_blocks(recipe: Recipe) -> Iterator[Breach]:
+    """No proof has fused products of blocks that are compiled around their experts."""
+    if recipe.parallel.async_tp and recipe.compile.enabled and recipe.model.experts:
         yield breach(
             "<parallel.async_tp> is not proven for blocks that are compiled around their experts",
             use("parallel.async_tp", False),
@@ -599,6 +603,7 @@ RULES: tuple[Rule, ...] = (
     async_tp_fuses_no_float8,
     flash_kernels_compute_in_bfloat16,
     experts_are_eager,
+    async_tp_fuses_whole_blocks,
     split_backward_is_eager,
     async_tp_fuses_products,
 )
