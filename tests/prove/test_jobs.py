@@ -45,7 +45,6 @@ def test_the_cases_are_of_every_kind() -> None:
         Case("train", "rank", 2, 1, 13),
         Case("torchrun", "rank", 2, 0, 17),
         Case("train", "launcher", 2, 0, 9),
-        Case("train", "all", 2, 0, 22),
     ],
     ids=str,
 )
@@ -59,7 +58,6 @@ def test_a_job_that_is_killed_goes_on(killer: Killer, case: Case) -> None:
         Trouble("full disk at a save", 2, 0, 9, choice) for choice in (0.4, 0.6)
     ] + [
         Trouble("full disk for a moment", 2, 0, 9, 0.0),
-        Trouble("60 Ctrl-C", 2, 0, 0, 0.05),
         Trouble("60 Ctrl-C", 2, 0, 0, 0.75),
         Trouble("no memory", 2, 1, 9, 0.0),
     ],
