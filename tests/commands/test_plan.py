@@ -92,8 +92,11 @@ def test_memory_of_the_recipe_as_it_is(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("path", CLUSTER_RECIPES, ids=lambda path: path.stem)
 def test_the_recipes_for_clusters_fit(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A fragmented allocator, or a prediction that is too low, needs 8% to spare."""
     status, answer = plan(capsys, str(path), "--memory", "--gpu", "H100")
-    assert status == 0, f"{answer['ranks'][answer['largest_rank']]} of {answer['memory_gib']} GiB"
+    largest = answer["ranks"][answer["largest_rank"]]
+    assert status == 0, f"{largest} of {answer['memory_gib']} GiB"
+    assert sum(largest.values()) <= 0.92 * answer["memory_gib"], largest
 
 
 @pytest.mark.parametrize(("gpu", "is_fitted"), [("H100", True), ("B200", False), ("CPU", False)])
