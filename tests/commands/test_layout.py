@@ -52,9 +52,9 @@ def test_it_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_the_mesh_fills_the_given_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(ROOT / "recipes" / "llama3.1-8b-64-fsdp-cp-tp.toml")
     assert cli.main(["layout", recipe, "--gpus", "128", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["mesh"]["dp_shard"] == 2
-    assert cli.main(["layout", recipe, "--gpus", "96"]) == 2
-    assert "96" in capsys.readouterr().err
+    assert json.loads(capsys.readouterr().out)["mesh"]["dp_shard"] == 16
+    assert cli.main(["layout", recipe, "--gpus", "100"]) == 2
+    assert "100" in capsys.readouterr().err
 
 
 def test_a_picture_that_cannot_be_written_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ def test_each_recipe_is_listed_on_one_line(capsys: pytest.CaptureFixture[str]) -
         "64",
         "llama3-70b",
         "70.6B",
-        *("dp_shard", "8", "tp", "8"),
+        *("dp_shard", "32", "tp", "2"),
         "Llama 3 70B on 8 nodes of 8 GPUs: tensor parallel inside a node, parameters sharded "
         "across the nodes",
     ]
