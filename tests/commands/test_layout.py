@@ -51,9 +51,10 @@ def test_it_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_the_mesh_fills_the_given_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(ROOT / "recipes" / "llama3.1-8b-64-fsdp-cp-tp.toml")
-    assert cli.main(["layout", recipe, "--gpus", "128", "--json"]) == 0
+    fill = ["layout", recipe, "--set", "mesh.dp_shard=-1"]
+    assert cli.main([*fill, "--gpus", "128", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["mesh"]["dp_shard"] == 16
-    assert cli.main(["layout", recipe, "--gpus", "100"]) == 2
+    assert cli.main([*fill, "--gpus", "100"]) == 2
     assert "100" in capsys.readouterr().err
 
 
