@@ -61,8 +61,8 @@ class Verdict:
             ``error`` describes a parameter, it is this one.
         refused: whether loading, shrinking or running the recipe raised a UserError.
         timed_out: whether the time for the run was over before it had an answer.
-        undecided: whether gradients alone differ, and rounding moves them by more than any bound
-            excuses.
+        undecided: whether gradients and their norm alone differ, and rounding moves them by more
+            than any bound excuses.
         error: why the layout is refused or wrong; None if it passed.
     """
 
@@ -484,8 +484,16 @@ def _may_be_rounding(
     """Return whether an error above its bound may be the rounding of a gradient in a noisy step.
 
     Nearly no layout has such a step. A gradient that is a multiple of the right one is no rounding.
-    Losses and norms have few roundings, and weights are judged by the rank's own gradients.
+    The norm has the rounding of all gradients. Losses and clipped norms have few roundings, and
+    weights are judged by the rank's own gradients.
     """
+    if isinstance(error, _ScalarError) and error.kind == "norm":
+        noise = math.hypot(*stats.noise[error.step].values())
+        norm = math.hypot(*stats.norms["gradient"][error.step].values())
+        whole = stats.norms_of_all[error.step]
+        scale = scalar_scale("norm", dtype, norm, noise=noise, whole=whole)
+        is_explained = error.error <= _NOISE_MULTIPLE[dtype] * noise / scale
+        return is_explained and _is_noisy(stats, error.step, dtype)
     if isinstance(error, _ScalarError) or error.kind != "gradient":
         return False
     return (

@@ -454,7 +454,7 @@ def test_a_bound_in_float32_grows_with_the_noise() -> None:
     assert not off_by(math.inf, math.inf).undecided
 
 
-def test_noise_excuses_gradients_alone_and_no_factor() -> None:
+def test_noise_excuses_gradients_and_their_norm_and_no_factor() -> None:
     noisy = STATS._replace(noise=[{"last.b": 8.0}])
     assert not has_little_noise(noisy, "float64")
     assert not has_little_noise(STATS._replace(noise=[{"last.b": math.nan}]), "float64")
@@ -477,6 +477,7 @@ def test_noise_excuses_gradients_alone_and_no_factor() -> None:
 
     noise = off(8.0, 8.0)
     assert judged(noise, noisy).undecided
+    assert judged(stats=noisy, norm=[0.05]).undecided
     rule = "learning rate is wrong"
     assert judged(noise, noisy, wrong_learning_rate=rule).error == rule
     doubled = judged(off(8.0, 16.0), noisy)
