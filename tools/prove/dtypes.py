@@ -157,8 +157,8 @@ WIDE = (
     ),
     Wide(
         "the weighted sum of a token's experts",
-        ("mul*", "sum*"),
-        ("models/layers/moe.py:MoE.combine",),
+        ("mul*", "sum*", "addcmul_"),
+        ("models/layers/moe.py:weighted_sum", "models/layers/moe.py:_WeightedSum.*"),
         torch.float32,
         "it is rounded once, whatever the number of experts",
     ),
@@ -279,6 +279,12 @@ NARROW = (
         ("mul.Tensor", "mul.Scalar", "silu_backward"),
         ("node:MulBackward*", "node:AddcmulBackward*", "node:SiluBackward*"),
         "the same",
+    ),
+    Narrow(
+        "gradients of the outputs of experts",
+        ("mul.out",),
+        ("models/layers/moe.py:_WeightedSum.backward",),
+        "computed in float32, and rounded once",
     ),
     Narrow(
         "gradients of one value from the few operators that read it",

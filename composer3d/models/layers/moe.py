@@ -417,9 +417,40 @@ class MoE(nn.Module):
 
     def combine(self, x_BTC: Tensor, out_NKC: Tensor, weights_NK: Tensor) -> Tensor:
         """Add up the outputs of each token's experts, and that of the shared expert."""
-        # The weighted sum is in float32 or wider, and in the order of K on every layout.
-        out_BTC = (out_NKC * weights_NK[..., None]).sum(1).to(x_BTC.dtype).view_as(x_BTC)
+        out_BTC = weighted_sum(out_NKC, weights_NK).to(x_BTC.dtype).view_as(x_BTC)
         return out_BTC if self.shared is None else out_BTC + self.shared(x_BTC)
+
+
+def weighted_sum(out_NKC: Tensor, weights_NK: Tensor) -> Tensor:
+    """Sum the outputs of each token's experts, times their weights: (N, C), in the weights' dtype.
+
+    The sum is in float32 or wider, and in the order of K on every layout.
+    """
+    if torch.compiler.is_compiling():
+        return (out_NKC * weights_NK[..., None]).sum(1)  # one kernel, which keeps no product
+    return _WeightedSum.apply(out_NKC, weights_NK)
+
+
+class _WeightedSum(torch.autograd.Function):
+    """Take one expert of each token after the other: products of all would be float32 (N, K, C)."""
+
+    @staticmethod
+    def forward(ctx: Any, out_NKC: Tensor, weights_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(out_NKC, weights_NK)
+        sum_NC = weights_NK.new_zeros(out_NKC[:, 0].shape)
+        for out_NC, weight_N in zip(out_NKC.unbind(1), weights_NK.unbind(1), strict=True):
+            sum_NC.addcmul_(out_NC, weight_N[:, None])
+        return sum_NC
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        out_NKC, weights_NK = ctx.saved_tensors
+        (grad_NC,) = grads
+        grad_out_NKC, grad_weights_NK = torch.empty_like(out_NKC), torch.empty_like(weights_NK)
+        for k in range(out_NKC.shape[1]):
+            torch.mul(grad_NC, weights_NK[:, k, None], out=grad_out_NKC[:, k])
+            torch.sum(grad_NC * out_NKC[:, k], 1, out=grad_weights_NK[:, k])
+        return grad_out_NKC, grad_weights_NK
 
 
 def inverse_of(order: Tensor) -> Tensor:

@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from composer3d.dryrun.memory import MemoryLedger
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.layers import moe
 from composer3d.models.layers.ffn import FeedForward
-from composer3d.models.layers.moe import Experts, MoE, Router, expert_ffn
+from composer3d.models.layers.moe import Experts, MoE, Router, expert_ffn, weighted_sum
 
 DIM, EXPERTS, FFN = 8, 6, 5
 
@@ -169,3 +172,43 @@ def test_grouped_kernel_agrees_with_the_loop(tokens: list[int]) -> None:
         results.append([out.float(), *(grad.float() for grad in grads if grad is not None)])
     for grouped, looped in zip(*results, strict=True):
         torch.testing.assert_close(grouped, looped, rtol=1e-4, atol=1e-3)
+
+
+class Temporaries(TorchDispatchMode):
+    """Counts the bytes of the tensors that operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = MemoryLedger(offload=False)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.ledger.see(leaf)
+        return out
+
+
+def test_outputs_of_experts_are_added_up_without_float32_of_all_of_them() -> None:
+    """The sum and its gradients are those of the formula, in 2 x N x C numbers beside them."""
+    tokens, per_token, dim = 60, 8, 32
+    generator = torch.Generator().manual_seed(4)
+    for dtype in (torch.bfloat16, torch.float64):
+        wide = torch.promote_types(dtype, torch.float32)
+        out_NKC, weights_NK, grad_NC = (
+            torch.randn(size, generator=generator, dtype=torch.float64)
+            for size in ((tokens, per_token, dim), (tokens, per_token), (tokens, dim))
+        )
+        leaves = (out_NKC.to(dtype).requires_grad_(), weights_NK.to(wide).requires_grad_())
+        grad_NC = grad_NC.to(wide)
+        expected = (leaves[0] * leaves[1][..., None]).sum(1)
+        expected_gradients = torch.autograd.grad(expected, leaves, grad_NC)
+
+        with Temporaries() as temporaries:
+            found = weighted_sum(*leaves)
+            gradients = torch.autograd.grad(found, leaves, grad_NC)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(gradients, expected_gradients)
+        # Operators return views of the leaves as well.
+        others = sum(x.nbytes for x in (*leaves, *gradients))
+        assert temporaries.ledger.peak - others <= 2 * tokens * dim * wide.itemsize

@@ -579,7 +579,7 @@ FAULTS = [
         MOE_RECIPE,
     ),
     _narrow(
-        narrow.add_experts_narrow, "", r"MoE\.combine: aten::sum\.dim_IntList of bf", MOE_RECIPE
+        narrow.add_experts_narrow, "", r"_WeightedSum\.forward: aten::addcmul_ of bf", MOE_RECIPE
     ),
     _narrow(
         narrow.count_tokens_of_experts_narrow,
