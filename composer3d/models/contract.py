@@ -171,9 +171,9 @@ class ShardingPlan:
             in them return. In a block, they must be the last modules that compute: backward runs
             the block again up to the last tensor that it reads, and so leaves them out.
             ``models.claims`` checks both.
-        float8: globs of the linear layers in ``blocks`` that ``precision.matmul = "float8"`` lets
+        float8: globs of the modules in ``blocks`` that ``precision.matmul = "float8"`` lets
             multiply in float8. Each is a ``torch.nn.Linear`` of style "column", "kv_column" or
-            "row".
+            "row", or ``layers.moe.Experts``.
         first_only_looks_up: whether ``first`` does nothing with its parameters but look up rows of
             embeddings, so that its backward reads none of them. FSDP then does not gather them for
             backward. ``models.claims`` checks it.

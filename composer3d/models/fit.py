@@ -11,6 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from composer3d.facts.errors import PlanError
 from composer3d.models.contract import ShardingPlan
+from composer3d.models.layers.moe import Experts
 from composer3d.models.table import Style
 
 
@@ -117,13 +118,14 @@ def _rows_with_a_vector(model: nn.Module, plan: ShardingPlan) -> Iterator[str]:
 
 def _float8_of_others(model: nn.Module, plan: ShardingPlan) -> Iterator[str]:
     for name, module in model.named_modules():
-        if plan.multiplies_in_float8(name):
-            is_linear = type(module) is nn.Linear and name.startswith("blocks.")
-            if not is_linear or plan.style_of(name) not in ("column", "kv_column", "row"):
-                yield (
-                    f"the plan's float8 names {name!r}, which is no torch.nn.Linear in blocks "
-                    'of style "column", "kv_column" or "row"'
-                )
+        if not plan.multiplies_in_float8(name) or isinstance(module, Experts):
+            continue
+        is_linear = type(module) is nn.Linear and name.startswith("blocks.")
+        if not is_linear or plan.style_of(name) not in ("column", "kv_column", "row"):
+            yield (
+                f"the plan's float8 names {name!r}, which is neither Experts nor a "
+                'torch.nn.Linear in blocks of style "column", "kv_column" or "row"'
+            )
 
 
 def _first_that_computes(model: nn.Module, plan: ShardingPlan) -> Iterator[str]:

@@ -208,6 +208,8 @@ class ParameterTable:
         float8: dict[str, None] = {}
         for name, row in self.kinds.items():
             module = name.rpartition(".")[0]
+            if row.float8:
+                float8[module] = None
             if row.style == "experts":
                 experts = module
                 continue
@@ -216,8 +218,6 @@ class ParameterTable:
             tensor[module] = row.style
             if row.is_unread:
                 unread[module] = None
-            if row.float8:
-                float8[module] = None
         init = {name: row.init for name, row in self.kinds.items() if not row.tied_to}
         attend = f"blocks.*.{self.attention}"
         return Globs(tensor, init, attend, experts, tuple(unread), tuple(float8))

@@ -7,6 +7,8 @@ Micikevicius et al. 2022 (FP8 formats, arXiv 2209.05433). The scales are those o
     input gradient  rows of the gradient x  the weight, with one scale for all of it
     weight gradient in the dtype of the operands
 
+The products of experts follow the same rules, each expert as a layer of its own.
+
 A row of x or of a gradient is one token, so a product does not depend on which other tokens a rank
 holds: not on micro-batches, dp or cp. The weight gradient sums over tokens, and nothing is rounded
 before it. tp cuts rows, and a rank takes its scales from its own part of a row. The result thus
@@ -24,11 +26,17 @@ the time of every eager operator. A test compares the two, bit by bit.
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.functional import ScalingType, scaled_mm
+from torch.nn.functional import (
+    ScalingType,
+    scaled_grouped_mm,  # type: ignore[attr-defined]  # the stub of torch lacks it
+    scaled_mm,
+)
 
 from composer3d.facts.errors import DeviceError, PlanError
 from composer3d.models.contract import ShardingPlan
+from composer3d.models.layers.moe import Experts, Groups
 from composer3d.recipe.schema import FLOAT8_MULTIPLE, MeshTable, PrecisionTable
 
 _E4M3 = torch.float8_e4m3fn
@@ -42,7 +50,7 @@ class Rounded(NamedTuple):
 
     Attributes:
         values: e4m3, the matrix times ``scale``.
-        scale: powers of two in float32, (rows, 1) or a scalar.
+        scale: powers of two in float32, (..., rows, 1) or (..., 1, 1).
     """
 
     values: Tensor
@@ -50,15 +58,15 @@ class Rounded(NamedTuple):
 
 
 def round_rows(x_NK: Tensor) -> Rounded:
-    """Round each row with its own scale."""
-    scale_N1 = _scale_of(x_NK.abs().amax(1, keepdim=True))
+    """Round each row with its own scale, in one matrix or in several (E, N, K)."""
+    scale_N1 = _scale_of(x_NK.abs().amax(-1, keepdim=True))
     return Rounded(_round(x_NK, scale_N1), scale_N1)
 
 
 def round_whole(x_NK: Tensor) -> Rounded:
-    """Round a matrix with one scale."""
-    scale = _scale_of(x_NK.abs().amax())
-    return Rounded(_round(x_NK, scale), scale)
+    """Round a matrix with one scale, or each matrix of several (E, N, K)."""
+    scale_11 = _scale_of(x_NK.abs().amax((-2, -1), keepdim=True))
+    return Rounded(_round(x_NK, scale_11), scale_11)
 
 
 def _scale_of(amax: Tensor) -> Tensor:
@@ -115,6 +123,59 @@ def input_gradient(grad_NM: Tensor, weight_MK: Tensor) -> Tensor:
     return product_NK * (grad.scale * weight.scale).reciprocal().to(grad_NM.dtype)
 
 
+def grouped_output(rows_MK: Tensor, weight_EJK: Tensor, groups: Groups) -> Tensor:
+    """Return ``output_product`` of the rows of each expert, (M, J)."""
+    if not _has_grouped_kernel(rows_MK):
+        return torch.cat([output_product(x, w) for x, w in groups.pairs(rows_MK, weight_EJK)])
+    rows, weight = round_rows(rows_MK), round_rows(weight_EJK)
+    return scaled_grouped_mm(
+        rows.values,
+        weight.values.mT,
+        rows.scale.reciprocal().flatten(),
+        ScalingType.RowWise,
+        weight.scale.reciprocal().flatten(1),
+        ScalingType.RowWise,
+        offs=groups.ends_E,
+        output_dtype=rows_MK.dtype,
+        use_fast_accum=True,
+    )
+
+
+def grouped_input_gradient(grad_MJ: Tensor, weight_EJK: Tensor, groups: Groups) -> Tensor:
+    """Return ``input_gradient`` of the rows of each expert, (M, K)."""
+    if not _has_grouped_kernel(grad_MJ):
+        return torch.cat([input_gradient(x, w) for x, w in groups.pairs(grad_MJ, weight_EJK)])
+    grad, weight = round_rows(grad_MJ), round_whole(weight_EJK)
+    experts, _, columns = weight_EJK.shape
+    return scaled_grouped_mm(
+        grad.values,
+        weight.values.mT.contiguous().mT,  # the kernel takes columns
+        grad.scale.reciprocal().flatten(),
+        ScalingType.RowWise,
+        # The kernel has a scale for each column: all have that of their expert.
+        weight.scale.reciprocal().flatten(1).expand(experts, columns).contiguous(),
+        ScalingType.RowWise,
+        offs=groups.ends_E,
+        output_dtype=grad_MJ.dtype,
+    )
+
+
+def _grouped_weight_gradient(grad_MJ: Tensor, rows_MK: Tensor, groups: Groups) -> Tensor:
+    """Return ``grad.T @ rows`` of each expert, (E, J, K), in the dtype of the operands."""
+    if _has_grouped_kernel(rows_MK):
+        return F.grouped_mm(grad_MJ.T, rows_MK, offs=groups.ends_E)
+    parts = zip(grad_MJ.split(groups.sizes), rows_MK.split(groups.sizes), strict=True)
+    return torch.stack([grad.T @ rows for grad, rows in parts])
+
+
+def _has_grouped_kernel(rows_MK: Tensor) -> bool:
+    """Whether one kernel multiplies the rows of all experts: GPUs have one, for bfloat16 results.
+
+    ``check`` has seen that the sizes are multiples of what it takes.
+    """
+    return rows_MK.is_cuda and rows_MK.dtype == torch.bfloat16
+
+
 def _widen(matrix: Rounded) -> Tensor:
     """Return the numbers that ``matrix`` stands for, in float64."""
     return matrix.values.to(torch.float64) / matrix.scale
@@ -129,27 +190,44 @@ class _Operands(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_NK: Tensor, weight_MK: Tensor) -> Tensor:
-        ctx.save_for_backward(x_NK, weight_MK)
-        return x_NK.new_zeros(()).expand(x_NK.shape[0], weight_MK.shape[0])
+    def forward(ctx: Any, x_NK: Tensor, weight: Tensor, groups: Groups | None) -> Tensor:
+        ctx.save_for_backward(x_NK, weight)
+        ctx.groups = groups
+        return x_NK.new_zeros(()).expand(x_NK.shape[0], weight.shape[-2])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_NK, weight_MK = ctx.saved_tensors
+        x_NK, weight = ctx.saved_tensors
         (grad_NM,) = grads
-        return input_gradient(grad_NM, weight_MK), grad_NM.T @ x_NK
+        if ctx.groups is None:
+            return input_gradient(grad_NM, weight), grad_NM.T @ x_NK, None
+        input_grad_NK = grouped_input_gradient(grad_NM, weight, ctx.groups)
+        return input_grad_NK, _grouped_weight_gradient(grad_NM, x_NK, ctx.groups), None
 
 
 class _Float8Product(torch.autograd.Function):
     """Compute the product in place of the zeros of ``_Operands``, and pass its gradient there."""
 
     @staticmethod
-    def forward(ctx: Any, zeros_NM: Tensor, x_NK: Tensor, weight_MK: Tensor) -> Tensor:
-        return output_product(x_NK, weight_MK)
+    def forward(
+        ctx: Any, zeros_NM: Tensor, x_NK: Tensor, weight: Tensor, groups: Groups | None
+    ) -> Tensor:
+        if groups is None:
+            return output_product(x_NK, weight)
+        return grouped_output(x_NK, weight, groups)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], None, None
+        return grads[0], None, None, None
+
+
+def product(x_NK: Tensor, weight: Tensor, groups: Groups | None = None) -> Tensor:
+    """Multiply rows by a matrix (M, K), transposed; or with groups by those of experts (E, M, K).
+
+    Output and input gradient are in float8. The result is (N, M), in the dtype of ``x_NK``.
+    """
+    zeros_NM = _Operands.apply(x_NK, weight, groups)
+    return _Float8Product.apply(zeros_NM, x_NK.detach(), weight.detach(), groups)
 
 
 class Float8Linear(nn.Linear):
@@ -162,10 +240,7 @@ class Float8Linear(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        x_NK, weight_MK = input.flatten(0, -2), self.weight
-        zeros_NM = _Operands.apply(x_NK, weight_MK)
-        out_NM = _Float8Product.apply(zeros_NM, x_NK.detach(), weight_MK.detach())
-        out = out_NM.unflatten(0, input.shape[:-1])
+        out = product(input.flatten(0, -2), self.weight).unflatten(0, input.shape[:-1])
         return out if self.bias is None else out + self.bias
 
 
@@ -184,7 +259,11 @@ def apply(blocks: nn.ModuleDict, plan: ShardingPlan, precision: PrecisionTable) 
     # A module may have several names, which must get the same replacement.
     replacements: dict[nn.Module, Float8Linear] = {}
     for name, module in list(blocks.named_modules(remove_duplicate=False)):
-        if isinstance(module, nn.Linear) and plan.multiplies_in_float8(f"blocks.{name}"):
+        if not plan.multiplies_in_float8(f"blocks.{name}"):
+            continue
+        if isinstance(module, Experts):
+            module.product = product
+        elif isinstance(module, nn.Linear):
             if module not in replacements:
                 replacements[module] = Float8Linear(module)
             blocks.set_submodule(name, replacements[module])
@@ -224,21 +303,27 @@ def check(
             )
     lines = []
     for name, module in model.named_modules():
-        if plan.multiplies_in_float8(name) and isinstance(module, nn.Linear):
-            rows, columns = _local_sizes(module, plan, name, sizes.tp)
-            if rows % FLOAT8_MULTIPLE or columns % FLOAT8_MULTIPLE:
-                lines.append(
-                    f"{name!r} has a weight of {rows} x {columns} on each rank of mesh.tp = "
-                    f"{sizes.tp}, but products in float8 need multiples of {FLOAT8_MULTIPLE}; "
-                    'change the sizes of the model or mesh.tp, or use precision.matmul = "compute"'
-                )
+        if not plan.multiplies_in_float8(name):
+            continue
+        rows, columns = _local_sizes(module, plan, name, sizes.tp)
+        if rows % FLOAT8_MULTIPLE or columns % FLOAT8_MULTIPLE:
+            lines.append(
+                f"{name!r} has a weight of {rows} x {columns} on each rank of mesh.tp = "
+                f"{sizes.tp}, but products in float8 need multiples of {FLOAT8_MULTIPLE}; "
+                'change the sizes of the model or mesh.tp, or use precision.matmul = "compute"'
+            )
     if lines:
         raise PlanError(lines)
 
 
-def _local_sizes(linear: nn.Linear, plan: ShardingPlan, name: str, tp: int) -> tuple[int, int]:
+def _local_sizes(module: nn.Module, plan: ShardingPlan, name: str, tp: int) -> tuple[int, int]:
     """Return the rows and columns of the weight that a tp rank multiplies by."""
-    rows, columns = linear.out_features, linear.in_features
+    if isinstance(module, Experts):
+        _, rows, columns = module.w1.shape  # whole experts; w2 has the same sizes
+        return rows, columns
+    # ``models.fit.check`` refuses a plan that names anything else.
+    assert isinstance(module, nn.Linear)
+    rows, columns = module.out_features, module.in_features
     match plan.style_of(name):
         case "column":
             return rows // tp, columns

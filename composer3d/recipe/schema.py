@@ -390,8 +390,9 @@ class PrecisionTable:
     )
     matmul: Literal["compute", "float8"] = key(
         "compute",
-        "products of the linear layers of blocks; compute: in the dtype of forward and backward; "
-        "float8: outputs and input gradients in float8, weight gradients in the dtype of compute",
+        "products of the linear layers of blocks, experts included; compute: in the dtype of "
+        "forward and backward; float8: outputs and input gradients in float8, weight gradients in "
+        "the dtype of compute",
         words="emulated {}",
         optional=True,
     )

@@ -8,6 +8,7 @@ The rules of ``parallel.float8``, in float64:
 - In outputs, each row of the input and of the weight has its own scale. In input gradients, each
   row of the gradient has its own, and the weight has one.
 - Weight gradients round nothing.
+- Each expert is a layer by itself, and whole on its rank.
 
 A rank of tp takes its scales from the part of a matrix that it holds. So the reference computes
 each layer in as many parts, and joins or adds them.
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from composer3d.models.contract import ShardingPlan
+from composer3d.models.layers.moe import Experts, Groups
 
 _LARGEST = 448.0
 _SMALLEST_AMAX = 1e-12
@@ -98,7 +100,11 @@ def use_float8(model: nn.Module, plan: ShardingPlan, tp: int) -> Rounding:
     """
     rounding = Rounding()
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and plan.multiplies_in_float8(name):
+        if not plan.multiplies_in_float8(name):
+            continue
+        if isinstance(module, Experts):
+            module.product = partial(_by_expert, rounding)
+        elif isinstance(module, nn.Linear):
             forward: Callable[..., Tensor] = _rows
             if plan.style_of(name) == "column":
                 forward = _columns
@@ -108,6 +114,15 @@ def use_float8(model: nn.Module, plan: ShardingPlan, tp: int) -> Rounding:
                 forward = partial(_kv_columns, heads=plan.kv_heads)
             module.forward = partial(forward, module, rounding, tp)  # type: ignore[method-assign]
     return rounding
+
+
+def _by_expert(rounding: Rounding, rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+    return torch.cat(
+        [
+            _EmulatedProduct.apply(x, weight, rounding) if len(x) else x @ weight.T
+            for x, weight in groups.pairs(rows, weights)
+        ]
+    )
 
 
 def _columns(layer: nn.Linear, rounding: Rounding, tp: int, x: Tensor) -> Tensor:

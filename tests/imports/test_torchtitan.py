@@ -109,9 +109,8 @@ def test_experts(tmp_path: Path) -> None:
     made = imported(tmp_path, "x.toml", text, gpus=16)
     recipe = made.resolved.recipe
     assert (recipe.model.architecture, recipe.mesh.ep) == ("moe", 8)
-    assert (recipe.precision.matmul, recipe.compile.enabled) == ("compute", True)
-    (lost,) = [line for line in made.made.lost if "expert" in line]
-    assert lost.endswith('the recipe has precision.matmul = "compute"')
+    assert (recipe.precision.matmul, recipe.compile.enabled) == ("float8", True)
+    assert not [line for line in made.made.lost if "expert" in line]
 
 
 @pytest.mark.parametrize(

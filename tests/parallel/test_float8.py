@@ -10,13 +10,18 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import ScalingType
 
 from composer3d.facts.errors import DeviceError, PlanError
 from composer3d.models import fit
 from composer3d.models.contract import SequenceInfo, ShardingPlan
+from composer3d.models.layers.moe import Experts, Groups, Router
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import ModelShape
+from composer3d.models.moe.model import MoeLlama
+from composer3d.models.moe.plan import sharding_plan as moe_sharding_plan
+from composer3d.models.moe.shape import PRESETS
 from composer3d.parallel import checkpointing, compile, float8
 from composer3d.parallel.pipeline import zero_bubble
 from composer3d.recipe.schema import MemoryTable, MeshTable, PrecisionTable
@@ -173,6 +178,111 @@ def test_a_token_does_not_depend_on_its_neighbours() -> None:
         assert torch.equal(float8.input_gradient(grad[rows], weight), whole[1][rows])
 
 
+# --- experts ---
+
+ROWS_OF_EXPERTS = [5, 0, 19]
+
+
+class ExpertMatrices(NamedTuple):
+    """The operands of the products of experts: M rows, E experts, K inputs, J outputs."""
+
+    rows_MK: Tensor
+    weight_EJK: Tensor
+    grad_MJ: Tensor
+
+
+def make_expert_matrices(dtype: torch.dtype) -> ExpertMatrices:
+    x_NK, weight_MK, grad_NM = make_matrices(dtype)
+    # Experts of very different size: one scale for all of them would be another one.
+    return ExpertMatrices(
+        x_NK, torch.stack([weight_MK, weight_MK.flip(0), weight_MK / 64]), grad_NM
+    )
+
+
+def multiply_experts(matrices: ExpertMatrices) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the outputs of all rows, and the gradients of the rows and of the matrices."""
+    rows, weight = (x.clone().requires_grad_() for x in matrices[:2])
+    out = float8.product(rows, weight, Groups(torch.tensor(ROWS_OF_EXPERTS)))
+    return (out.detach(), *torch.autograd.grad(out, (rows, weight), matrices.grad_MJ))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_an_expert_multiplies_as_a_layer_of_its_own(dtype: torch.dtype) -> None:
+    matrices = make_expert_matrices(dtype)
+    out_MJ, rows_grad_MK, weight_grad_EJK = multiply_experts(matrices)
+    first = 0
+    for expert, size in enumerate(ROWS_OF_EXPERTS):
+        own = slice(first, first + size)
+        first += size
+        if not size:
+            # Zeros, and not None.
+            assert torch.equal(weight_grad_EJK[expert], torch.zeros_like(weight_grad_EJK[expert]))
+            continue
+        x, grad = matrices.rows_MK[own].requires_grad_(), matrices.grad_MJ[own]
+        layer = float8.Float8Linear(make_linear(matrices.weight_EJK[expert]))
+        out = layer(x)
+        expected = (out.detach(), *torch.autograd.grad(out, (x, layer.weight), grad))
+        found = (out_MJ[own], rows_grad_MK[own], weight_grad_EJK[expert])
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def scaled_grouped_mm_by_definition(
+    rows: Tensor,
+    matrices: Tensor,
+    rows_scale: Tensor,
+    rows_kind: ScalingType,
+    scale: Tensor,
+    kind: ScalingType,
+    *,
+    offs: Tensor,
+    output_dtype: torch.dtype,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """What the kernel of a GPU computes from these operands, summed in float64."""
+    assert rows_kind == kind == ScalingType.RowWise
+    assert (rows.dtype, matrices.dtype, offs.dtype) == (
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fn,
+        torch.int32,
+    )
+    assert rows.is_contiguous()
+    assert matrices.mT.is_contiguous()  # it takes columns
+    assert (rows_scale.shape, scale.shape) == (rows.shape[:1], matrices[:, 0].shape)
+    assert rows_scale.is_contiguous()
+    assert scale.is_contiguous()
+    ends = offs.tolist()
+    parts = []
+    for begin, end, matrix, scale_J in zip([0, *ends], ends, matrices, scale, strict=False):
+        product = rows[begin:end].double() @ matrix.double()
+        parts.append(product * rows_scale[begin:end, None].double() * scale_J.double())
+    return torch.cat(parts).to(output_dtype)
+
+
+def test_the_kernel_for_all_experts_gets_the_operands_of_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU has one kernel for all experts, which this machine has not."""
+    exact = multiply_experts(make_expert_matrices(torch.float64))
+    monkeypatch.setattr(float8, "_has_grouped_kernel", lambda rows_MK: True)
+    monkeypatch.setattr(float8, "scaled_grouped_mm", scaled_grouped_mm_by_definition)
+    found = multiply_experts(make_expert_matrices(torch.bfloat16))
+    # Outputs and gradients of rows are rounded once.
+    assert torch.equal(found[0], exact[0].to(torch.bfloat16))
+    assert torch.equal(found[1], exact[1].to(torch.bfloat16))
+    torch.testing.assert_close(found[2], exact[2].to(torch.bfloat16))
+
+
+def test_only_experts_of_ours_can_multiply_in_float8() -> None:
+    shape = PRESETS["debug-moe"]
+    model, plan = MoeLlama(shape), moe_sharding_plan(shape)
+    assert plan.multiplies_in_float8("blocks.0.moe.experts")
+    float8.apply(model.blocks, plan, IN_FLOAT8)
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    assert experts
+    assert all(module.product is float8.product for module in experts)
+    assert type(model.blocks["0"].moe.router) is Router  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_weight_gradients_can_be_put_off(dtype: torch.dtype, bias: bool) -> None:
@@ -310,7 +420,7 @@ def test_a_plan_without_layers_for_float8_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["first.embed", "blocks.*.attn_norm", "blocks.0.attn"])
 def test_a_plan_that_names_other_modules_is_refused(name: str) -> None:
-    with pytest.raises(PlanError, match=r"which is no torch\.nn\.Linear in blocks"):
+    with pytest.raises(PlanError, match=r"neither Experts nor a torch\.nn\.Linear in blocks"):
         check(float8=(name,))
 
 

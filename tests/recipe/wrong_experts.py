@@ -31,9 +31,14 @@ EXPERTS = [
         ['x.toml:5: precision.reduce = "bfloat16"'],
     ),
     Wrong(
-        "experts in float8",
-        MOE + '[precision]\ncompute = "bfloat16"\nmatmul = "float8"\n',
-        ['x.toml:6: precision.matmul = "float8"'],
+        "float8, sizes of experts",
+        MOE
+        + "expert_ffn = 40\nshared_ffn = 80\n[mesh]\ntp = 2\n"
+        + '[precision]\ncompute = "bfloat16"\nmatmul = "float8"\n',
+        [
+            'x.toml:10: precision.matmul = "float8"',
+            'x.toml:10: precision.matmul = "float8"',
+        ],
     ),
     Wrong("groups of experts", MOE + "expert_groups = 3\n", ["x.toml:4: model.expert_groups = 3"]),
     Wrong(

@@ -7,7 +7,8 @@ Shapes are in the names: N tokens of a micro-batch (B x T), C model width, E exp
 a token, F width of an expert, M = N x K rows, one for each token and each of its experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -323,6 +324,50 @@ def _keep_rows(tokens_E: Tensor, seq: SequenceInfo) -> ExchangeRows:
     return lambda rows_MC: Exchanged(rows_MC, tokens_E, _identity)
 
 
+class Groups:
+    """Where the rows of each expert are: rows are in the order of their experts.
+
+    Args:
+        tokens_E: int64: the rows of each expert.
+    """
+
+    def __init__(self, tokens_E: Tensor) -> None:
+        self._tokens_E = tokens_E
+
+    @cached_property
+    def ends_E(self) -> Tensor:
+        """int32: the number of the row that follows the last one of each expert."""
+        return self._tokens_E.cumsum(0, dtype=torch.int32)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The rows of each expert, on the host. This waits for the device."""
+        return self._tokens_E.tolist()
+
+    def pairs(self, rows_MK: Tensor, weight_EJK: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The rows of each expert, and its matrix."""
+        # ``unbind``: the backward of an index would fill a tensor of all experts with zeros each.
+        return zip(rows_MK.split(self.sizes), weight_EJK.unbind(), strict=True)
+
+
+# product(rows (M, K), weight (E, J, K), groups) -> (M, J): the rows of each expert times its
+# matrix, transposed.
+GroupedProduct = Callable[[Tensor, Tensor, Groups], Tensor]
+
+
+def grouped_product(rows_MK: Tensor, weight_EJK: Tensor, groups: Groups) -> Tensor:
+    """The default of the seam ``product``: a product in the dtype of the operands."""
+    if _has_grouped_kernel(rows_MK, weight_EJK):
+        return F.grouped_mm(rows_MK, weight_EJK.mT, offs=groups.ends_E)
+    return torch.cat([F.linear(x, weight) for x, weight in groups.pairs(rows_MK, weight_EJK)])
+
+
+def _has_grouped_kernel(rows_MK: Tensor, weight_EJK: Tensor) -> bool:
+    """Whether ``grouped_mm`` takes the dtype and the strides; float64 always takes the loop."""
+    size = rows_MK.element_size()
+    return size < 8 and all(width * size % _ROW_BYTES == 0 for width in weight_EJK.shape[1:])
+
+
 class Experts(nn.Module):
     """E feed-forward layers (SwiGLU without biases) as three tensors: ``experts(rows, exchange)``.
 
@@ -331,6 +376,7 @@ class Experts(nn.Module):
         w2: (E, C, F), the down projection.
         exchange, own_part: the seams of expert parallelism. ``own_part`` returns this rank's part
             of a parameter.
+        product: the seam of float8: how rows and matrices are multiplied.
     """
 
     def __init__(self, experts: int, dim: int, ffn: int) -> None:
@@ -340,42 +386,37 @@ class Experts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(experts, ffn, dim))
         self.exchange: Exchange = _keep_rows
         self.own_part: Callable[[Tensor], Tensor] = _identity
+        self.product: GroupedProduct = grouped_product
 
     def forward(self, rows_MC: Tensor, exchange: ExchangeRows) -> Tensor:
         """Compute rows (M, C), which are in the order of their experts; returns (M, C).
 
         ``exchange`` is what the seam of this name has returned.
         """
-        weights = [self.own_part(weight) for weight in (self.w1, self.w2, self.w3)]
+        w1, w2, w3 = (self.own_part(weight) for weight in (self.w1, self.w2, self.w3))
         exchanged = exchange(rows_MC)
-        return exchanged.send_back(expert_ffn(exchanged.rows_MC, exchanged.tokens_E, *weights))
+        groups = Groups(exchanged.tokens_E)
+        return exchanged.send_back(
+            expert_ffn(exchanged.rows_MC, groups, w1, w2, w3, product=self.product)
+        )
 
 
-def expert_ffn(rows_MC: Tensor, tokens_E: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+def expert_ffn(
+    rows_MC: Tensor,
+    groups: Groups,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    *,
+    product: GroupedProduct = grouped_product,
+) -> Tensor:
     """Compute ``w2[e](silu(w1[e](x)) * w3[e](x))`` for the rows of each expert e.
 
     An expert without rows gets a gradient of zeros, not None: the optimizer must decay it and
     update its moments as on every other layout.
     """
-    if _has_grouped_kernel(rows_MC, w1):
-        ends_E = tokens_E.cumsum(0, dtype=torch.int32)
-        gate = F.silu(F.grouped_mm(rows_MC, w1.mT, offs=ends_E))
-        up = F.grouped_mm(rows_MC, w3.mT, offs=ends_E)
-        return F.grouped_mm(gate * up, w2.mT, offs=ends_E)
-    parts = rows_MC.split(tokens_E.tolist())
-    # ``unbind``: the backward of an index would fill a tensor of all experts with zeros for each.
-    return torch.cat(
-        [
-            F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
-            for x, gate, down, up in zip(parts, w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
-        ]
-    )
-
-
-def _has_grouped_kernel(rows_MC: Tensor, w1: Tensor) -> bool:
-    """Whether ``grouped_mm`` takes the dtype and the strides; float64 always takes the loop."""
-    size = rows_MC.element_size()
-    return size < 8 and all(width * size % _ROW_BYTES == 0 for width in w1.shape[1:])
+    gate_MF = F.silu(product(rows_MC, w1, groups))
+    return product(gate_MF * product(rows_MC, w3, groups), w2, groups)
 
 
 class MoE(nn.Module):

@@ -11,4 +11,5 @@ from composer3d.models.moe.table import table
 def sharding_plan(shape: MoeShape) -> ShardingPlan:
     """Return the plan of a Llama with experts of this shape."""
     plan = plan_of(table(shape), shape)
-    return replace(plan, save=(*plan.save, "aten._grouped_mm.*"))  # the products of experts
+    products_of_experts = ("aten._grouped_mm.*", "aten._scaled_grouped_mm_v2.*")
+    return replace(plan, save=(*plan.save, *products_of_experts))

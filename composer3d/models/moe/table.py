@@ -12,13 +12,11 @@ def table(shape: MoeShape) -> ParameterTable:
     """Return the parameters of a Llama with experts of this shape.
 
     A block without experts is one of Llama. A block with experts has a router, experts and perhaps
-    a shared expert in place of the feed-forward layer. No layer multiplies in float8: recipes
-    refuse it with experts.
+    a shared expert in place of the feed-forward layer.
     """
     dense = llama_table(shape)
-    of_dense = tuple(row._replace(float8=False) for row in dense.blocks[0])
-    attention = (row._replace(float8=False) for row in attention_rows(shape))
-    of_experts = (*attention, *_expert_rows(shape))
+    of_dense = dense.blocks[0]
+    of_experts = (*attention_rows(shape), *_expert_rows(shape))
     blocks = tuple(
         of_experts if shape.has_experts(layer) else of_dense for layer in range(shape.n_layers)
     )
@@ -54,9 +52,10 @@ def _expert_rows(shape: MoeShape) -> list[Row]:
         ("w3", (experts, width, dim), normal),
     )
     rows += [
-        Row(f"moe.experts.{name}", size, "experts", init, hf=hf.experts[name])
+        Row(f"moe.experts.{name}", size, "experts", init, float8=True, hf=hf.experts[name])
         for name, size, init in matrices
     ]
     if shape.shared_ffn:
-        rows += feed_forward_rows(shape, "moe.shared", shape.shared_ffn)
+        shared = feed_forward_rows(shape, "moe.shared", shape.shared_ffn)
+        rows += [row._replace(float8=True) for row in shared]
     return rows

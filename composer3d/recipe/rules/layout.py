@@ -468,15 +468,24 @@ def float8_has_sizes_of_kernels(recipe: Recipe) -> Iterator[Breach]:
             )
 
 
-@rule("precision.matmul")
-def experts_are_not_in_float8(recipe: Recipe) -> Iterator[Breach]:
-    """Grouped products have other kernels, and float8 would leave most of a model as it is."""
-    if recipe.precision.matmul == "float8" and recipe.model.experts:
-        yield breach(
-            "<precision.matmul> does not work for a model with experts, whose grouped products are "
-            "in the dtype of precision.compute",
-            use("precision.matmul", "compute"),
-        )
+@rule("precision.matmul", "precision.compute", "precision.params", "mesh.tp", "model.shared_ffn")
+def float8_has_sizes_of_experts(recipe: Recipe) -> Iterator[Breach]:
+    """The same for experts, which tp does not cut, and for a shared expert, which it does."""
+    precision, model, tp = recipe.precision, recipe.model, recipe.mesh.tp
+    if precision.matmul != "float8" or precision.computes_in != "bfloat16" or not model.experts:
+        return
+    widths = [(model.expert_width, "the width of an expert is")]
+    shared_width = value_of(recipe, "model.shared_ffn")
+    if shared_width % tp == 0:
+        widths.append((shared_width // tp, "<model.shared_ffn> over <mesh.tp> makes"))
+    for width, words in widths:
+        if width % FLOAT8_MULTIPLE:
+            yield breach(
+                "<precision.matmul> needs products whose sizes are multiples of "
+                f"{FLOAT8_MULTIPLE}, but {words} {width}",
+                "change that width",
+                use("precision.matmul", "compute"),
+            )
 
 
 @rule("precision.matmul", "parallel.async_tp")
@@ -599,7 +608,7 @@ RULES: tuple[Rule, ...] = (
     gradients_of_experts_are_wide,
     float8_computes_in_bfloat16,
     float8_has_sizes_of_kernels,
-    experts_are_not_in_float8,
+    float8_has_sizes_of_experts,
     async_tp_fuses_no_float8,
     flash_kernels_compute_in_bfloat16,
     experts_are_eager,

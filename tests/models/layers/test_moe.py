@@ -13,7 +13,14 @@ from composer3d.dryrun.memory import MemoryLedger
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.layers import moe
 from composer3d.models.layers.ffn import FeedForward
-from composer3d.models.layers.moe import Experts, MoE, Router, expert_ffn, weighted_sum
+from composer3d.models.layers.moe import (
+    Experts,
+    Groups,
+    MoE,
+    Router,
+    expert_ffn,
+    weighted_sum,
+)
 
 DIM, EXPERTS, FFN = 8, 6, 5
 
@@ -162,7 +169,7 @@ def test_grouped_kernel_agrees_with_the_loop(tokens: list[int]) -> None:
     for dtype in (torch.float32, torch.float64):
         rows, w1, w2, w3 = (value.to(dtype, copy=True).requires_grad_() for value in values)
         assert moe._has_grouped_kernel(rows, w1) == (dtype == torch.float32)
-        out = expert_ffn(rows, torch.tensor(tokens), w1, w2, w3)
+        out = expert_ffn(rows, Groups(torch.tensor(tokens)), w1, w2, w3)
         (out * torch.arange(out.numel()).view_as(out)).sum().backward()
         grads = [tensor.grad for tensor in (rows, w1, w2, w3)]
         for expert, count in enumerate(tokens):

@@ -148,8 +148,8 @@ def read_rows_that_nobody_wrote() -> None:
     """The memory of received rows is longer than what arrives, and its tail is not written."""
 
     @instead_of(moe, moe.expert_ffn)
-    def wrong(right: Any, rows_MC: Tensor, tokens_E: Tensor, *weights: Tensor) -> Tensor:
-        out = right(rows_MC, tokens_E, *weights)
+    def wrong(right: Any, *arguments: Any, **keywords: Any) -> Tensor:
+        out = right(*arguments, **keywords)
         out[-1:] = torch.nan
         return out
 
@@ -220,8 +220,12 @@ def let_the_bias_into_the_weights() -> None:
 
 def swap_gate_and_up() -> None:
     """The gate and up projections of experts are swapped."""
-    right = moe.expert_ffn
-    moe.expert_ffn = lambda rows, tokens, w1, w2, w3: right(rows, tokens, w3, w2, w1)
+
+    @instead_of(moe, moe.expert_ffn)
+    def wrong(
+        right: Any, rows_MC: Tensor, groups: Any, w1: Tensor, w2: Tensor, w3: Tensor, **seam: Any
+    ) -> Tensor:
+        return right(rows_MC, groups, w3, w2, w1, **seam)
 
 
 def permute_the_experts() -> None:

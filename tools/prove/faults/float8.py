@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from composer3d.models.layers import moe
 from composer3d.parallel import float8
 from tools.prove.faults.plant import instead_of
 
@@ -50,9 +51,29 @@ def round_the_weight_gradient() -> None:
     def wrong(ctx: object, grad_NM: Tensor) -> tuple[Tensor | None, ...]:
         x_NK, _ = ctx.saved_tensors  # type: ignore[attr-defined]
         grad, x = float8._widen(float8.round_rows(grad_NM)), float8._widen(float8.round_rows(x_NK))
-        return right(ctx, grad_NM)[0], grad.T @ x
+        return right(ctx, grad_NM)[0], grad.T @ x, None
 
     float8._Operands.backward = staticmethod(wrong)
+
+
+def leave_experts_out() -> None:
+    """The products of experts are in the dtype of the operands."""
+
+    @instead_of(float8, float8.apply)
+    def wrong(right: Any, blocks: nn.ModuleDict, *arguments: Any) -> None:
+        right(blocks, *arguments)
+        for module in blocks.modules():
+            if isinstance(module, moe.Experts):
+                module.product = moe.grouped_product
+
+
+def round_the_weight_gradients_of_experts() -> None:
+    """The gradients of the matrices of experts are products of numbers in float8, too."""
+
+    @instead_of(float8, float8._grouped_weight_gradient)
+    def wrong(right: Any, *operands: Any) -> Tensor:
+        *matrices, groups = operands
+        return right(*(float8._widen(float8.round_rows(matrix)) for matrix in matrices), groups)
 
 
 def leave_a_layer_out() -> None:

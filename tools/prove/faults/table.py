@@ -308,6 +308,18 @@ FAULTS = [
     Fault(float8.round_nothing_in_backward, f"mesh.dp_shard=2 {_FLOAT8}"),
     Fault(float8.round_the_weight_gradient, _FLOAT8, r" is off by"),
     Fault(float8.leave_a_layer_out, f"mesh.tp=2 {_FLOAT8}", " is off by"),
+    Fault(
+        float8.leave_experts_out,
+        f"mesh.dp_shard=2 mesh.ep=2 {_FLOAT8}",
+        " is off by",
+        recipe=MOE_RECIPE,
+    ),
+    Fault(
+        float8.round_the_weight_gradients_of_experts,
+        f"mesh.dp_shard=2 {_FLOAT8}",
+        " is off by",
+        recipe=MOE_RECIPE,
+    ),
     # gradient norm, optimizer, initial weights
     Fault(
         values.train_frozen_parameters,
