@@ -93,14 +93,11 @@ def layouts(
 
 
 def _with_checkpoints(recipe: Recipe, choices: Choices) -> Iterator[Recipe]:
-    """Yield a recipe with each mode of checkpointing, if the rules accept it.
-
-    No rule depends on the mode, so they judge once.
-    """
-    if not is_legal(recipe):
-        return
+    """Yield a recipe with each mode of checkpointing that the rules accept."""
     for mode in choices.checkpoints:
-        yield variant(recipe, {"memory.activation_checkpoint": mode})
+        found = variant(recipe, {"memory.activation_checkpoint": mode})
+        if is_legal(found):
+            yield found
 
 
 def _meshes(

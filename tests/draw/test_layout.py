@@ -33,7 +33,7 @@ CASES = {
     "405b-1024": recipe_of("llama3-405b-1024-3d"),
     "405b-16384": recipe_of("llama3-405b-1024-3d", "mesh.dp_shard=128", "data.global_batch=2048"),
     "moe-1024": recipe_of("moe-64e-1024-4d"),
-    "mixtral-64": recipe_of("mixtral-8x7b-64-ep-tp"),
+    "mixtral-64": recipe_of("mixtral-8x7b-64-ep-pp"),
     "hsdp": recipe_of("quickstart", "mesh.dp_replicate=4", "mesh.pp=1", "data.micro_batch=4"),
     "all axes": recipe_of(
         "quickstart",
@@ -45,7 +45,7 @@ CASES = {
     ),
     "single": recipe_of("debug-1-single"),
     "405b-16384-cp": recipe_of("llama3-405b-16384-4d"),
-    "128 experts": recipe_of("qwen3-30b-a3b-16-ep"),
+    "128 experts": recipe_of("qwen3-30b-a3b-16-ep-pp"),
     "8 pipeline ranks": recipe_of(
         "quickstart",
         "model.n_layers=8",

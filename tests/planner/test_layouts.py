@@ -15,7 +15,7 @@ def recipe_of(name: str, *sets: str):
 
 
 def test_every_layout_is_legal_and_new() -> None:
-    recipe = recipe_of("llama3-70b-64-fsdp-tp")
+    recipe = recipe_of("llama3-70b-64-3d")
     found = list(layouts(recipe, 64, 8))
     assert len(found) > 100
     assert len({repr(variant) for variant in found}) == len(found)
@@ -29,9 +29,13 @@ def test_every_layout_is_legal_and_new() -> None:
 
 
 def test_experts_are_spread_over_divisors_of_their_number() -> None:
-    recipe = recipe_of("mixtral-8x7b-64-ep-tp")
-    found = {variant.mesh.ep for variant in layouts(recipe, 64, 8)}
-    assert found == {1, 2, 4, 8}
+    """Their compiled blocks are not checkpointed selectively: no layout may be refused later."""
+    recipe = recipe_of("mixtral-8x7b-64-ep-pp")
+    assert recipe.compile.enabled
+    found = list(layouts(recipe, 64, 8))
+    assert {variant.mesh.ep for variant in found} == {1, 2, 4, 8}
+    assert {variant.memory.activation_checkpoint for variant in found} == {"none", "full"}
+    assert not any(violations(variant) for variant in found[::7])
 
 
 def test_long_sequences_may_be_cut_and_short_ones_are_not() -> None:

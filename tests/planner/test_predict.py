@@ -66,7 +66,7 @@ def test_every_recipe_is_a_setup_with_its_parameters_and_ranks(path: Path) -> No
 
 @pytest.mark.parametrize("preset", ["gshard-like-top2", "deepseek-v3-gqa", "mixtral-8x7b"])
 def test_sizes_know_which_blocks_have_experts(preset: str) -> None:
-    base = recipe_of(ROOT / "recipes" / "mixtral-8x7b-64-ep-tp.toml")
+    base = recipe_of(ROOT / "recipes" / "mixtral-8x7b-64-ep-pp.toml")
     model = replace(base.model, **asdict(PRESETS[preset]))
     sizes = sizes_of(replace(base, model=model))
     found = [sizes.has_experts(layer) for layer in range(model.n_layers)]
