@@ -101,6 +101,7 @@ class Attention(nn.Module):
             arXiv 2505.09388).
         norm_eps: the epsilon of these norms.
         window: the sliding window in tokens (Mistral 7B, arXiv 2310.06825); 0 means no window.
+        query_scale: factor of the queries after the rotation. ``attend`` divides scores by sqrt(D).
     """
 
     def __init__(
@@ -114,10 +115,12 @@ class Attention(nn.Module):
         qk_norm: bool = False,
         norm_eps: float = 1e-5,
         window: int = 0,
+        query_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.rope = rope  # blocks with equal settings share one table of a micro-batch
         self.window = window
+        self.query_scale = query_scale
         width = rope.head_dim
         self.wq = nn.Linear(dim, n_heads * width, bias=bias)
         self.wk = nn.Linear(dim, n_kv_heads * width, bias=bias)
@@ -135,6 +138,8 @@ class Attention(nn.Module):
         v = self.wv(x_BTC).unflatten(-1, (-1, width))
         table = shared_rope_table(self.rope, seq, q.dtype)
         q, k = rotate(self.q_norm(q), table), rotate(self.k_norm(k), table)
+        if self.query_scale != 1:
+            q = q * self.query_scale
         out_BHTD = self.attend(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seq=seq, window=self.window
         )

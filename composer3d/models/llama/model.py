@@ -87,7 +87,7 @@ class Last(nn.Module):
 class RotaryDecoder(Decoder, ABC):
     """A whole model of a ``RotaryShape``: Llama's ``First`` and ``Last`` around blocks.
 
-    A subclass makes the blocks. The parameters are uninitialised. ``Decoder`` documents the calls.
+    A subclass makes the blocks, and may make its own kinds of the other two. The parameters are uninitialised. ``Decoder`` documents the calls.
 
     Args:
         shape: the sizes of the whole model.
@@ -102,18 +102,26 @@ class RotaryDecoder(Decoder, ABC):
         self.shape = shape
         rope = rope_of(shape)
         with torch.device(device):
-            self.first = First(shape.vocab, shape.dim)
+            self.first = self.make_first()
             self.blocks = nn.ModuleDict(
                 {str(layer): self.make_block(layer, rope) for layer in range(shape.n_layers)}
             )
-            self.last = Last(shape.vocab, shape.dim, shape.norm_eps)
+            self.last = self.make_last()
         if shape.tied:
             self.last.head.weight = self.first.embed.weight
         self.to(dtype)
 
+    def make_first(self) -> First:
+        """Build what comes before the blocks."""
+        return First(self.shape.vocab, self.shape.dim)
+
     @abstractmethod
     def make_block(self, layer: int, rope: Rope) -> DecoderBlock:
         """Build a block by its number."""
+
+    def make_last(self) -> Last:
+        """Build what comes after the blocks."""
+        return Last(self.shape.vocab, self.shape.dim, self.shape.norm_eps)
 
 
 class Llama(RotaryDecoder):

@@ -1,0 +1,4 @@
+"""Granite 3: a Llama with four multipliers, of the embedding, the scores, the layers and the logits.
+
+``models.llama`` has the rest.
+"""
