@@ -121,10 +121,8 @@ def test_a_rank_alone_does_not_divide_gradients_by_one(pool: Pool) -> None:
     [
         # Of three blocks: two units, or one.
         (2, 1, 4, 4),
-        (2, 2, 4, 4 * MICRO_BATCHES),
         (2, 3, 6 * MICRO_BATCHES, 4 * MICRO_BATCHES),
         (3, 3, 4 * MICRO_BATCHES, 3 * MICRO_BATCHES),
-        (8, 3, 4 * MICRO_BATCHES, 3 * MICRO_BATCHES),
     ],
 )
 def test_a_unit_of_several_blocks_is_gathered_and_reduced_at_once(
@@ -281,10 +279,7 @@ BF16 = {"precision": {"compute": "bfloat16"}}
 @pytest.mark.parametrize(
     ("axes", "tables", "layers"),
     [
-        ({"dp_shard": 2}, BF16, 5),
-        ({"dp_shard": 2}, BF16 | {"memory": {"activation_checkpoint": "full"}}, 5),
         ({"dp_shard": 2}, BF16 | {"memory": {"activation_checkpoint": "every 2 blocks"}}, 5),
-        ({"dp_shard": 2}, BF16 | {"memory": {"cpu_offload": True}}, 5),
         (
             {"dp_shard": 2},
             {
@@ -297,15 +292,12 @@ BF16 = {"precision": {"compute": "bfloat16"}}
         ({"dp_replicate": 2, "dp_shard": 2}, BF16 | {"parallel": {"zero": 2}}, 5),
         ({"dp_replicate": 2, "dp_shard": 1}, BF16 | {"parallel": {"zero": 0}}, 5),
         ({"pp": 2, "dp_shard": 2}, BF16, 6),
-        ({"pp": 2, "dp_shard": 2}, BF16 | {"parallel": {"schedule": "GPipe"}}, 6),
-        ({"pp": 2, "dp_shard": 2}, BF16 | {"parallel": {"schedule": "LoopedBFS"}}, 12),
         ({"pp": 2, "dp_shard": 2}, BF16 | {"parallel": {"schedule": "Interleaved1F1B"}}, 12),
         (
             {"pp": 2, "dp_shard": 2},
-            BF16 | {"parallel": {"schedule": "InterleavedZeroBubble", "zero": 1}},
+            BF16 | {"parallel": {"schedule": "ZBVZeroBubble", "zero": 1}},
             12,
         ),
-        ({"pp": 2, "dp_shard": 2}, BF16 | {"parallel": {"schedule": "ZBVZeroBubble"}}, 12),
         (
             {"pp": 2, "dp_shard": 2},
             BF16
@@ -349,14 +341,14 @@ def gradients_of_two_steps(zero: Any) -> list[dict[str, torch.Tensor]]:
         return found
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-def test_replicas_sum_the_gradients_of_all_micro_batches_of_a_step(pool: Pool, zero: int) -> None:
+def test_replicas_sum_the_gradients_of_all_micro_batches_of_a_step(pool: Pool) -> None:
     (once, _), *_ = pool.run(gradients_of_two_steps, {"zero": 1}, world_size=4)
-    for steps in pool.run(gradients_of_two_steps, {"zero": zero}, world_size=4):
-        for gradients in steps:  # the second step has nothing left of the first one
-            assert gradients.keys() == once.keys()
-            for name, gradient in gradients.items():
-                torch.testing.assert_close(gradient, once[name], rtol=1e-5, atol=1e-7)
+    for zero in (2, 3):
+        for steps in pool.run(gradients_of_two_steps, {"zero": zero}, world_size=4):
+            for gradients in steps:  # the second step has nothing left of the first one
+                assert gradients.keys() == once.keys()
+                for name, gradient in gradients.items():
+                    torch.testing.assert_close(gradient, once[name], rtol=1e-5, atol=1e-7)
 
 
 # --- offload ---

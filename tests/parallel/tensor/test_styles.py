@@ -142,8 +142,9 @@ def test_head_norms_and_biases_have_exact_gradients(pool: Pool, sequence_paralle
         assert counts.finish == {"allreduce": 1}
 
 
-@pytest.mark.parametrize(("world_size", "kv_heads"), [(2, 1), (4, 2), (4, 1)])
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(
+    ("world_size", "kv_heads", "sequence_parallel"), [(2, 1, True), (4, 2, True), (4, 2, False)]
+)
 def test_ranks_share_key_value_heads(
     pool: Pool, world_size: int, kv_heads: int, sequence_parallel: bool
 ) -> None:
