@@ -1,7 +1,5 @@
 """The bytes of a dry run, against the allocations of real processes and against sizes."""
 
-import gc
-
 import pytest
 import torch
 
@@ -56,18 +54,21 @@ def test_storages_count_once_until_they_are_freed() -> None:
     x = torch.empty(100)
     ledger.see(x)
     ledger.see(x[:50])
-    assert (ledger.peak, ledger.most.activations) == (400, 400)
+    assert ledger.now == (0, 0, 0, 400, 400)
     view = x[10:]
     del x
     y = torch.empty(10)
     ledger.see(y)
-    assert ledger.peak == 440
+    assert ledger.lap() == (0, 0, 0, 440, 440)
     del view
     z = torch.empty(100)
     ledger.see(z)
-    assert ledger.peak == 440 + 0 * len(y) * len(z)
+    assert ledger.now == ledger.lap() == (0, 0, 0, 440, 440 + 0 * len(y) * len(z))
     ledger.mark([y], Kind.GRADIENTS)
-    assert (ledger.most.grads, ledger.peak) == (40, 440)
+    assert ledger.now == (0, 40, 0, 400, 440)
+    # A lap begins with what is alive.
+    assert ledger.lap() == (0, 40, 0, 440, 440)
+    assert ledger.lap() == ledger.now
 
 
 def test_a_resized_storage_counts_with_its_new_size() -> None:
@@ -78,16 +79,16 @@ def test_a_resized_storage_counts_with_its_new_size() -> None:
     ledger.resize(x.untyped_storage())
     y = torch.empty(50)
     ledger.see(y)
-    assert (ledger.peak, ledger.most.activations) == (400, 400)
-    gc.collect()
+    assert ledger.now == (0, 0, 0, 200, 200)
+    assert ledger.lap() == (0, 0, 0, 400, 400)
 
 
-def test_host_memory_is_not_in_the_peak() -> None:
+def test_host_memory_is_not_on_the_device() -> None:
     ledger = MemoryLedger(offload=True)
     x, y = torch.empty(100), torch.empty(10)
     ledger.mark([x], Kind.PARAMETERS)
     ledger.see(y)
-    assert (ledger.peak, ledger.most.params) == (40, 400)
+    assert ledger.now == (400, 0, 0, 40, 40)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -49,6 +49,10 @@ SLICE = [
     *LAYOUTS[27::6],
     "mesh.pp=4 parallel.schedule=ZBVZeroBubble model.n_layers=9 mesh.dp_shard=2",
     "mesh.cp=2 mesh.dp_shard=2 data.packing=whole_documents",
+    # Routers through which no gradient passes
+    "model.architecture=moe model.preset=debug-moe model.router_bias=true model.router=sigmoid "
+    "mesh.dp_shard=2 mesh.ep=2 memory.activation_checkpoint=full "
+    'optim.train=["last.*","blocks.1.moe.experts.w2"]',
 ]
 
 
@@ -310,22 +314,11 @@ def test_a_norm_that_was_not_clipped_has_the_bound_of_a_norm() -> None:
     assert not judged(stats=stats, clipped=[1.1e-9]).passed
 
 
-def test_a_wrong_learning_rate_fails_a_proof_in_which_all_else_is_right() -> None:
-    verdict = judged(wrong_learning_rate="learning rate of step 51 is 1, not 2")
+@pytest.mark.parametrize("rule", ["wrong_learning_rate", "wrong_reduction", "wrong_load"])
+def test_a_broken_rule_fails_a_proof_in_which_all_else_is_right(rule: str) -> None:
+    verdict = judged(**{rule: "learning rate of step 51 is 1, not 2"})
     assert not verdict.passed
     assert verdict.error == "learning rate of step 51 is 1, not 2"
-
-
-def test_gradients_that_are_sent_wrong_fail_a_proof_in_which_all_else_is_right() -> None:
-    verdict = judged(wrong_reduction="gradients are sent in a wider dtype than bfloat16")
-    assert not verdict.passed
-    assert verdict.error == "gradients are sent in a wider dtype than bfloat16"
-
-
-def test_routers_that_count_wrong_fail_a_proof_in_which_all_else_is_right() -> None:
-    verdict = judged(wrong_load="entropy of blocks.0.moe.router is 2, not 1")
-    assert not verdict.passed
-    assert verdict.error == "entropy of blocks.0.moe.router is 2, not 1"
 
 
 def test_a_replica_that_holds_nothing_fails() -> None:
@@ -612,33 +605,6 @@ def test_shrinking_keeps_axes_and_layers(root: Path) -> None:
 def shrunk(*sets: str) -> Recipe:
     (small,) = shrink(load(RECIPE, list(sets), check_files=False).recipe)
     return small
-
-
-@pytest.mark.parametrize(
-    ("tp", "kv_heads", "small_tp", "small_kv_heads"),
-    [
-        (8, 4, 8, 4),
-        (16, 4, 4, 2),
-        (32, 8, 4, 2),
-        (32, 2, 4, 2),
-        (32, 1, 2, 1),
-        (4, 8, 2, 4),
-        (8, 8, 2, 2),
-    ],
-)
-def test_shrinking_keeps_key_value_heads_fewer_than_ranks(
-    tp: int, kv_heads: int, small_tp: int, small_kv_heads: int
-) -> None:
-    model = (
-        f"mesh.tp={tp}",
-        "model.n_heads=32",
-        f"model.n_kv_heads={kv_heads}",
-        "model.dim=256",
-        "model.ffn=512",
-    )
-    wide = () if tp == 8 > kv_heads else ("mesh.dp_shard=8",)
-    small = shrunk(*model, *wide)
-    assert (small.mesh.tp, small.model.n_kv_heads) == (small_tp, small_kv_heads)
 
 
 def test_shrinking_keeps_the_switches() -> None:

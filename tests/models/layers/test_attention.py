@@ -10,6 +10,7 @@ from composer3d.models.layers.attention import attend_sdpa
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.shape import ModelShape
 from composer3d.parallel.context.api import make_attend
+from tests.models.layers.labels import random
 from tests.reference.attention import attend, visible_keys
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -115,10 +116,6 @@ def test_packed_attention_reads_the_visible_tokens_only(
 
 
 # --- sliding windows ---
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,10 @@ from composer3d.models.layers import rope as rope_module
 from composer3d.models.layers.rope import Rope, rope_table, rotate, shared_rope_table
 from composer3d.models.llama.model import Llama, rope_of
 from composer3d.models.llama.shape import PRESETS, ModelShape
+from tests.models.layers.labels import random
 from tests.reference import rotation
 
 LLAMA_3_1 = PRESETS["llama3.1-8b"]
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def speeds(shape: ModelShape) -> list[float]:

@@ -180,7 +180,7 @@ HOPS = [
 ]
 
 
-@pytest.mark.parametrize(("hops", "heads"), zip(HOPS, cycle(HEADS)))
+@pytest.mark.parametrize(("hops", "heads"), list(zip(HOPS, cycle(HEADS), strict=False)))
 @pytest.mark.parametrize(
     ("dtype", "device"),
     [

@@ -161,8 +161,10 @@ def order_of_gathers() -> list[str]:
     return events
 
 
-def compose_layers(n_layers: int, mesh: Mesh, micro_batches: int, **tables: Any) -> Stages:
-    shape = replace(SHAPE, n_layers=n_layers)
+def compose_layers(
+    n_layers: int, mesh: Mesh, micro_batches: int, *, tied: bool = False, **tables: Any
+) -> Stages:
+    shape = replace(SHAPE, n_layers=n_layers, tied=tied)
     step = StepShape(micro_batch=1, micro_batches=micro_batches, seq_len=8)
     return compose(Llama(shape), sharding_plan(shape), mesh, step=step, seed=0, **tables)
 
@@ -187,13 +189,8 @@ def sizes_of_units(fsdp_blocks: int, tied: bool) -> list[int]:
     """The modules of each unit of a model of five blocks."""
     with pool_world() as device:
         mesh = Mesh.build(MeshTable(dp_shard=2), device)
-        shape = replace(SHAPE, n_layers=5, tied=tied)
-        step = StepShape(micro_batch=1, micro_batches=1, seq_len=8)
         parallel = ParallelTable(fsdp_blocks=fsdp_blocks)
-        stages = compose(
-            Llama(shape), sharding_plan(shape), mesh, parallel=parallel, step=step, seed=0
-        )
-        stage = stages.modules[0]
+        (stage,) = compose_layers(5, mesh, 1, tied=tied, parallel=parallel).modules
         units = fsdp.units(stage)
         assert units[0] is stage
         held = [module for unit in units for module in modules_of_unit(unit)]
@@ -357,14 +354,10 @@ def test_replicas_sum_the_gradients_of_all_micro_batches_of_a_step(pool: Pool) -
 def offload_flags(mesh: MeshTable, zero: Any) -> list[list[tuple[bool, bool]]]:
     """By FSDP unit and parameter: whether it is offloaded to the host, and in pinned memory."""
     with pool_world() as device:
-        stages = compose(
-            Llama(SHAPE),
-            sharding_plan(SHAPE),
+        stages = compose_small(
             Mesh.build(mesh, device),
             parallel=ParallelTable(zero=zero),
             memory=MemoryTable(cpu_offload=True),
-            step=StepShape(micro_batch=1, micro_batches=2, seq_len=16),
-            seed=0,
         )
         for parameter in stages.parameters():
             assert isinstance(parameter, DTensor)

@@ -8,10 +8,7 @@ from torch import Tensor
 from composer3d.parallel.tensor.collectives import gather_sequence, scatter_sum
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.models.layers.labels import random
 
 
 def assert_close(actual: Tensor | None, expected: Tensor | None) -> None:
