@@ -34,9 +34,7 @@ SHAPE = ModelShape(dim=16, n_layers=2, n_heads=4, n_kv_heads=2, ffn=24, vocab=32
 UNITS = SMALL_SHAPE.n_layers + 2  # every block, and the two ends of the model
 
 
-def count_sends(
-    zero: int, pp: int, compute: str | None, fsdp_blocks: int = 1
-) -> Counter[tuple[str, torch.dtype]]:
+def count_sends(zero: int, pp: int, compute: str | None) -> Counter[tuple[str, torch.dtype]]:
     """Count this rank's collectives over fsdp in the second step, by kind and dtype."""
     counts: Counter[tuple[str, torch.dtype]] = Counter()
 
@@ -60,7 +58,7 @@ def count_sends(
         count_calls(name, "all-gather")
     with pool_world() as device:
         mesh = Mesh.build(MeshTable(pp=pp, dp_shard=2), device)
-        parallel = ParallelTable(zero=zero, fsdp_blocks=fsdp_blocks)  # type: ignore[arg-type]
+        parallel = ParallelTable(zero=zero)  # type: ignore[arg-type]
         precision = PrecisionTable(compute=compute)  # type: ignore[arg-type]
         stages = compose_small(mesh, parallel=parallel, precision=precision)
         take_a_step(stages)
@@ -114,26 +112,6 @@ def count_divisions() -> int:
 def test_a_rank_alone_does_not_divide_gradients_by_one(pool: Pool) -> None:
     """Torch before 2.15 divides by a factor that is set, even by 1."""
     assert pool.run(count_divisions, {}, world_size=1) == [0]
-
-
-@pytest.mark.parametrize(
-    ("fsdp_blocks", "zero", "gathers", "reductions"),
-    [
-        # Of three blocks: two units, or one.
-        (2, 1, 4, 4),
-        (2, 3, 6 * MICRO_BATCHES, 4 * MICRO_BATCHES),
-        (3, 3, 4 * MICRO_BATCHES, 3 * MICRO_BATCHES),
-    ],
-)
-def test_a_unit_of_several_blocks_is_gathered_and_reduced_at_once(
-    pool: Pool, fsdp_blocks: int, zero: int, gathers: int, reductions: int
-) -> None:
-    arguments = {"zero": zero, "pp": 1, "compute": "bfloat16", "fsdp_blocks": fsdp_blocks}
-    for counts in pool.run(count_sends, arguments, world_size=2):
-        assert counts == {
-            ("all-gather", torch.bfloat16): gathers,
-            ("reduce-scatter", torch.float32): reductions,
-        }
 
 
 def order_of_gathers() -> list[str]:
