@@ -68,7 +68,11 @@ def check_values(method: str, heads: list[tuple[int, int]]) -> int:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("method", METHODS)
 def test_attention_agrees_with_one_process(pool: Pool, size: int, method: str) -> None:
-    heads = [(6, 3)] if (method, size) == ("ulysses", 3) else METHODS[method]
+    heads = METHODS[method]
+    if (method, size) == ("ulysses", 3):
+        heads = [(6, 3)]
+    elif size == 4:
+        heads = heads[1:2]  # two query heads share a key head
     for count in pool.run(check_values, {"method": method, "heads": heads}, world_size=size):
         assert count >= len(heads) * 2 * 4 * 2
 
