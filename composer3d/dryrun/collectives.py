@@ -213,17 +213,17 @@ class CollectiveCounter:
         yield
         self._axis = before
 
-    def see(self, operator: Any, arguments: Sequence[Any]) -> Message | None:
-        """Count the call of an operator. Return its message, if it is a collective."""
+    def see(self, operator: Any, arguments: Sequence[Any]) -> None:
+        """Count the call of an operator, if it is a collective."""
         message = message_of(operator, arguments)
-        if message is not None and message.group.size() > 1:
-            axis = self._axis or self._axis_of(message)
-            self.groups.setdefault(axis, set()).add(message.group)
-            operations = self.traffic.setdefault(axis, {})
-            usage = operations.setdefault(message.operation, Usage())
-            usage.count += 1
-            usage.sent_bytes += message.sent_bytes
-        return message
+        if message is None or message.group.size() == 1:
+            return
+        axis = self._axis or self._axis_of(message)
+        self.groups.setdefault(axis, set()).add(message.group)
+        operations = self.traffic.setdefault(axis, {})
+        usage = operations.setdefault(message.operation, Usage())
+        usage.count += 1
+        usage.sent_bytes += message.sent_bytes
 
 
 class CountCollectives(DispatchMode):

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
 
 from torch import Tensor, UntypedStorage
 
@@ -25,27 +24,12 @@ class Kind(IntEnum):
     ACTIVATIONS = 5  # all else: activations, batches, messages and temporary values
 
 
-# The kinds that a report adds up.
-class Bytes(NamedTuple):
-    """Bytes by kind.
-
-    Attributes:
-        params: shards of parameters, and gathered parameters.
-        grads: of parameters, whole and sharded.
-        optimizer: the optimizer's state.
-        activations: all else.
-    """
-
-    params: int
-    grads: int
-    optimizer: int
-    activations: int
-
-
-_CLASS_OF = (0, 0, 1, 1, 2, 3)  # the field of ``Bytes`` for each ``Kind``
+# What ``MemoryLedger.now`` counts: four sums of kinds, and what lies on the device.
+_OF_KIND = (0, 0, 1, 1, 2, 3)  # the sum of each ``Kind``
+_ON_DEVICE, _COUNTED = 4, 5
 
 # With parameters in host memory, what lies on the device.
-_ON_DEVICE = frozenset({Kind.GATHERED, Kind.WHOLE_GRADIENTS, Kind.ACTIVATIONS})
+_NEVER_IN_HOST_MEMORY = frozenset({Kind.GATHERED, Kind.WHOLE_GRADIENTS, Kind.ACTIVATIONS})
 
 
 @dataclass(slots=True)
@@ -58,45 +42,37 @@ class _Held:
 
 
 class MemoryLedger:
-    """The storages of a rank that are alive, their bytes by kind, and the peaks.
+    """The storages of a rank that are alive, and their bytes by kind.
 
     Tensors may have any shape: only the size of their storage counts.
 
     Args:
         offload: parameters, gradients and the optimizer's state are in host memory, and do not
-            count in the peak.
-
-    Attributes:
-        peak: the most bytes alive at one time on the device.
-        at_peak: bytes by ``Kind`` at that time, host memory included.
+            count on the device.
     """
 
     def __init__(self, *, offload: bool) -> None:
         self._held: dict[int, _Held] = {}
-        self._now = [0] * len(Kind)
-        self._class_now = [0] * 4
-        self._class_most = [0] * 4
-        self._counts = [not offload or kind in _ON_DEVICE for kind in Kind]
-        self._total = 0
-        self._lap_most = [0] * 4
-        self._lap_peak = 0
-        self.peak = 0
-        self.at_peak = tuple(self._now)
-
-    @property
-    def most(self) -> Bytes:
-        """The most bytes of each kind at one time: not all at the same time."""
-        return Bytes(*self._class_most)
+        self._on_device = [not offload or kind in _NEVER_IN_HOST_MEMORY for kind in Kind]
+        self._now = [0] * _COUNTED
+        self._most = [0] * _COUNTED
 
     @property
     def now(self) -> tuple[int, ...]:
-        """The bytes alive: of each kind of ``Bytes``, and on the device."""
-        return (*self._class_now, self._total)
+        """The bytes alive, in the order of ``report.Memory``.
+
+        They are those of parameters (shards and gathered ones), gradients (whole and sharded), the
+        optimizer's state and all else, and those of all kinds on the device.
+        """
+        return tuple(self._now)
 
     def lap(self) -> tuple[int, ...]:
-        """Return the most bytes since the last call, as in ``now``, and begin to count anew."""
-        most = (*self._lap_most, self._lap_peak)
-        self._lap_most, self._lap_peak = list(self._class_now), self._total
+        """Return the most bytes since the last call, as in ``now``, and begin to count anew.
+
+        Each is the most at one time: not all at the same time.
+        """
+        most = tuple(self._most)
+        self._most = list(self._now)
         return most
 
     def see(self, tensor: Tensor, kind: Kind = Kind.ACTIVATIONS) -> None:
@@ -138,16 +114,10 @@ class MemoryLedger:
             self._add(held.kind, change)
 
     def _add(self, kind: Kind, n_bytes: int) -> None:
-        self._now[kind] += n_bytes
-        of_class = _CLASS_OF[kind]
-        self._class_now[of_class] += n_bytes
-        if n_bytes > 0:
-            now = self._class_now[of_class]
-            self._class_most[of_class] = max(self._class_most[of_class], now)
-            self._lap_most[of_class] = max(self._lap_most[of_class], now)
-        if self._counts[kind]:
-            self._total += n_bytes
-            self._lap_peak = max(self._lap_peak, self._total)
-            if self._total > self.peak:
-                self.peak = self._total
-                self.at_peak = tuple(self._now)
+        self._count(_OF_KIND[kind], n_bytes)
+        if self._on_device[kind]:
+            self._count(_ON_DEVICE, n_bytes)
+
+    def _count(self, place: int, n_bytes: int) -> None:
+        self._now[place] += n_bytes
+        self._most[place] = max(self._most[place], self._now[place])

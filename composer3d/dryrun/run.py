@@ -3,7 +3,6 @@
 This module imports no torch; the worker processes do.
 """
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from composer3d.dryrun.routing import check_skew
 from composer3d.facts.schedules import Action
 from composer3d.planner.schedule import recipe_actions
 from composer3d.recipe.schema import Recipe
-from composer3d.runtime.launch import Pool, WorkerError
+from composer3d.runtime.launch import Pool, WorkerError, usable_cores
 
 # The time for one pipeline rank, and how many run at the same time.
 _LIMIT_S = 3600.0
@@ -87,7 +86,7 @@ def _rank_actions(recipe: Recipe, pp_rank: int) -> list[Action]:
 
 
 def _tape(pool: Pool, recipe: Recipe, ranks: Sequence[int], skew: float) -> Iterator[TapedStage]:
-    at_once = min(_cores(), _MOST_AT_ONCE)
+    at_once = min(usable_cores(), _MOST_AT_ONCE)
     for first in range(0, len(ranks), at_once):
         jobs = [(recipe, rank) for rank in ranks[first : first + at_once]]
         yield from _run(pool, "tape_one_of", {"jobs": jobs, "skew": skew}, len(jobs))
@@ -112,9 +111,3 @@ def _run(pool: Pool, function: str, arguments: dict[str, Any], processes: int) -
         )
     except WorkerError as error:
         raise (error.user_error or error) from None
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

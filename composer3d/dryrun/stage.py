@@ -355,13 +355,8 @@ def compose_without_data(
             for module in stages.modules:
                 fix_routing(module, sizes.ep, skew, recorder.ignoring)
                 _mark_gradients(module, ledger)
-            batch = _batch(whole, documents_BT)
-            batch = Batch(
-                batch.tokens_BT[:rows],
-                batch.labels_BT[:rows],
-                batch.positions_BT[:rows],
-                None if documents_BT is None else documents_BT[:rows],
-            )
+            in_memory = _batch(whole, documents_BT)
+            batch = Batch._make(None if x is None else x[:rows] for x in in_memory)
             yield RankWithoutData(recipe, stages, optimizer, batch)
 
 

@@ -201,11 +201,6 @@ class _TensorError(NamedTuple):
     boxes: list[ShardError]
     problem: str | None
 
-    @property
-    def is_wrong(self) -> bool:
-        """Whether the error is above its bound, or NaN."""
-        return not self.error <= self.bound
-
 
 class _ScalarError(NamedTuple):
     """The error of a loss or a norm on one rank.
@@ -221,11 +216,6 @@ class _ScalarError(NamedTuple):
     kind: str
     error: float
     bound: float
-
-    @property
-    def is_wrong(self) -> bool:
-        """Whether the error is above its bound, or NaN."""
-        return not self.error <= self.bound
 
 
 def judge(
@@ -250,7 +240,8 @@ def judge(
     verdict.worst_parameter = max(tensors, key=lambda tensor: tensor.error / tensor.bound).name
 
     errors: list[_TensorError | _ScalarError] = [*tensors, *scalars]
-    differing = [error for error in errors if error.is_wrong]
+    # With ``not <=``, an error of NaN is wrong.
+    differing = [error for error in errors if not error.error <= error.bound]
     wrong = [
         error for error in differing if not _may_be_rounding(error, small, stats, verdict.dtype)
     ]

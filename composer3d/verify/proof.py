@@ -17,6 +17,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,8 @@ def _prove(
         verdict.error = str(error)
         return verdict
     try:
-        small, reference, stats = _make_clear_reference(pool, folder, small, dtype, steps)
+        make = partial(_make_reference, pool, folder, dtype, steps)
+        small, reference, stats = choose_seed(small, dtype, make)
         arguments = {
             "recipe": small,
             "dtype": dtype,
@@ -236,17 +238,8 @@ def choose_seed(
     return seeded, reference, stats
 
 
-def _make_clear_reference(
-    pool: Pool, folder: Path, small: Recipe, dtype: str, steps: int
-) -> tuple[Recipe, str, ReferenceStats]:
-    """Make a reference with a seed from ``choose_seed``."""
-    return choose_seed(
-        small, dtype, lambda seeded: _make_reference(pool, folder, seeded, dtype, steps)
-    )
-
-
 def _make_reference(
-    pool: Pool, folder: Path, small: Recipe, dtype: str, steps: int
+    pool: Pool, folder: Path, dtype: str, steps: int, small: Recipe
 ) -> tuple[str, ReferenceStats]:
     """Run the one-process training, once for all layouts that share it.
 

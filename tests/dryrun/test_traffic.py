@@ -12,6 +12,7 @@ import pytest
 
 from composer3d.facts.flags import N_FLAGS
 from composer3d.planner.traffic import traffic
+from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
 from tests.dryrun.jobs import Traffic, count_real_step, dry_run_of, recipe_of, traffic_of
 from tools.prove.paths import ROOT
@@ -86,40 +87,15 @@ STREAM = B * T * C  # elements of the residual stream of a micro-batch
 
 # Two micro-batches a rank with 8 batch ranks, 4 with 4, 16 with 1.
 LAYOUTS = {
-    "fsdp": Layout(
-        ("mesh.dp_shard=8", "parallel.zero=3"),
-        {
-            ("fsdp", "all_gather"): Row(
-                2 * (1 + 2 * L + 1),
-                2 * (gathered(EMBED, 8) + 2 * gathered(L * BLOCK, 8) + gathered(HEAD, 8)),
-            ),
-            ("fsdp", "reduce_scatter"): Row(2 * (L + 2), 2 * gathered(ALL, 8)),
-        },
-    ),
-    "zero 1": Layout(
-        ("mesh.dp_shard=8", "parallel.zero=1"),
-        {
-            ("fsdp", "all_gather"): Row(L + 2, gathered(ALL, 8)),
-            ("fsdp", "reduce_scatter"): Row(L + 2, gathered(ALL, 8)),
-        },
-    ),
     "fsdp, both blocks a unit": Layout(
         ("mesh.dp_shard=8", "parallel.zero=3", "parallel.fsdp_blocks=2"),
         {
-            # As many bytes as with a unit for each block.
+            # As many bytes as with a unit for each block, which is gathered by itself.
             ("fsdp", "all_gather"): Row(
                 2 * (1 + 2 + 1),
                 2 * (gathered(EMBED, 8) + 2 * gathered(L * BLOCK, 8) + gathered(HEAD, 8)),
             ),
             ("fsdp", "reduce_scatter"): Row(2 * 3, 2 * gathered(ALL, 8)),
-        },
-    ),
-    "hsdp": Layout(
-        ("mesh.dp_replicate=2", "mesh.dp_shard=4", "parallel.zero=1"),
-        {
-            ("fsdp", "all_gather"): Row(L + 2, gathered(ALL, 4)),
-            ("fsdp", "reduce_scatter"): Row(L + 2, gathered(ALL, 4)),
-            ("dp_replicate", "all_reduce"): Row(L + 2, summed(ALL / 4, 2)),
         },
     ),
     "hsdp, zero 3": Layout(
@@ -134,14 +110,6 @@ LAYOUTS = {
             ("dp_replicate", "all_reduce"): Row(L + 2, summed(ALL / 4, 2)),
         },
     ),
-    "gradients in bfloat16": Layout(
-        ("mesh.dp_shard=8", "parallel.zero=2", "precision.reduce=bfloat16"),
-        {
-            ("fsdp", "all_gather"): Row(L + 2, gathered(ALL, 8)),
-            # Half the bytes of the reduce-scatters.
-            ("fsdp", "all_to_all"): Row(2 * (L + 2), 2 * gathered(ALL, 8) / 2),
-        },
-    ),
     "hsdp, gradients in bfloat16": Layout(
         (
             "mesh.dp_replicate=2",
@@ -151,6 +119,7 @@ LAYOUTS = {
         ),
         {
             ("fsdp", "all_gather"): Row(L + 2, gathered(ALL, 4)),
+            # Half the bytes of reduce-scatters.
             ("fsdp", "all_to_all"): Row(L + 2, gathered(ALL, 4) / 2),
             ("dp_replicate", "all_reduce"): Row(L + 2, summed(ALL / 4, 2)),  # in float32
         },
@@ -269,15 +238,18 @@ def expected(layout: Layout) -> Traffic:
     return traffic
 
 
+def recipe_of_layout(name: str) -> Recipe:
+    sets = LAYOUTS[name].sets
+    return recipe_of(BASE, sets if sets[0] == EXPERTS[0] else (*SIZES, *sets))
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_sends_what_the_formulas_say(name: str, pool: Pool) -> None:
-    layout = LAYOUTS[name]
-    sets = layout.sets if layout.sets[0] == EXPERTS[0] else (*SIZES, *layout.sets)
-    recipe = recipe_of(BASE, sets)
+    recipe = recipe_of_layout(name)
     assert recipe.world_size == 8
     counted = traffic_of(dry_run_of(pool, recipe))
     scalars = counted.pop("world")
-    assert counted == expected(layout)
+    assert counted == expected(LAYOUTS[name])
     # The number of labels; the loss, the norm, the flags and eight norms of parts; and what
     # routers have seen.
     loads = 8 * (E + 5) * L if recipe.mesh.ep > 1 else 0
@@ -287,72 +259,50 @@ def test_a_step_sends_what_the_formulas_say(name: str, pool: Pool) -> None:
     assert scalars == {"all_reduce": (calls, sent)}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "fsdp",
-        "fsdp, both blocks a unit",
-        "hsdp",
-        "hsdp, gradients in bfloat16",
-        "tp",
-        "cp ring",
-        "pp",
-        "ep",
-    ],
-)
-def test_real_processes_send_what_the_dry_run_counts(name: str, pool: Pool) -> None:
-    layout = LAYOUTS[name]
-    sets = layout.sets if layout.sets[0] == EXPERTS[0] else (*SIZES, *layout.sets)
-    if name in ("tp", "cp ring"):
-        sets = (*sets, "data.global_batch=2")  # two micro-batches, as in most layouts
-    recipe = recipe_of(BASE, sets)
-    ranks = pool.run(count_real_step, {"recipe": recipe}, world_size=8)
-    for pp_rank in range(recipe.mesh.pp):
-        counted = traffic_of(dry_run_of(pool, recipe, pp_rank))
-        for calls in ranks:
-            if calls.coords["pp"] == pp_rank:
-                assert calls.traffic == counted
-
-
-# Four micro-batches each.
-MIXED = {
-    "zero bubble, tp, offload": (
-        "mesh.pp=2",
-        "mesh.dp_shard=2",
-        "mesh.tp=2",
-        "data.global_batch=8",
-        "model.n_layers=4",
-        "parallel.schedule=ZBVZeroBubble",
-        "memory.cpu_offload=true",
-        "precision.compute=bfloat16",
+# Two or four micro-batches each.
+REAL = {
+    "fsdp, both blocks a unit": recipe_of_layout("fsdp, both blocks a unit"),
+    "hsdp, gradients in bfloat16": recipe_of_layout("hsdp, gradients in bfloat16"),
+    "ep": recipe_of_layout("ep"),
+    "tp": recipe_of(BASE, (*SIZES, "mesh.tp=8", "data.global_batch=2")),
+    "cp ring": recipe_of(BASE, (*SIZES, "mesh.cp=8", "parallel.zero=1", "data.global_batch=2")),
+    "zero bubble, tp, offload, several blocks a unit": recipe_of(
+        BASE,
+        (
+            *SIZES,
+            "mesh.pp=2",
+            "mesh.dp_shard=2",
+            "mesh.tp=2",
+            "data.global_batch=8",
+            "model.n_layers=12",
+            "parallel.schedule=ZBVZeroBubble",
+            "parallel.fsdp_blocks=2",
+            "memory.cpu_offload=true",
+            "precision.compute=bfloat16",
+        ),
     ),
-    "zero bubble, several blocks a unit": (
-        "mesh.pp=2",
-        "mesh.dp_shard=2",
-        "mesh.tp=2",
-        "data.global_batch=8",
-        "model.n_layers=12",
-        "parallel.schedule=ZBVZeroBubble",
-        "parallel.fsdp_blocks=2",
-    ),
-    "interleaved, cp, documents, checkpointing": (
-        "mesh.pp=2",
-        "mesh.cp=2",
-        "mesh.tp=2",
-        "data.global_batch=4",
-        "model.n_layers=4",
-        "parallel.schedule=Interleaved1F1B",
-        "memory.activation_checkpoint=selective",
-        "data.packing=documents",
+    "interleaved, cp, documents, checkpointing": recipe_of(
+        BASE,
+        (
+            *SIZES,
+            "mesh.pp=2",
+            "mesh.cp=2",
+            "mesh.tp=2",
+            "data.global_batch=4",
+            "model.n_layers=4",
+            "parallel.schedule=Interleaved1F1B",
+            "memory.activation_checkpoint=selective",
+            "data.packing=documents",
+        ),
     ),
 }
 
 
-@pytest.mark.parametrize("name", MIXED)
-def test_mixed_layouts_send_what_the_dry_run_counts(name: str, pool: Pool) -> None:
-    recipe = recipe_of(BASE, (*SIZES, *MIXED[name]))
+@pytest.mark.parametrize("name", REAL)
+def test_real_processes_send_what_the_dry_run_counts(name: str, pool: Pool) -> None:
+    recipe = REAL[name]
     ranks = pool.run(count_real_step, {"recipe": recipe}, world_size=8)
-    for pp_rank in range(2):
+    for pp_rank in range(recipe.mesh.pp):
         counted = traffic_of(dry_run_of(pool, recipe, pp_rank))
         for calls in ranks:
             if calls.coords["pp"] == pp_rank:
@@ -362,8 +312,7 @@ def test_mixed_layouts_send_what_the_dry_run_counts(name: str, pool: Pool) -> No
 @pytest.mark.parametrize(
     "layout",
     [
-        # FSDP cuts the rows that tp has cut, evenly or not.
-        ("mesh.dp_shard=4", "mesh.tp=2"),
+        # FSDP cuts the rows that tp has cut, and not evenly.
         ("mesh.dp_shard=4", "mesh.tp=2", "model.ffn=132"),
         # The owner of a matrix holds all of it.
         ("mesh.dp_shard=1", "mesh.dp_replicate=8", "parallel.zero=0"),
@@ -393,8 +342,7 @@ def test_whole_experts_do_not_travel_to_their_owner() -> None:
 
 
 NARROW = {
-    "fsdp": ("mesh.dp_shard=8", "parallel.zero=2"),
-    "hsdp": ("mesh.dp_replicate=2", "mesh.dp_shard=4", "parallel.zero=3"),
+    "hsdp": ("mesh.dp_replicate=2", "mesh.dp_shard=4", "parallel.zero=2"),
     "pp, tp": ("mesh.pp=2", "mesh.dp_shard=2", "mesh.tp=2", "precision.compute=bfloat16"),
     "both blocks a unit": ("mesh.dp_shard=8", "parallel.zero=3", "parallel.fsdp_blocks=2"),
 }

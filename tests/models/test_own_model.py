@@ -4,58 +4,55 @@ check, verify and train treat it as one of ours.
 """
 
 import json
-import os
 import re
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from composer3d import cli
+from composer3d.runtime.launch import Pool
+from tests.generate.jobs import answer_of, run_command
 from tools.prove.paths import ROOT
 
 PAGE = (ROOT / "docs" / "own_model.md").read_text()
 CODE, RECIPE = (re.search(rf"```{kind}\n(.*?)```", PAGE, re.S)[1] for kind in ("python", "toml"))
 LAYOUTS = """\
-mesh.dp_shard=2
-mesh.dp_replicate=2 data.packing=documents
-mesh.tp=2
-mesh.pp=2
-mesh.pp=2 parallel.schedule=ZBVZeroBubble
-mesh.cp=2
-mesh.cp=2 parallel.cp_method=ulysses
+mesh.dp_replicate=2 mesh.cp=2 data.packing=documents
+mesh.pp=2 mesh.cp=2 parallel.cp_method=ulysses parallel.schedule=ZBVZeroBubble
 mesh.dp_shard=2 mesh.tp=2 mesh.pp=2
 """
 
 
-@pytest.fixture
-def installed(tmp_path: Path) -> Path:
-    """The page's module in a package of another name than the page's, and its recipe."""
-    package = tmp_path / "elsewhere" / "their_models"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    (package / "other_name.py").write_text(CODE)
-    recipe = RECIPE.replace("my_models.gpt:", "their_models.other_name:")
+def install(folder: Path, package: str, code: str = CODE) -> str:
+    """Write the page's module into a package of another name; return the page's recipe for it."""
+    (folder / package).mkdir()
+    (folder / package / "__init__.py").write_text("")
+    (folder / package / "other_name.py").write_text(code)
+    recipe = RECIPE.replace("my_models.gpt:", f"{package}.other_name:")
     assert recipe != RECIPE
-    (tmp_path / "gpt.toml").write_text(recipe)
-    (tmp_path / "layouts.txt").write_text(LAYOUTS)
-    return tmp_path
+    return recipe
 
 
-def run(folder: Path, *arguments: str, path: str = "elsewhere") -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(folder / path), str(ROOT)]),
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.run(
-        [sys.executable, "-m", "composer3d", *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder of packages that Python finds; theirs is there."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    install(folder, "their_models")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield folder
+
+
+@pytest.fixture
+def recipe(elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The recipe ``gpt.toml`` for it in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "gpt.toml"
+    path.write_text(RECIPE.replace("my_models.gpt:", "their_models.other_name:"))
+    return path
 
 
 def test_the_page_is_as_short_as_it_says() -> None:
@@ -63,89 +60,100 @@ def test_the_page_is_as_short_as_it_says() -> None:
     assert "(docs/own_model.md)" in (ROOT / "README.md").read_text()
 
 
-def test_its_layouts_are_exact(installed: Path) -> None:
-    done = run(
-        installed, "verify", "gpt.toml", "--steps", "2", "--layouts", "layouts.txt", "--json"
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    verdicts = json.loads(done.stdout.splitlines()[-1])["results"]
-    assert len(verdicts) == len(LAYOUTS.splitlines())
-    for verdict in verdicts:
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """Run a command in this process; return the object that it prints."""
+    status = cli.main([*arguments, "--json"])
+    printed = capsys.readouterr()
+    assert status == 0, printed
+    return answer_of(printed.out)
+
+
+def test_its_layouts_are_exact(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("layouts.txt").write_text(LAYOUTS)
+    found = answer(capsys, "verify", "gpt.toml", "--steps", "2", "--layouts", "layouts.txt")
+    assert len(found["results"]) == len(LAYOUTS.splitlines())
+    for verdict in found["results"]:
         assert verdict["passed"], verdict
         assert 0 < verdict["max_grad_rel_err"] < 1e-12
 
 
-def test_a_fault_of_its_plan_is_seen(installed: Path) -> None:
+def test_a_fault_of_its_plan_is_seen(
+    elsewhere: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Column biases that are not cut would be added once for each rank: the plan is refused."""
-    module = installed / "elsewhere" / "their_models" / "other_name.py"
-    module.write_text(
-        CODE.replace(
-            "self.down = nn.Linear(shape.ffn, shape.dim, bias=False)",
-            "self.down = nn.Linear(shape.ffn, shape.dim)",
-        )
-    )
-    done = run(installed, "verify", "gpt.toml", "--steps", "2", "--set", "mesh.tp=2")
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "'blocks.0.mlp.down' has style \"row\" and a parameter 'bias'" in done.stdout
+    plain = "self.down = nn.Linear(shape.ffn, shape.dim, bias=False)"
+    faulty = CODE.replace(plain, plain.replace(", bias=False", ""))
+    assert faulty != CODE
+    recipe.write_text(install(elsewhere, "faulty_models", faulty))
+    assert cli.main(["verify", "gpt.toml", "--steps", "2", "--set", "mesh.tp=2"]) == 2
+    assert "'blocks.0.mlp.down' has style \"row\" and a parameter 'bias'" in capsys.readouterr().out
 
 
-def test_it_is_checked_trained_and_resumed(installed: Path) -> None:
-    done = run(installed, "check", "gpt.toml", "--json")
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout.splitlines()[-1])
-    assert answer["recipe"]["model"]["max_positions"] == 512
-    assert answer["origins"]["model.max_positions"] == "gpt.toml:12"
-    short = ["--set", "data.global_batch=2", "--set", "data.seq_len=32", "--set", "metrics.every=1"]
-    whole = run(installed, "train", "gpt.toml", *short, "--set", "run.steps=4")
-    assert whole.returncode == 0, whole.stderr
-    losses = (installed / "runs" / "gpt" / "metrics.jsonl").read_text()
-    apart = ["--set", "run.name=apart", *short]
-    for steps in ("2", "4"):
-        part = run(
-            installed,
-            "train",
-            "gpt.toml",
-            *apart,
-            "--set",
-            f"run.steps={steps}",
-            "--set",
-            "optim.decay=4",
-        )
-        assert part.returncode == 0, part.stderr
-    assert "resumed from" in part.stderr
-    resumed = loss_of((installed / "runs" / "apart" / "metrics.jsonl").read_text())
+def test_it_is_checked_trained_and_resumed(
+    elsewhere: Path,
+    recipe: Path,
+    pool: Pool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checked = answer(capsys, "check", "gpt.toml")
+    assert checked["recipe"]["model"]["max_positions"] == 512
+    assert checked["origins"]["model.max_positions"] == "gpt.toml:12"
+
+    def train(*sets: str) -> str:
+        short = ("data.global_batch=2", "data.seq_len=32", "metrics.every=1", *sets)
+        arguments = ["train", "gpt.toml", *(word for text in short for word in ("--set", text))]
+        ((status, _, errors),) = pool.run(run_command, {"arguments": arguments}, world_size=1)
+        assert status == 0, errors
+        return errors
+
+    train("run.steps=4")
+    train("run.name=apart", "run.steps=2", "optim.decay=4")
+    assert "resumed from" in train("run.name=apart", "run.steps=4", "optim.decay=4")
+    resumed = loss_of(Path("runs", "apart"))
     assert len(resumed) == 4
-    assert resumed == loss_of(losses)
+    assert resumed == loss_of(Path("runs", "gpt"))
 
     # A checkpoint alone never leads to an import: here the module cannot be found.
-    found = run(installed, "inspect", "runs/apart", path="nowhere")
-    assert found.returncode == 2, found.stdout
-    assert "has a model of the architecture" in found.stderr
-    assert "their_models.other_name:ARCHITECTURE" in found.stderr
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place != str(elsewhere)])
+    arguments = ["inspect", "runs/apart"]
+    ((status, _, errors),) = pool.run(run_command, {"arguments": arguments}, world_size=1)
+    assert status == 2
+    assert "has a model of the architecture" in errors
+    assert "their_models.other_name:ARCHITECTURE" in errors
 
 
-def test_its_layout_and_plan_say_what_is_known(installed: Path) -> None:
+def loss_of(folder: Path) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def test_its_layout_and_plan_say_what_is_known(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sets = ["--set", "mesh.pp=2", "--set", "mesh.dp_shard=2", "--set", "mesh.tp=2"]
-    done = run(installed, "layout", "gpt.toml", *sets, "-o", "gpt.svg", "--json")
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout.splitlines()[-1])
+    drawn = answer(capsys, "layout", "gpt.toml", *sets, "-o", "gpt.svg")
     # The positions make `first` larger: 512 x 64 parameters, as much as 2 / 3 of a block.
-    assert [rank["layers"] for rank in answer["pp_ranks"]] == [
+    assert [rank["layers"] for rank in drawn["pp_ranks"]] == [
         "embedding, blocks 0-1",
         "blocks 2-3, norm and head",
     ]
-    picture = (installed / "gpt.svg").read_text()
+    picture = Path("gpt.svg").read_text()
     assert "sends in a step" in picture
     assert "rank 7" in picture
-    done = run(installed, "plan", "gpt.toml", "--gpus", "2", "--top", "1")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("The architecture is your own: parameters and messages ")
+    assert cli.main(["plan", "gpt.toml", "--gpus", "2", "--top", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("The architecture is your own: parameters and messages ")
 
 
 SENT = {
     "pp, tp": ["mesh.pp=2", "mesh.dp_shard=2", "mesh.tp=2"],
-    "fewer keys than tp": ["mesh.dp_shard=2", "mesh.tp=4", "model.n_kv_heads=2"],
-    "full": ["mesh.dp_shard=2", "mesh.tp=2", "memory.activation_checkpoint=full"],
+    "fewer keys than tp, full": [
+        "mesh.dp_shard=2",
+        "mesh.tp=4",
+        "model.n_kv_heads=2",
+        "memory.activation_checkpoint=full",
+    ],
     "selective, whole sequences": [
         "mesh.tp=2",
         "memory.activation_checkpoint=selective",
@@ -156,11 +164,12 @@ SENT = {
 
 
 @pytest.mark.parametrize("name", SENT)
-def test_its_planned_traffic_is_what_a_dry_run_counts(installed: Path, name: str) -> None:
+def test_its_planned_traffic_is_what_a_dry_run_counts(
+    recipe: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     sets = [word for text in SENT[name] for word in ("--set", text)]
     planned, counted = (
-        json.loads(run(installed, command, "gpt.toml", *sets, "--json").stdout.splitlines()[-1])
-        for command in ("layout", "dryrun")
+        answer(capsys, command, "gpt.toml", *sets) for command in ("layout", "dryrun")
     )
     for rank, stage in zip(planned["pp_ranks"], counted["stages"], strict=True):
         sent = {
@@ -176,11 +185,6 @@ def test_its_planned_traffic_is_what_a_dry_run_counts(installed: Path, name: str
                 calls[0] += flow["count"]
                 calls[1] += flow["sent_bytes"]
         assert found == sent
-
-
-def loss_of(lines: str) -> list[float]:
-    rows = [json.loads(line) for line in lines.splitlines()]
-    return [row["loss"] for row in rows if "loss" in row]
 
 
 @pytest.mark.parametrize(
@@ -217,11 +221,11 @@ def loss_of(lines: str) -> list[float]:
         (("ffn = 256\n", ""), r"gpt\.toml:4: \[model\] lacks ffn; set them"),
     ],
 )
-def test_what_is_wrong_has_its_line(installed: Path, change: tuple[str, str], line: str) -> None:
-    recipe = (installed / "gpt.toml").read_text()
-    assert change[0] in recipe
-    (installed / "gpt.toml").write_text(recipe.replace(*change))
-    done = run(installed, "check", "gpt.toml")
-    assert done.returncode == 2, done.stdout
-    assert re.search(line, done.stderr), done.stderr
-    assert "Traceback" not in done.stderr
+def test_what_is_wrong_has_its_line(
+    recipe: Path, capsys: pytest.CaptureFixture[str], change: tuple[str, str], line: str
+) -> None:
+    right = recipe.read_text()
+    assert change[0] in right
+    recipe.write_text(right.replace(*change))
+    assert cli.main(["check", "gpt.toml"]) == 2
+    assert re.search(line, capsys.readouterr().err)

@@ -104,8 +104,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("elements", [1 << 26, 5000])  # all in one round, or in many messages
-@pytest.mark.parametrize("layout", LAYOUTS)
+# In many messages, and all in one round.
+@pytest.mark.parametrize(
+    ("layout", "elements"),
+    [*((layout, 5000) for layout in LAYOUTS), ("fsdp, tp", 1 << 26), ("experts", 1 << 26)],
+)
 def test_each_matrix_is_computed_once_and_arrives(pool: Pool, layout: str, elements: int) -> None:
     recipe, world_size, sets = LAYOUTS[layout]
     sets = [*sets, "precision.params=float64"]

@@ -1,7 +1,6 @@
 """What a proof does for experts: one without tokens, and no choice that rounding could change."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -12,9 +11,9 @@ from composer3d.models.registry import architecture
 from composer3d.parallel import init
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
-from composer3d.runtime.launch import Pool
-from composer3d.verify import proof, worker
+from composer3d.verify import worker
 from composer3d.verify.judge import ReferenceStats
+from composer3d.verify.proof import choose_seed
 from composer3d.verify.shrink import shrink
 from tools.prove.paths import MOE_RECIPE, ROOT
 
@@ -62,20 +61,17 @@ def test_closest_scores_are_those_at_the_border_of_the_choice() -> None:
     )
 
 
-def test_a_proof_takes_weights_without_a_near_tie(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_proof_takes_weights_without_a_near_tie() -> None:
     """Where rounding in the dtype could choose another expert, the proof takes the next seed."""
     closest_of_seed = {0: 0.0, 1: 9e-7, 2: 1e-4}
 
-    def make(pool: Any, folder: Path, small: Recipe, dtype: str, steps: int) -> Any:
+    def make(small: Recipe) -> tuple[str, ReferenceStats]:
         closest = closest_of_seed[small.run.seed]
         return "path", ReferenceStats([], [], {}, {}, [], closest)
 
-    monkeypatch.setattr(proof, "_make_reference", make)
     small = small_recipe()
     for dtype, seed in (("float64", 1), ("float32", 2)):
-        seeded, _, stats = proof._make_clear_reference(cast(Pool, None), tmp_path, small, dtype, 2)
+        seeded, _, stats = choose_seed(small, dtype, make)
         assert seeded == replace(small, run=replace(small.run, seed=seed))
         assert stats.closest_scores == closest_of_seed[seed]
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -76,6 +77,12 @@ def recipes(count: int, most: int, seed: int) -> Iterator[Recipe]:
             count -= 1
 
 
+@cache
+def shrunk(most: int, seed: int) -> list[tuple[Recipe, list[Recipe]]]:
+    """Random recipes, and the small ones that stand for each."""
+    return [(full, shrink(full)) for full in recipes(250, most, seed)]
+
+
 def properties(recipe: Recipe) -> dict[str, object]:
     """Properties that every small recipe shares with the full one, whatever its mesh."""
     model, data = recipe.model, recipe.data
@@ -127,13 +134,13 @@ def test_the_updates_of_a_proof_are_neither_tiny_nor_wild(lr: float, proven: flo
 
 def test_a_ring_that_forwards_keys_stays_one_that_does() -> None:
     rings = [
-        full
-        for full in recipes(250, 4096, 3)
+        (full, smalls)
+        for full, smalls in shrunk(4096, 2)
         if full.mesh.cp > 2 and full.parallel.cp_method == "ring"
     ]
     assert len(rings) > 20
-    for full in rings:
-        assert max(small.mesh.cp for small in shrink(full)) > 2, full
+    for full, smalls in rings:
+        assert max(small.mesh.cp for small in smalls) > 2, full
 
 
 def test_gradients_are_sent_narrow_on_the_small_meshes_that_have_shards() -> None:
@@ -228,12 +235,15 @@ def rows_over(recipe: Recipe, shards: int) -> dict[str, list[bool]]:
     }
 
 
-@pytest.mark.parametrize(
+SAMPLES = pytest.mark.parametrize(
     ("most", "seed"), [(LIMIT, 1), (4096, 2)], ids=["whole mesh", "large mesh"]
 )
+
+
+@SAMPLES
 def test_a_small_recipe_is_like_the_full_one(most: int, seed: int) -> None:
-    for full in recipes(250, most, seed):
-        for small in shrink(full):
+    for full, smalls in shrunk(most, seed):
+        for small in smalls:
             assert small.world_size <= LIMIT
             assert not violations(small)
             assert all(
@@ -252,16 +262,14 @@ def test_a_small_recipe_is_like_the_full_one(most: int, seed: int) -> None:
                 assert small.data.seq_len % 2 == full.data.seq_len % 2
 
 
-@pytest.mark.parametrize(
-    ("most", "seed"), [(LIMIT, 1), (4096, 2)], ids=["whole mesh", "large mesh"]
-)
+@SAMPLES
 def test_fsdp_cuts_every_tensor_of_a_small_recipe_as_in_the_full_one(most: int, seed: int) -> None:
     number, lost = 0, []
-    for full in recipes(250, most, seed):
+    for full, small_recipes in shrunk(most, seed):
         shards = full.mesh.dp_shard * full.mesh.cp
         if shards == 1 or full.parallel.zero == 0:
             continue
-        smalls = [(small, small.mesh.dp_shard * small.mesh.cp) for small in shrink(full)]
+        smalls = [(small, small.mesh.dp_shard * small.mesh.cp) for small in small_recipes]
         for name, cut in rows_over(full, shards).items():
             if "embed" in name and cut[1]:
                 # A small vocabulary has at least 256 rows, so each of 16 ranks holds some.

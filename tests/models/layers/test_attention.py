@@ -7,9 +7,8 @@ from torch import Tensor
 from composer3d.data.loader import number_documents
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.layers.attention import attend_sdpa
-from composer3d.models.llama.model import Llama
-from composer3d.models.llama.shape import ModelShape
 from composer3d.parallel.context.api import make_attend
+from tests.models.layers.labels import random
 from tests.reference.attention import attend, visible_keys
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -27,48 +26,6 @@ def documents_and_positions() -> tuple[Tensor, Tensor]:
     for row, lengths in zip(ends_BT, LENGTHS, strict=True):
         row[torch.tensor(lengths).cumsum(0) - 1] = True
     return number_documents(ends_BT)
-
-
-def make_model(window: int) -> Llama:
-    shape = ModelShape(dim=24, n_layers=2, n_heads=4, n_kv_heads=2, ffn=16, vocab=32, window=window)
-    model = Llama(shape, dtype=torch.float64, device="cpu")
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 3
-    return model
-
-
-def gradients(model: Llama) -> list[Tensor]:
-    return [
-        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
-    ]
-
-
-@pytest.mark.parametrize("window", [0, 3, 8, LENGTH])
-def test_packed_loss_and_gradients_are_those_of_each_document_alone(window: int) -> None:
-    model, (documents_BT, positions_BT) = make_model(window), documents_and_positions()
-    generator = torch.Generator().manual_seed(4)
-    tokens_BT, labels_BT = torch.randint(32, (2, ROWS, LENGTH), generator=generator)
-    packed_loss = model(tokens_BT, labels_BT, positions_BT, documents_BT)
-    packed_loss.backward()
-    packed = [packed_loss.detach(), *gradients(model)]
-
-    model.zero_grad()
-    sum_of_losses = torch.zeros((), dtype=torch.float64)
-    for row, lengths in enumerate(LENGTHS):
-        documents = zip(tokens_BT[row].split(lengths), labels_BT[row].split(lengths), strict=True)
-        for tokens, labels in documents:
-            loss = model(tokens[None], labels[None], torch.arange(len(tokens))[None])
-            loss.backward()
-            sum_of_losses += loss.detach()
-    expected_results = [sum_of_losses, *gradients(model)]
-    assert len(packed) == len(expected_results) == 22
-    for actual, expected in zip(packed, expected_results, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-    # The loss is another one if tokens attend across documents.
-    across_documents = model(tokens_BT, labels_BT, positions_BT)
-    assert abs(across_documents - sum_of_losses) > 1e-3 * sum_of_losses
 
 
 @pytest.mark.parametrize("window", [0, 6])
@@ -115,10 +72,6 @@ def test_packed_attention_reads_the_visible_tokens_only(
 
 
 # --- sliding windows ---
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize(

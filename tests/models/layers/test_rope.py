@@ -1,25 +1,20 @@
 """Rotary positions: the speeds of the pairs, their precision, and the table that blocks share."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.layers import rope as rope_module
 from composer3d.models.layers.rope import Rope, rope_table, rotate, shared_rope_table
 from composer3d.models.llama.model import Llama, rope_of
 from composer3d.models.llama.shape import PRESETS, ModelShape
+from tests.models.layers.labels import random
 from tests.reference import rotation
 
 LLAMA_3_1 = PRESETS["llama3.1-8b"]
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def speeds(shape: ModelShape) -> list[float]:
@@ -82,25 +77,3 @@ def test_blocks_share_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
         for actual, expected in zip(shared, direct, strict=True):
             assert torch.equal(actual, expected)
             assert actual.dtype == dtype
-
-
-def test_recomputed_blocks_use_the_table_of_the_first_run() -> None:
-    shape = ModelShape(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, ffn=24, vocab=32)
-    model = Llama(shape, dtype=torch.float64, device="cpu")
-    for seed, parameter in enumerate(model.parameters()):
-        parameter.data = random(*parameter.shape, seed=seed)
-    positions_BT, h_BTC = torch.arange(6).repeat(2, 1), random(2, 6, 16, seed=99)
-
-    def gradients(*, recompute: bool) -> list[Tensor]:
-        model.zero_grad()
-        seq, h = SequenceInfo(positions_BT), h_BTC.clone().requires_grad_()
-        out = h
-        for block in model.blocks.values():
-            run = partial(checkpoint, block, use_reentrant=False) if recompute else block
-            out = run(out, seq)
-        out.square().sum().backward()
-        return [x.grad.clone() for x in (h, *model.blocks.parameters()) if x.grad is not None]
-
-    stored, recomputed = gradients(recompute=False), gradients(recompute=True)
-    assert len(stored) == len(recomputed) == 19
-    assert all(torch.equal(a, b) for a, b in zip(stored, recomputed, strict=True))

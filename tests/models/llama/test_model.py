@@ -1,60 +1,17 @@
 """Llama against the formulas of its papers, and presets against the published models."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 from composer3d.models import counts
-from composer3d.models.contract import IGNORE_INDEX, SequenceInfo
-from composer3d.models.llama.model import First, Last, Llama
-from composer3d.models.llama.shape import PRESETS, ModelShape
+from composer3d.models.llama.model import First, Llama
+from composer3d.models.llama.shape import PRESETS
 from composer3d.models.llama.table import table
 from composer3d.models.moe.shape import MoeShape
 from tests.reference import llama as plain
-
-# The rotary base and the epsilon are such that they matter at 12 positions.
-SHAPE = ModelShape(
-    dim=24, n_layers=2, n_heads=4, n_kv_heads=2, ffn=40, vocab=31, rope_theta=100.0, norm_eps=1e-3
-)
-
-
-def build(shape: ModelShape = SHAPE, seed: int = 0) -> Llama:
-    """A model with random parameters, norms included: a norm of 1 could be missing unnoticed."""
-    model = Llama(shape, dtype=torch.float64, device="cpu")
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(
-                0.4 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            )
-    return model
-
-
-def rows(n_rows: int = 2, length: int = 12, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, labels and positions, each (B, T).
-
-    Some labels are ignored. Each row's positions start at another number and have gaps.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    tokens_BT, labels_BT = (
-        torch.randint(SHAPE.vocab, (n_rows, length), generator=generator) for _ in range(2)
-    )
-    labels_BT[0, :3] = IGNORE_INDEX
-    labels_BT[1, 5] = IGNORE_INDEX
-    positions_BT = torch.randint(1, 4, (n_rows, length), generator=generator).cumsum(1)
-    return tokens_BT, labels_BT, positions_BT
-
-
-def logits_of(model: Llama, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
-    seq = SequenceInfo(positions_BT)
-    h_BTC = model.first(tokens_BT, seq)
-    for block in model.blocks.values():
-        h_BTC = block(h_BTC, seq)
-    assert isinstance(model.last, Last)
-    return model.last.logits(h_BTC)
 
 
 @pytest.mark.parametrize(
@@ -74,75 +31,13 @@ def test_every_option_of_a_shape_is_judged() -> None:
         assert values - {field.default} or field.name == "bias_rate", field.name
 
 
-def test_ignored_labels_add_nothing_to_the_loss() -> None:
-    model = build()
-    tokens_BT, labels_BT, positions_BT = rows()
-    everything_ignored = torch.full_like(labels_BT, IGNORE_INDEX)
-    assert model(tokens_BT, everything_ignored, positions_BT).item() == 0
-    # The loss is a sum over tokens: the losses of two halves add up to the whole loss.
-    half = torch.arange(12) < 6
-    parts = [
-        model(tokens_BT, labels_BT.masked_fill(mask, IGNORE_INDEX), positions_BT).item()
-        for mask in (half, ~half)
-    ]
-    assert min(parts) > 0
-    assert sum(parts) == pytest.approx(model(tokens_BT, labels_BT, positions_BT).item(), rel=1e-12)
-
-
-@pytest.mark.parametrize("changed", [1, 6, 11])
-def test_a_token_reads_no_later_one(changed: int) -> None:
-    model = build()
-    tokens_BT, _, positions_BT = rows()
-    other_BT = tokens_BT.clone()
-    other_BT[:, changed] = (other_BT[:, changed] + 1) % SHAPE.vocab
-    with torch.no_grad():
-        before = logits_of(model, tokens_BT, positions_BT)
-        after = logits_of(model, other_BT, positions_BT)
-    difference_BT = (before - after).abs().amax(-1)
-    assert difference_BT[:, :changed].max().item() < 1e-13
-    # Every later token reads the changed one.
-    assert difference_BT[:, changed:].min().item() > 1e-6
-
-
-def test_rotary_positions_are_relative() -> None:
-    model = build()
-    tokens_BT, _, positions_BT = rows()
-    with torch.no_grad():
-        base = logits_of(model, tokens_BT, positions_BT)
-        moved = logits_of(model, tokens_BT, positions_BT + 7)
-        stretched = logits_of(model, tokens_BT, 2 * positions_BT)
-    torch.testing.assert_close(moved, base, rtol=1e-11, atol=1e-11)
-    assert (stretched - base).abs().max().item() > 1e-3
-
-
 def test_bfloat16_has_a_float32_loss() -> None:
-    model = Llama(SHAPE, dtype=torch.bfloat16, device="cpu")
+    model = Llama(PRESETS["debug-tiny"], dtype=torch.bfloat16, device="cpu")
     assert torch.get_default_dtype() == torch.float32  # building leaves the default as it was
     assert isinstance(model.first, First)
     assert model.first.embed.weight.dtype == torch.bfloat16
-    assert model(*rows()).dtype == torch.float32
-
-
-def test_tied_embedding_and_head_are_one_parameter() -> None:
-    model = build(replace(SHAPE, tied=True))
-    assert [name for name, _ in model.named_parameters() if "embed" in name or "head" in name] == [
-        "first.embed.weight"
-    ]
-    untied = build()
-    weights = {**model.state_dict(), "last.head.weight": model.get_parameter("first.embed.weight")}
-    untied.load_state_dict(weights)
-    model(*rows()).backward()
-    untied(*rows()).backward()
-    embedding_grad = untied.get_parameter("first.embed.weight").grad
-    head_grad = untied.get_parameter("last.head.weight").grad
-    assert embedding_grad is not None
-    assert head_grad is not None
-    torch.testing.assert_close(
-        model.get_parameter("first.embed.weight").grad,
-        embedding_grad + head_grad,
-        rtol=1e-12,
-        atol=1e-12,
-    )
+    tokens_BT = torch.arange(12)[None]
+    assert model(tokens_BT, tokens_BT, tokens_BT).dtype == torch.float32
 
 
 class Published(NamedTuple):

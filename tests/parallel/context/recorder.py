@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import pytest
@@ -126,12 +127,16 @@ class Records(NamedTuple):
     backward: Recorder
 
 
-def record(method: str, balanced: bool) -> dict[torch.dtype, Records]:
-    """Record attention with H = 16, K = 8, D = 4, 8 tokens on each rank and a batch of 2."""
+def record(methods: list[str]) -> dict[tuple[str, bool, torch.dtype], Records]:
+    """Record attention with H = 16, K = 8, D = 4, 8 tokens on each rank and a batch of 2.
+
+    Returns the records by method, whether the order is balanced, and dtype.
+    """
     with pool_world():
         size, group = dist.get_world_size(), group_of_all()
         records = {}
-        for dtype in (torch.float64, torch.bfloat16):
+        dtypes = (torch.float64, torch.bfloat16)
+        for method, balanced, dtype in product(methods, (True, False), dtypes):
             q, k, v, grad = (
                 ownership.shard_sequence(x, 2, group, balanced=balanced).to(dtype)
                 for x in inputs(16, 8, 8 * size, width=4)
@@ -141,5 +146,5 @@ def record(method: str, balanced: bool) -> dict[torch.dtype, Records]:
                 out = api.ring_attention(*leaves, group=group, method=method, balanced=balanced)
             with recording() as backward:
                 out.backward(grad)
-            records[dtype] = Records(forward, backward)
+            records[method, balanced, dtype] = Records(forward, backward)
         return records

@@ -26,9 +26,8 @@ from tests.parallel.context.recorder import Block, record, recording
 
 def test_next_block_is_in_flight_while_one_is_computed(pool: Pool) -> None:
     """Also, a rank waits for every message once, and no rank computes more than another."""
-    records_by_rank = pool.run(record, {"method": "ring", "balanced": True}, world_size=3)
-    for rank, records in enumerate(records_by_rank):
-        forward, backward = records[torch.float64]
+    for rank, records in enumerate(pool.run(record, {"methods": ["ring"]}, world_size=3)):
+        forward, backward = records["ring", True, torch.float64]
         assert forward.kinds() == ["post", "forward", "wait", "post", "forward", "wait", "forward"]
 
         # In each round key-values arrive, the next ones leave, a block is computed, and its

@@ -123,7 +123,8 @@ CASES = [
     if name != "csv"
     for pp in (2, 4, 8)
     for per_rank in ((1,) if name in ("GPipe", "1F1B") else (2,) if schedule.v_shaped else (2, 8))
-    for micro_batches in ((2 * pp,) if pp * per_rank > 16 else (pp, 2 * pp, 4 * pp))
+    for micro_batches in ((pp, 2 * pp, 4 * pp) if pp == 4 and per_rank < 8 else (2 * pp,))
+    if pp * per_rank <= 32
     if not (name == "DualPipeV" and micro_batches == pp)
 ]
 

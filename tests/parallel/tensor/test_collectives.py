@@ -8,10 +8,7 @@ from torch import Tensor
 from composer3d.parallel.tensor.collectives import gather_sequence, scatter_sum
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.models.layers.labels import random
 
 
 def assert_close(actual: Tensor | None, expected: Tensor | None) -> None:
@@ -53,35 +50,3 @@ def test_gather_and_scatter_are_transposes(pool: Pool, world_size: int) -> None:
     scatter_product = sum(product for _, product in products)
     assert abs(gather_product) > 1
     assert gather_product == pytest.approx(scatter_product, rel=1e-12)
-
-
-def check_columns_and_rows() -> None:
-    """Compare gather, columns, rows and scatter, as in a feed-forward, with one process."""
-    with pool_world():
-        rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-        assert group is not None
-        whole_x = random(2, 2 * size, 6, seed=0).requires_grad_()
-        whole_up = random(4 * size, 6, seed=1).requires_grad_()
-        whole_down = random(6, 4 * size, seed=2).requires_grad_()
-        cotangent = random(2, 2 * size, 6, seed=3)
-        expected = (whole_x @ whole_up.T).relu() @ whole_down.T
-        expected.backward(cotangent)
-
-        own_tokens = slice(2 * rank, 2 * rank + 2)
-        own_features = slice(4 * rank, 4 * rank + 4)
-        x = whole_x[:, own_tokens].detach().clone().requires_grad_()
-        up = whole_up[own_features].detach().clone().requires_grad_()
-        down = whole_down[:, own_features].detach().clone().requires_grad_()
-        out = scatter_sum((gather_sequence(x, group) @ up.T).relu() @ down.T, group)
-        out.backward(cotangent[:, own_tokens])
-        assert whole_x.grad is not None
-        assert whole_up.grad is not None
-        assert whole_down.grad is not None
-        assert_close(out, expected[:, own_tokens])
-        assert_close(x.grad, whole_x.grad[:, own_tokens])
-        assert_close(up.grad, whole_up.grad[own_features])
-        assert_close(down.grad, whole_down.grad[:, own_features])
-
-
-def test_columns_and_rows_compute_both_products(pool: Pool) -> None:
-    pool.run(check_columns_and_rows, {}, world_size=2)

@@ -24,6 +24,7 @@ from composer3d.recipe.schema import MeshTable, ParallelTable
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
+from tests.models.layers.labels import random
 
 SHAPE = ModelShape(dim=16, n_layers=1, n_heads=4, n_kv_heads=2, ffn=24, vocab=32, rope_theta=100.0)
 HEAD_NORMS = replace(SHAPE, qk_norm=True, qkv_bias=True, head_dim=6)
@@ -40,10 +41,6 @@ class BlockCounts(NamedTuple):
     forward: Counts
     backward: Counts
     finish: Counts
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def assert_close(actual: Tensor | None, expected: Tensor | None) -> None:
@@ -142,8 +139,9 @@ def test_head_norms_and_biases_have_exact_gradients(pool: Pool, sequence_paralle
         assert counts.finish == {"allreduce": 1}
 
 
-@pytest.mark.parametrize(("world_size", "kv_heads"), [(2, 1), (4, 2), (4, 1)])
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(
+    ("world_size", "kv_heads", "sequence_parallel"), [(2, 1, True), (4, 2, True), (4, 2, False)]
+)
 def test_ranks_share_key_value_heads(
     pool: Pool, world_size: int, kv_heads: int, sequence_parallel: bool
 ) -> None:
@@ -188,13 +186,19 @@ def cuts_of_parameters(shape: ModelShape) -> dict[str, str]:
 
 
 def test_parameters_are_cut_as_the_plan_says(pool: Pool) -> None:
-    for cuts in pool.run(cuts_of_parameters, {"shape": SHAPE}, world_size=2):
+    """Head norms are replicated, and biases are cut."""
+    for cuts in pool.run(cuts_of_parameters, {"shape": HEAD_NORMS}, world_size=2):
         assert cuts == {
             "first.embed.weight": "0",
             "blocks.0.attn_norm.weight": "R",
             "blocks.0.attn.wq.weight": "0",
+            "blocks.0.attn.wq.bias": "0",
             "blocks.0.attn.wk.weight": "0",
+            "blocks.0.attn.wk.bias": "0",
             "blocks.0.attn.wv.weight": "0",
+            "blocks.0.attn.wv.bias": "0",
+            "blocks.0.attn.q_norm.weight": "R",
+            "blocks.0.attn.k_norm.weight": "R",
             "blocks.0.attn.wo.weight": "1",
             "blocks.0.ffn_norm.weight": "R",
             "blocks.0.ffn.w1.weight": "0",
@@ -202,23 +206,6 @@ def test_parameters_are_cut_as_the_plan_says(pool: Pool) -> None:
             "blocks.0.ffn.w3.weight": "0",
             "last.norm.weight": "R",
             "last.head.weight": "0",
-        }
-
-
-def test_head_norms_are_replicated_and_biases_cut(pool: Pool) -> None:
-    plain_names = set(pool.run(cuts_of_parameters, {"shape": SHAPE}, world_size=2)[0])
-    for cuts in pool.run(cuts_of_parameters, {"shape": HEAD_NORMS}, world_size=2):
-        added_cuts = {
-            name.removeprefix("blocks.0.attn."): cut
-            for name, cut in cuts.items()
-            if name not in plain_names
-        }
-        assert added_cuts == {
-            "wq.bias": "0",
-            "wk.bias": "0",
-            "wv.bias": "0",
-            "q_norm.weight": "R",
-            "k_norm.weight": "R",
         }
 
 

@@ -95,7 +95,7 @@ def by_operator(mode: CommDebugMode) -> dict[str, int]:
     return {str(operator): count for operator, count in mode.get_comm_counts().items()}
 
 
-@pytest.mark.parametrize(("world_size", "columns"), [(2, 12), (2, 11), (3, 11), (4, 10)])
+@pytest.mark.parametrize(("world_size", "columns"), [(2, 11), (3, 11), (4, 10)])
 def test_loss_of_cut_logits_is_the_plain_loss(pool: Pool, world_size: int, columns: int) -> None:
     for counts in pool.run(check_losses, {"columns": columns}, world_size=world_size):
         assert list(counts.forward.values()) == [2]
@@ -175,9 +175,10 @@ def check_ends(parallel: ParallelTable) -> None:
             )
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("loss_parallel", [True, False])
+@pytest.mark.parametrize(
+    ("world_size", "sequence_parallel", "loss_parallel"),
+    [(4, True, True), (4, False, False), (2, True, False), (2, False, True)],
+)
 def test_embedding_and_head_of_an_uneven_vocabulary_are_exact(
     pool: Pool, world_size: int, sequence_parallel: bool, loss_parallel: bool
 ) -> None:
@@ -237,7 +238,6 @@ def load(folder: Path, mesh: MeshTable) -> dict[str, list[float]]:
         (MeshTable(dp_shard=2, tp=2), MeshTable(dp_shard=1, tp=4)),
         # If FSDP and tp both cut the rows, torch misplaces them on this mesh.
         (MeshTable(dp_shard=3, tp=2), MeshTable(dp_shard=1)),
-        (MeshTable(dp_shard=2, tp=4), MeshTable(dp_shard=2, tp=2)),
     ],
     ids=str,
 )
@@ -315,11 +315,8 @@ def largest_tensor(chunks: int, *, keeps_gradients: bool) -> int:
     ("world_size", "chunks", "tokens_at_once"),
     [
         (1, 1, 30),
-        (1, 3, 10),
         (1, 4, 8),
         (1, 29, 2),
-        (1, 100, 1),
-        (2, 1, 30),
         (2, 4, 8),
         (2, 100, 1),
     ],
