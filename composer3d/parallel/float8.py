@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.functional import (
+from torch.nn.functional import (  # type: ignore[attr-defined]  # its stub lacks one of them
     ScalingType,
-    scaled_grouped_mm,  # type: ignore[attr-defined]  # the stub of torch lacks it
+    scaled_grouped_mm,
     scaled_mm,
 )
 

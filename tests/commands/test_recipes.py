@@ -27,8 +27,8 @@ def test_each_recipe_is_listed_on_one_line(capsys: pytest.CaptureFixture[str]) -
         "llama3-70b",
         "70.6B",
         *("pp", "8", "dp_shard", "2", "tp", "4"),
-        "Llama 3 70B on 8 nodes of 8 GPUs (H100) in three dimensions: tensor parallel 4, 8 pipeline "
-        "ranks, data parallel 2",
+        "Llama 3 70B on 8 nodes of 8 GPUs (H100) in three dimensions: tensor parallel 4, 8 "
+        "pipeline ranks, data parallel 2",
     ]
 
 

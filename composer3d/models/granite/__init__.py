@@ -1,4 +1,4 @@
-"""Granite 3: a Llama with four multipliers, of the embedding, the scores, the layers and the logits.
+"""Granite 3: a Llama with multipliers of the embedding, the scores, the layers and the logits.
 
 ``models.llama`` has the rest.
 """

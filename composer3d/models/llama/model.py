@@ -87,7 +87,8 @@ class Last(nn.Module):
 class RotaryDecoder(Decoder, ABC):
     """A whole model of a ``RotaryShape``: Llama's ``First`` and ``Last`` around blocks.
 
-    A subclass makes the blocks, and may make its own kinds of the other two. The parameters are uninitialised. ``Decoder`` documents the calls.
+    A subclass makes the blocks, and may make its own kinds of the other two. The parameters are
+    uninitialised. ``Decoder`` documents the calls.
 
     Args:
         shape: the sizes of the whole model.
