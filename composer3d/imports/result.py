@@ -15,8 +15,8 @@ from composer3d.imports.translation import ENTRIES, Translation, Value, point_na
 from composer3d.models import registry
 from composer3d.recipe.draft import parse_document
 from composer3d.recipe.resolve import Resolved, broken_rules, load
-from composer3d.recipe.schema import FOLDER_NAME, OPEN_POINTS, TABLES, model_table
-from composer3d.recipe.values import as_toml, value_of
+from composer3d.recipe.schema import FOLDER_NAME, MODEL_KEYS, OPEN_POINTS, TABLES
+from composer3d.recipe.values import as_key, as_toml, value_of
 
 _TRANSLATORS: dict[str, Callable[[Translation, int | None], None]] = {
     "Megatron-LM": megatron.translate,
@@ -154,12 +154,7 @@ def _complete(made: Translation, path: str) -> None:
             f"{made.file}: it does not give the sizes of a model ({', '.join(missing)}); give "
             f"--model PRESET, such as --model llama3-8b, or --set model.{missing[0]}=N and so on"
         )
-    least = max(
-        _STEPS,
-        *(2 * values[key].value for key in ("optim.warmup",) if key in values),
-        *(values[key].value for key in ("optim.decay",) if key in values),
-        0,
-    )
+    least = max(_STEPS, 2 * made.value("optim.warmup", 0), made.value("optim.decay", 0))
     made.assume("run.steps", least, "the file does not say how long it trains")
     made.assume("data.seq_len", _LENGTH, "the file does not say")
     made.assume("optim.lr", 3e-4, "the file does not say")
@@ -265,10 +260,6 @@ def _with_words(line: str, path: str, made: Translation) -> str:
     return shown if shown.startswith((made.file, "--set")) else f"{made.file}: {shown}"
 
 
-def _as_key(name: str) -> str:
-    return name if re.fullmatch("[A-Za-z0-9_]+", name) else as_toml(name)
-
-
 def _to_toml(made: Translation, values: dict[str, Value], points: Mapping[str, str] = {}) -> str:
     """Return the recipe as TOML, with the words of theirs beside each line, and open points."""
     name = one_line(os.path.basename(made.file))
@@ -282,14 +273,12 @@ def _to_toml(made: Translation, values: dict[str, Value], points: Mapping[str, s
             "# about, and delete its line. Or import again, with --accept KEY for each.",
             "",
             f"[{OPEN_POINTS}]",
-            *(f"{_as_key(key)} = {as_toml(line)}" for key, line in points.items()),
+            *(f"{as_key(key)} = {as_toml(line)}" for key, line in points.items()),
         ]
     for table in TABLES:
         keys = [key for key in ENTRIES if key.startswith(f"{table}.") and key in values]
-        order = [one.name for one in fields(model_table("moe"))] if table == "model" else []
-        if order:
-            first = ["architecture", "preset", "hf"]
-            keys.sort(key=lambda key: key.partition(".")[2] not in first)
+        if table == "model":
+            keys.sort(key=lambda key: key.partition(".")[2] not in MODEL_KEYS)
         if keys:
             lines += ["", f"[{table}]"]
         for key in keys:

@@ -302,10 +302,8 @@ def _set_optimizer(made: Translation) -> None:
     take_betas(made, ("optimizer.beta1", "optimizer.beta2"), (0.9, 0.95))
 
     warmup = made.number("lr_scheduler.warmup_steps")
-    if warmup is not None:
-        made.take("optim.warmup", warmup, "lr_scheduler.warmup_steps")
-    else:
-        made.assume("optim.warmup", min(200, steps), "the default of lr_scheduler.warmup_steps")
+    made.move("optim.warmup", "lr_scheduler.warmup_steps")
+    made.assume("optim.warmup", min(200, steps), "the default of lr_scheduler.warmup_steps")
     kind_word, ratio_word = "lr_scheduler.decay_type", "lr_scheduler.decay_ratio"
     ratio = made.real(ratio_word)
     made.ignore(ratio_word)

@@ -220,17 +220,11 @@ class Translation:
         if key not in self.overridden:
             self.taken.append(f"{words} -> {key} = {as_toml(value)}{f': {note}' if note else ''}")
 
-    def take_number(self, key: str, name: str) -> None:
-        """Set a key to the whole number of a word, if the file has one."""
-        number = self.number(name)
-        if number is not None:
-            self.take(key, number, name)
-
-    def take_real(self, key: str, name: str) -> None:
-        """Set a key to the number of a word, if the file has one."""
-        number = self.real(name)
-        if number is not None:
-            self.take(key, number, name)
+    def move(self, key: str, name: str) -> None:
+        """Set a key, which is a number or a switch, to the value of a word, if the file has one."""
+        value = self._converted(name, type_of(key, ENTRIES))
+        if value is not None:
+            self.take(key, value, name)
 
     def assume(self, key: str, value: Any, reason: str) -> None:
         """Set a key that the file does not give, unless ``--set`` or ``--model`` gives it."""
