@@ -11,12 +11,7 @@ _OFFLOADS = (
 
 
 def translate(made: Translation, gpus: int | None) -> None:
-    """Set the keys of a recipe from a DeepSpeed configuration.
-
-    Args:
-        made: has the settings.
-        gpus: the number of GPUs; None: what the batch says.
-    """
+    """Set the keys of a recipe from a DeepSpeed configuration."""
     made.take_plain_words()
     layout = read_layout(made)
     if (layout.cp or 1) > 1:

@@ -15,12 +15,7 @@ _LAYER_PATTERN = re.compile(r"\(?(?:\[0\]\*([0-9]{1,6})\+)?\[1\]\*([0-9]{1,6})\)
 
 
 def translate(made: Translation, gpus: int | None) -> None:
-    """Set the keys of a recipe from the arguments of Megatron-LM.
-
-    Args:
-        made: has the settings.
-        gpus: the number of GPUs; None: what the file says.
-    """
+    """Set the keys of a recipe from the arguments of Megatron-LM."""
     tp = made.number("tensor_model_parallel_size") or 1
     _set_model(made, tp)
     _set_layout(made, gpus)
@@ -94,10 +89,8 @@ def _set_zero(made: Translation, layout: StatedLayout) -> None:
     elif not stage and made.flag("use_distributed_optimizer"):
         layout.set("zero", 1, "use_distributed_optimizer")
     if stage and stage != layout.zero:
-        words = made.words(*layout.names_of("zero"))
-        made.contradict(
-            f"{made.words('zero_stage')}, but {words}: {layout.zero} is used", "zero_stage"
-        )
+        line = f"{made.words('zero_stage')}, but {layout.words('zero')}: {layout.zero} is used"
+        made.contradict(line, "zero_stage")
 
 
 def _virtual_stages(made: Translation) -> tuple[int | None, tuple[str, ...]]:

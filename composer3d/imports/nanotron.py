@@ -11,12 +11,7 @@ _RATE = "optimizer.learning_rate_scheduler"
 
 
 def translate(made: Translation, gpus: int | None) -> None:
-    """Set the keys of a recipe from a YAML configuration of nanotron.
-
-    Args:
-        made: has the settings.
-        gpus: the number of GPUs; None: the product of the mesh.
-    """
+    """Set the keys of a recipe from a YAML configuration of nanotron."""
     made.take_plain_words()
     _set_model(made)
     _set_layout(made, gpus)

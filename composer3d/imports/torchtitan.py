@@ -71,12 +71,7 @@ def _at(tree: Any, path: Sequence[str]) -> Any:
 
 
 def translate(made: Translation, gpus: int | None) -> None:
-    """Set the keys of a recipe from a configuration of torchtitan.
-
-    Args:
-        made: has the settings.
-        gpus: the number of GPUs; None: what the mesh says.
-    """
+    """Set the keys of a recipe from a configuration of torchtitan."""
     made.take_plain_words()
     _set_model(made)
     _set_layout(made, gpus)

@@ -436,18 +436,14 @@ def convert(value: Any, kind: Any) -> Any:
         raise ValueError("a number")
     if isinstance(value, str):
         value = _SEPARATOR.sub("", value)
+        if _NUMBER.fullmatch(value):
+            value = int(value) if _INTEGER.fullmatch(value) else float(value)
     if kind is int:
-        if isinstance(value, str) and _INTEGER.fullmatch(value):
-            value = int(value)
-        elif isinstance(value, str) and _NUMBER.fullmatch(value):
-            value = float(value)
         if type(value) is float and value.is_integer() and abs(value) < 1e18:
             value = int(value)
         if type(value) is int and 0 <= value < 10**18:
             return value
         raise ValueError("a whole number of at least 0")
-    if isinstance(value, str) and _NUMBER.fullmatch(value):
-        value = float(value)
     if type(value) in (int, float) and -1e300 < value < 1e300:
         return float(value)
     raise ValueError("a number")
