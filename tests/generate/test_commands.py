@@ -347,8 +347,7 @@ def loss_by_hand(tokens: Path, packing: str) -> tuple[float, int]:
 @pytest.mark.parametrize(
     ("packing", "world_size", "arguments"),
     [
-        ("none", 1, ["--batch", "3"]),
-        ("none", 4, ["--batch", "3", "--set", "mesh.cp=2"]),
+        ("none", 2, ["--batch", "3", "--set", "mesh.cp=2"]),
         ("documents", 4, ["--batch", "3", "--set", "mesh.cp=2", "--set", "mesh.tp=2"]),
         ("documents", 4, ["--batch", "1", "--set", "mesh.pp=2"]),
     ],
@@ -375,7 +374,7 @@ def test_every_token_counts_once_on_every_layout(
 
 @pytest.mark.parametrize(
     ("packing", "world_size", "arguments"),
-    [("none", 1, []), ("documents", 4, ["--set", "mesh.cp=2"])],
+    [("none", 1, []), ("documents", 2, ["--set", "mesh.cp=2"])],
 )
 def test_only_learned_tokens_count(
     packing: str,
