@@ -16,6 +16,8 @@ import torch
 
 from composer3d import cli
 from composer3d.facts.tokenizer_file import make_byte_tokenizer
+from composer3d.generate.evaluate import Windows, check_data, default_windows
+from composer3d.generate.load import open_checkpoint
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.moe.shape import MoeShape
 from composer3d.models.shape import DecoderShape
@@ -184,8 +186,6 @@ def test_a_missing_tokenizer_is_asked_for(
 def test_files_of_strangers_give_the_longest_sequence_and_the_ends(
     config: Any, generation: Any, longest: int | None, ends: tuple[int, ...], tmp_path: Path
 ) -> None:
-    from composer3d.generate.load import open_checkpoint
-
     assets = {"config.json": config, "generation_config.json": json.dumps(generation).encode()}
     opened = open_checkpoint(make_checkpoint(tmp_path / "a", "llama", SHAPE, assets=assets))
     assert (opened.longest, opened.end_tokens) == (longest, ends)
@@ -415,9 +415,6 @@ def test_an_evaluation_in_which_nothing_is_learned_is_refused(
 
 
 def test_windows_are_those_of_the_run_unless_given(tmp_path: Path, tokens: Path) -> None:
-    from composer3d.generate.evaluate import Windows, check_data, default_windows
-    from composer3d.generate.load import open_checkpoint
-
     recipe = '[data]\nseq_len = 48\npacking = "documents"\n'
     folder = make_checkpoint(tmp_path / "a", "llama", SHAPE, recipe=recipe, assets=ASSETS)
     opened = open_checkpoint(folder)
@@ -453,9 +450,6 @@ def test_data_that_does_not_fit_is_refused(
 
 
 def test_another_tokenizer_is_noted(tmp_path: Path, tokens: Path) -> None:
-    from composer3d.generate.evaluate import check_data, default_windows
-    from composer3d.generate.load import open_checkpoint
-
     other = tokenizers.Tokenizer(tokenizers.models.BPE()).to_str().encode()
     assets = {**ASSETS, "tokenizer.json": other}
     opened = open_checkpoint(make_checkpoint(tmp_path / "a", "llama", SHAPE, assets=assets))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from composer3d.facts.errors import CheckpointError, DeviceError, PlanError
+from composer3d.generate.cache import KeyValueCache
 from composer3d.generate.generator import Completion, Generator
 from composer3d.generate.load import load_model, open_checkpoint
 from composer3d.generate.sampling import Sampling
@@ -127,8 +128,6 @@ def test_prompts_of_one_length_are_read_together(
 
 
 def test_a_window_bounds_the_memory() -> None:
-    from composer3d.generate.cache import KeyValueCache
-
     cache = KeyValueCache(2, longest=1000, longest_call=50)
     assert cache.slots(0) == 1000
     assert cache.slots(100) == 149

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from composer3d.facts.errors import RecipeError
+from composer3d.imports.result import import_file
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from tests.imports.configurations import MEGATRON, assert_has, imported
@@ -92,8 +93,6 @@ def test_the_nodes_of_slurm(tmp_path: Path) -> None:
 
 def test_175b_on_512_is_our_recipe() -> None:
     """The text's configuration, and the recipe of the same layout that composer3d ships."""
-    from composer3d.imports.result import import_file
-
     made = import_file(str(CONFIGURATIONS["megatron-175b-512"])).resolved.recipe
     ours = load(ROOT / "recipes" / "llama-175b-512-3d.toml").recipe
     assert made.mesh == ours.mesh
@@ -105,8 +104,6 @@ def test_175b_on_512_is_our_recipe() -> None:
 
 
 def test_64_experts_on_1024_are_our_recipe() -> None:
-    from composer3d.imports.result import import_file
-
     found = import_file(str(CONFIGURATIONS["moe-64e-1024"]))
     made, ours = found.resolved.recipe, load(ROOT / "recipes" / "moe-64e-1024-4d.toml").recipe
     assert made.mesh == ours.mesh
@@ -120,8 +117,6 @@ def test_64_experts_on_1024_are_our_recipe() -> None:
 
 
 def test_a_script_with_a_deepspeed_json() -> None:
-    from composer3d.imports.result import import_file
-
     found = import_file(str(CONFIGURATIONS["megatron-deepspeed-16"]))
     recipe = found.resolved.recipe
     assert (recipe.mesh.tp, recipe.mesh.pp, recipe.mesh.dp_shard) == (2, 2, 4)
