@@ -359,10 +359,8 @@ class Translation:
                 self.ask(unknown, name)
             elif word.is_copied and word.ours in self.overridden:
                 pass
-            elif word.ours:
-                # Another word has decided, such as --model, or --set.
-                self.harmless.append(found.shown)
-            elif _fits(word, found):
+            elif word.ours or _fits(word, found):
+                # Another word has decided, such as --model or --set, or nothing is lost.
                 self.harmless.append(found.shown)
             elif word.decides:
                 self.ask(word.note, name)
@@ -449,14 +447,14 @@ def convert(value: Any, kind: Any) -> Any:
     raise ValueError("a number")
 
 
-def canonical(
-    program: str, found: Iterable[Setting], contradictions: dict[str, str]
-) -> dict[str, Setting]:
+def canonical(program: str, found: Iterable[Setting]) -> tuple[dict[str, Setting], dict[str, str]]:
     """Return settings by the name of their word; a word that stands twice has its last value.
 
-    ``contradictions`` gets a line for each word that stands twice with different values, by word.
+    Returns:
+        The settings, and a line for each word that stands twice with different values, by word.
     """
     result: dict[str, Setting] = {}
+    contradictions: dict[str, str] = {}
     for one in found:
         word = PROGRAMS[program].index.get(one.name)
         name = word.name if word is not None else one.name
@@ -467,4 +465,4 @@ def canonical(
                 f"{one.shown} is used"
             )
         result[name] = one._replace(name=name)
-    return result
+    return result, contradictions
