@@ -32,7 +32,7 @@ def test_the_snapshot_has_the_names_of_the_cases() -> None:
     assert len(MESSAGES) == len(ALL) >= 45
 
 
-class Fault(NamedTuple):
+class RuleFault(NamedTuple):
     """A fault that a rule has found in a recipe."""
 
     rule: Rule
@@ -41,14 +41,14 @@ class Fault(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> list[Fault]:
+def faults(tmp_path_factory: pytest.TempPathFactory) -> list[RuleFault]:
     """All faults that rules find while the wrong recipes are loaded."""
-    faults: list[Fault] = []
+    faults: list[RuleFault] = []
 
     def watched(rule: Rule) -> Rule:
         def check(recipe: Recipe) -> Iterator[str | Breach]:
             for found in rule.check(recipe):
-                faults.append(Fault(rule, recipe, found))
+                faults.append(RuleFault(rule, recipe, found))
                 yield found
 
         return Rule(rule.keys, check)
@@ -64,12 +64,12 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> list[Fault]:
     return faults
 
 
-def test_every_rule_is_broken_by_a_case(faults: list[Fault]) -> None:
+def test_every_rule_is_broken_by_a_case(faults: list[RuleFault]) -> None:
     broken = {fault.rule.keys for fault in faults}
     assert [keys for keys, _ in RULES if keys not in broken] == []
 
 
-def test_every_change_removes_its_fault(faults: list[Fault]) -> None:
+def test_every_change_removes_its_fault(faults: list[RuleFault]) -> None:
     changes = set()
     for rule, recipe, found in faults:
         for remedy in found.remedies if isinstance(found, Breach) else ():
