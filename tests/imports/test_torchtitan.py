@@ -52,6 +52,7 @@ def test_a_file(tmp_path: Path) -> None:
             "checkpoint.async_save = true",
         ),
         ("[compile]", "[validation]\nenable = true\nfreq = 50\n[compile]", "validation.every = 50"),
+        ("warmup_steps = 200", "warmup_steps = 50", "optim.warmup = 50"),
         ("warmup_steps = 200", "min_lr_factor = 0.1", "optim.min_lr = 2.9999999999999997e-05"),
     ],
 )
