@@ -8,12 +8,7 @@ _ADAMW = ("adamw", "flashadamw", "fusedadam")
 
 
 def translate(made: Translation, gpus: int | None) -> None:
-    """Set the keys of a recipe from a YAML configuration of NeMo Automodel.
-
-    Args:
-        made: has the settings.
-        gpus: the number of GPUs; None: what the mesh says.
-    """
+    """Set the keys of a recipe from a YAML configuration of NeMo Automodel."""
     made.take_plain_words()
     _set_model(made)
     _set_layout(made, gpus)

@@ -11,12 +11,7 @@ _OFFLOADS = (
 
 
 def translate(made: Translation, gpus: int | None) -> None:
-    """Set the keys of a recipe from a DeepSpeed configuration.
-
-    Args:
-        made: has the settings.
-        gpus: the number of GPUs; None: what the batch says.
-    """
+    """Set the keys of a recipe from a DeepSpeed configuration."""
     made.take_plain_words()
     layout = read_layout(made)
     if (layout.cp or 1) > 1:
@@ -33,21 +28,20 @@ def translate(made: Translation, gpus: int | None) -> None:
     scheduler = made.text("scheduler.type")
     if scheduler is not None:
         _set_scheduler(made, scheduler)
-    made.take_number("run.steps", "scheduler.params.total_num_steps")
+    made.move("run.steps", "scheduler.params.total_num_steps")
 
 
 def _set_precision(made: Translation) -> None:
-    half, narrow = ([word] if made.flag(word) else [] for word in ("fp16.enabled", "bf16.enabled"))
+    switches = {"fp16.enabled": "float16", "bf16.enabled": "bfloat16"}
+    dtypes = {word: dtype for word, dtype in switches.items() if made.flag(word)}
     words = ("torch_autocast.enabled", "torch_autocast.dtype")
     dtype = read_dtype(made, words[1])
-    if made.flag(words[0]) and dtype == "bfloat16":
-        narrow += words
-    elif made.flag(words[0]) and dtype == "float16":
-        half += words
+    if made.flag(words[0]) and dtype in ("float16", "bfloat16"):
+        dtypes |= dict.fromkeys(words, dtype)
     elif made.flag(words[0]):
         made.ask("which dtype is not said", *words, ours="precision.compute")
     made.ignore(*words)
-    set_dtype(made, half=tuple(half), narrow=tuple(narrow))
+    set_dtype(made, dtypes)
     dtype = read_dtype(made, "communication_data_type")
     if dtype == "bfloat16":
         made.take("precision.reduce", "bfloat16", "communication_data_type")
@@ -89,7 +83,7 @@ def _set_optimizer(made: Translation) -> None:
             f"{made.words('optimizer.params.lr')} and "
             f"{made.words('scheduler.params.warmup_max_lr')}: the scheduler's {peak} is used"
         )
-    made.take_real("optim.lr", "scheduler.params.warmup_max_lr")
+    made.move("optim.lr", "scheduler.params.warmup_max_lr")
 
 
 def _set_scheduler(made: Translation, name: str) -> None:

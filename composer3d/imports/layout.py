@@ -13,6 +13,7 @@ class StatedLayout:
     """What a file says of the layout. None is what it does not say.
 
     Attributes:
+        made: has the settings.
         tp, pp, cp, ep: ranks of each axis.
         dp: data-parallel ranks.
         world: all ranks.
@@ -26,6 +27,7 @@ class StatedLayout:
         names: the words of these attributes in the file.
     """
 
+    made: Translation
     tp: int | None = None
     pp: int | None = None
     cp: int | None = None
@@ -45,6 +47,13 @@ class StatedLayout:
         """Set an attribute, and the words that it comes from."""
         setattr(self, attribute, value)
         self.names[attribute] = names
+
+    def is_refused(self, attribute: str) -> bool:
+        """Return whether an attribute is 0, and add a problem if it is."""
+        if getattr(self, attribute) != 0:
+            return False
+        self.made.problems.append(f"{self.made.file}: {self.words(attribute)}: must be at least 1")
+        return True
 
     @property
     def model_ranks(self) -> int:
@@ -66,6 +75,10 @@ class StatedLayout:
         """Return the words that attributes come from."""
         return tuple(name for one in attributes for name in self.names.get(one, ()))
 
+    def words(self, *attributes: str) -> str:
+        """Return the words that attributes come from, with their values, as the file has them."""
+        return self.made.words(*self.names_of(*attributes))
+
 
 def read_layout(made: Translation) -> StatedLayout:
     """Read what a file says of the layout in whole numbers.
@@ -73,7 +86,7 @@ def read_layout(made: Translation) -> StatedLayout:
     Args:
         made: has the settings, and gets a problem if the level of ZeRO is none.
     """
-    layout = StatedLayout()
+    layout = StatedLayout(made)
     for attribute, word in made.known.layout.items():
         number = made.number(word)
         if attribute == "zero" and number is not None and number > 3:
@@ -120,29 +133,21 @@ def read_schedule(made: Translation, layout: StatedLayout, word: str) -> None:
     layout.set("schedule", known.get((name or "").lower(), "1F1B"), word)
 
 
-def set_layout(made: Translation, layout: StatedLayout, gpus: int | None) -> int | None:
-    """Set the keys of the mesh, of the pipeline and of the batch.
-
-    Returns:
-        The data-parallel ranks; None if they are not known, which is a problem then.
-    """
+def set_layout(made: Translation, layout: StatedLayout, gpus: int | None) -> None:
+    """Set the keys of the mesh, of the pipeline and of the batch."""
     for axis in ("tp", "pp", "cp", "ep"):
         size = made.override(f"mesh.{axis}") or getattr(layout, axis)
         setattr(layout, axis, size)
-        if size == 0:
-            words = made.words(*layout.names_of(axis))
-            made.problems.append(f"{made.file}: {words}: must be at least 1")
-            return None
+        if layout.is_refused(axis):
+            return
         if size is not None and f"mesh.{axis}" not in made.overridden:
             made.take(f"mesh.{axis}", size, *layout.names_of(axis))
     layout.micro_batch = made.override("data.micro_batch") or layout.micro_batch
     layout.global_batch = made.override("data.global_batch") or layout.global_batch
     dp = _data_parallel_ranks(made, layout, gpus)
-    if dp is None:
-        return None
-    _set_zero(made, layout, dp)
-    _set_batch(made, layout, dp, gpus)
-    return dp
+    if dp is not None:
+        _set_zero(made, layout, dp)
+        _set_batch(made, layout, dp, gpus)
 
 
 def _data_parallel_ranks(made: Translation, layout: StatedLayout, gpus: int | None) -> int | None:
@@ -152,9 +157,7 @@ def _data_parallel_ranks(made: Translation, layout: StatedLayout, gpus: int | No
     """
     for attribute in ("dp", "world"):
         made.ignore(*layout.names_of(attribute))
-        if getattr(layout, attribute) == 0:
-            words = made.words(*layout.names_of(attribute))
-            made.problems.append(f"{made.file}: {words}: must be at least 1")
+        if layout.is_refused(attribute):
             return None
     shards = made.override("mesh.dp_shard")
     if shards:
@@ -179,11 +182,11 @@ def _ranks_of_gpus(made: Translation, layout: StatedLayout, gpus: int) -> int | 
     ranks = gpus // layout.model_ranks
     if layout.dp is not None and layout.dp != ranks:
         made.contradict(
-            f"{made.words(*layout.names_of('dp'))}, but --gpus {gpus} / ({layout.product}) = "
+            f"{layout.words('dp')}, but --gpus {gpus} / ({layout.product}) = "
             f"{ranks}: {ranks} is used"
         )
     if layout.world is not None and layout.world != gpus:
-        words = made.words(*layout.names_of("world"))
+        words = layout.words("world")
         made.contradict(f"{words}, but --gpus {gpus}: --gpus is used")
     made.taken.append(f"--gpus {gpus} -> {ranks} data-parallel ranks{layout.over(gpus)}")
     return ranks
@@ -191,8 +194,8 @@ def _ranks_of_gpus(made: Translation, layout: StatedLayout, gpus: int) -> int | 
 
 def _ranks_as_said(made: Translation, layout: StatedLayout, dp: int) -> int:
     """Return the ranks of the file's own word, compared with its number of all ranks."""
-    words, product = made.words(*layout.names_of("dp")), layout.product
-    world_words = made.words(*layout.names_of("world"))
+    words, product = layout.words("dp"), layout.product
+    world_words = layout.words("world")
     counted, ep = dp * layout.model_ranks, layout.ep or 1
     if layout.world not in (None, counted) and layout.world == counted * ep:
         # Some texts count experts as a factor of its own; the GPUs are the same.
@@ -215,7 +218,7 @@ def _ranks_as_said(made: Translation, layout: StatedLayout, dp: int) -> int:
 
 def _ranks_of_world(made: Translation, layout: StatedLayout, world: int) -> int:
     """Return the ranks on all GPUs of the file; what is left over is a contradiction."""
-    words, ranks = made.words(*layout.names_of("world")), world // layout.model_ranks
+    words, ranks = layout.words("world"), world // layout.model_ranks
     if world % layout.model_ranks:
         ranks = max(1, ranks)
         made.contradict(
@@ -233,7 +236,7 @@ def _ranks_of_batch(made: Translation, layout: StatedLayout) -> int | None:
     micro, steps, batch = layout.micro_batch, layout.accumulation, layout.global_batch
     if micro and steps and batch and batch % (micro * steps) == 0:
         ranks = batch // (micro * steps)
-        words = made.words(*layout.names_of("global_batch", "micro_batch", "accumulation"))
+        words = layout.words("global_batch", "micro_batch", "accumulation")
         made.taken.append(
             f"{words} -> {ranks} data-parallel ranks: {batch} / ({micro} x {steps}), so "
             f"{ranks * layout.model_ranks} GPUs"
@@ -267,8 +270,7 @@ def _set_zero(made: Translation, layout: StatedLayout, dp: int) -> None:
         replicas = dp
     if dp % replicas:
         made.contradict(
-            f"{made.words(*layout.names_of('replicas'))} does not divide {dp} data-parallel ranks: "
-            "1 is used",
+            f"{layout.words('replicas')} does not divide {dp} data-parallel ranks: 1 is used",
             layout.names_of("replicas")[0],
         )
         replicas = 1
@@ -276,12 +278,10 @@ def _set_zero(made: Translation, layout: StatedLayout, dp: int) -> None:
     reason = "the default" if zero else "no sharding is asked for"
     made.take("parallel.zero", zero, *names, note="" if is_said else reason)
     made.ignore(*layout.names_of("replicas"))
-    shown = made.words(*layout.names_of("dp", "world"))
+    shown = layout.words("dp", "world")
     ranks = f"{shown}: {dp} data-parallel ranks" if shown else f"{dp} data-parallel ranks"
     if replicas > 1:
-        made.values["mesh.dp_replicate"] = Value(
-            replicas, made.words(*layout.names_of("replicas")) or ranks
-        )
+        made.values["mesh.dp_replicate"] = Value(replicas, layout.words("replicas") or ranks)
     made.values["mesh.dp_shard"] = Value(dp // replicas, ranks)
     sizes = f"mesh.dp_replicate = {replicas}, " if replicas > 1 else ""
     made.taken.append(f"{dp} data-parallel ranks -> {sizes}mesh.dp_shard = {dp // replicas}")
@@ -294,10 +294,8 @@ def _set_batch(made: Translation, layout: StatedLayout, dp: int, gpus: int | Non
     )
     micro_names, steps_names = layout.names_of("micro_batch"), layout.names_of("accumulation")
     batch_names = layout.names_of("global_batch")
-    for names, value in ((micro_names, micro), (steps_names, steps), (batch_names, batch)):
-        if value == 0:
-            made.problems.append(f"{made.file}: {made.words(*names)}: must be at least 1")
-            return
+    if any(layout.is_refused(name) for name in ("micro_batch", "accumulation", "global_batch")):
+        return
     if micro is None and batch is not None and steps is not None and batch % (steps * dp) == 0:
         micro = batch // (steps * dp)
         made.take(

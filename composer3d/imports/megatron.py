@@ -15,12 +15,7 @@ _LAYER_PATTERN = re.compile(r"\(?(?:\[0\]\*([0-9]{1,6})\+)?\[1\]\*([0-9]{1,6})\)
 
 
 def translate(made: Translation, gpus: int | None) -> None:
-    """Set the keys of a recipe from the arguments of Megatron-LM.
-
-    Args:
-        made: has the settings.
-        gpus: the number of GPUs; None: what the file says.
-    """
+    """Set the keys of a recipe from the arguments of Megatron-LM."""
     tp = made.number("tensor_model_parallel_size") or 1
     _set_model(made, tp)
     _set_layout(made, gpus)
@@ -94,10 +89,8 @@ def _set_zero(made: Translation, layout: StatedLayout) -> None:
     elif not stage and made.flag("use_distributed_optimizer"):
         layout.set("zero", 1, "use_distributed_optimizer")
     if stage and stage != layout.zero:
-        words = made.words(*layout.names_of("zero"))
-        made.contradict(
-            f"{made.words('zero_stage')}, but {words}: {layout.zero} is used", "zero_stage"
-        )
+        line = f"{made.words('zero_stage')}, but {layout.words('zero')}: {layout.zero} is used"
+        made.contradict(line, "zero_stage")
 
 
 def _virtual_stages(made: Translation) -> tuple[int | None, tuple[str, ...]]:
@@ -198,27 +191,18 @@ def _gated_width(width: int, tp: int) -> int:
 
 
 def _set_width(made: Translation, tp: int, is_gated: bool) -> None:
-    width = made.number("ffn_hidden_size")
-    dim = made.value("model.dim")
+    key, word = "model.ffn", "ffn_hidden_size"
+    width, dim = made.number(word), made.value("model.dim")
     if width is not None and is_gated:
-        made.take("model.ffn", width, "ffn_hidden_size")
+        made.take(key, width, word)
     elif width is not None:
-        made.take(
-            "model.ffn",
-            _gated_width(width, tp),
-            "ffn_hidden_size",
-            note="two thirds: a gated layer then has about as many parameters",
-        )
+        note = "two thirds: a gated layer then has about as many parameters"
+        made.take(key, _gated_width(width, tp), word, note=note)
     elif dim is not None and is_gated:
-        made.assume(
-            "model.ffn", max(64, int(8 * dim / 3 / 64) * 64), "8/3 of hidden_size, as theirs"
-        )
+        made.assume(key, max(64, int(8 * dim / 3 / 64) * 64), "8/3 of hidden_size, as theirs")
     elif dim is not None:
-        made.assume(
-            "model.ffn",
-            _gated_width(4 * dim, tp),
-            "8/3 of hidden_size: as many parameters as theirs of 4 hidden_size",
-        )
+        note = "8/3 of hidden_size: as many parameters as theirs of 4 hidden_size"
+        made.assume(key, _gated_width(4 * dim, tp), note)
 
 
 def _set_vocabulary(made: Translation, tp: int) -> None:
@@ -251,13 +235,14 @@ def _set_vocabulary(made: Translation, tp: int) -> None:
         made.assume("model.vocab", vocab, note)
 
 
+def _kind_of_positions(made: Translation) -> str:
+    kind = (made.text("position_embedding_type") or "learned_absolute").lower()
+    return "rope" if kind == "rope" or made.flag("use_rotary_position_embeddings") else kind
+
+
 def _set_positions(made: Translation) -> None:
-    kind = (made.text("position_embedding_type") or "").lower()
-    is_rotary = kind == "rope" or made.flag("use_rotary_position_embeddings")
-    base = made.real("rotary_base")
-    if base is not None:
-        made.take("model.rope_theta", base, "rotary_base")
-    elif is_rotary and made.model is None:
+    made.move("model.rope_theta", "rotary_base")
+    if _kind_of_positions(made) == "rope" and made.model is None:
         made.assume("model.rope_theta", 10_000.0, "the default of --rotary-base")
     if made.flag("use_rope_scaling"):
         factor = made.real("rope_scaling_factor")
@@ -312,9 +297,8 @@ def _note_other_layers(made: Translation, is_gated: bool) -> None:
     if norm != "rmsnorm" and _is_said(made, "normalization"):
         reason = "no RMSNorm" if "normalization" in made.settings else "LayerNorm, the default"
         made.ask(f"{reason}; the recipe has RMSNorm", "normalization")
-    kind = (made.text("position_embedding_type") or "learned_absolute").lower()
-    is_rotary = kind == "rope" or made.flag("use_rotary_position_embeddings")
-    if not is_rotary and _is_said(made, "position_embedding_type"):
+    kind = _kind_of_positions(made)
+    if kind != "rope" and _is_said(made, "position_embedding_type"):
         made.ask(f"{kind} positions; the recipe has rotary ones", "position_embedding_type")
     made.ignore("use_rotary_position_embeddings", "no_position_embedding", "normalization")
     made.ignore("position_embedding_type")
@@ -408,11 +392,9 @@ def _set_layers_with_experts(made: Translation) -> None:
 
 def _set_precision(made: Translation) -> None:
     precision = read_dtype(made, "precision")
-    half = ["fp16"] if made.flag("fp16") else []
-    half += ["precision"] if precision == "float16" else []
-    narrow = ["bf16"] if made.flag("bf16") else []
-    narrow += ["precision"] if precision == "bfloat16" else []
-    set_dtype(made, half=tuple(half), narrow=tuple(narrow))
+    switches = {"fp16": "float16", "bf16": "bfloat16"}
+    dtypes = {word: dtype for word, dtype in switches.items() if made.flag(word)}
+    set_dtype(made, {**dtypes, "precision": precision})
     if precision not in (None, "", "float16", "bfloat16", "float32"):
         made.ask("not known", "precision", ours="precision.compute")
     made.ignore("bf16", "fp16", "precision")
@@ -471,15 +453,11 @@ def _set_muon(made: Translation) -> None:
     made.lose(
         "theirs has Muon for routers as well, and takes the two matrices into a gated layer for one"
     )
-    momentum, steps = made.real("muon_momentum"), made.number("muon_num_ns_steps")
-    if momentum is not None:
-        made.take("optim.momentum", momentum, "muon_momentum")
+    made.move("optim.momentum", "muon_momentum")
     made.assume("optim.momentum", 0.9, "the default of --muon-momentum")
-    if "muon_nesterov" in made.settings:
-        made.take("optim.nesterov", made.flag("muon_nesterov"), "muon_nesterov")
+    made.move("optim.nesterov", "muon_nesterov")
     made.assume("optim.nesterov", False, "no --muon-nesterov")
-    if steps is not None:
-        made.take("optim.newton_schulz_steps", steps, "muon_num_ns_steps")
+    made.move("optim.newton_schulz_steps", "muon_num_ns_steps")
     word = "muon_coefficient_type"
     if (made.text(word) or "quintic") != "simple":
         made.ask(

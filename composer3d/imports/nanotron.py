@@ -11,12 +11,7 @@ _RATE = "optimizer.learning_rate_scheduler"
 
 
 def translate(made: Translation, gpus: int | None) -> None:
-    """Set the keys of a recipe from a YAML configuration of nanotron.
-
-    Args:
-        made: has the settings.
-        gpus: the number of GPUs; None: the product of the mesh.
-    """
+    """Set the keys of a recipe from a YAML configuration of nanotron."""
     made.take_plain_words()
     _set_model(made)
     _set_layout(made, gpus)
@@ -27,10 +22,8 @@ def translate(made: Translation, gpus: int | None) -> None:
 def _set_model(made: Translation) -> None:
     act = (made.text(f"{_MODEL}.hidden_act") or "silu").lower()
     heads = made.value("model.n_heads")
-    groups = made.number(f"{_MODEL}.num_key_value_heads")
-    if groups is not None:
-        made.take("model.n_kv_heads", groups, f"{_MODEL}.num_key_value_heads")
-    elif heads is not None:
+    made.move("model.n_kv_heads", f"{_MODEL}.num_key_value_heads")
+    if heads is not None:
         made.assume("model.n_kv_heads", heads, "num_key_value_heads is absent: all heads")
 
     tp = made.number("parallelism.tp") or 1
@@ -49,8 +42,8 @@ def _set_model(made: Translation) -> None:
             f"{_MODEL}.hidden_act",
         )
     made.ignore(f"{_MODEL}.hidden_act")
-    made.take_real("model.norm_eps", f"{_MODEL}.rms_norm_eps")
-    made.take_real("model.rope_theta", f"{_MODEL}.rope_theta")
+    made.move("model.norm_eps", f"{_MODEL}.rms_norm_eps")
+    made.move("model.rope_theta", f"{_MODEL}.rope_theta")
     _set_stretch(made)
     _set_shared_expert(made)
     _set_dtype(made)
@@ -65,15 +58,14 @@ def _set_shared_expert(made: Translation) -> None:
 
 
 def _set_dtype(made: Translation) -> None:
-    word = ("model.dtype",)
-    dtype = read_dtype(made, *word)
+    word = "model.dtype"
+    dtype = read_dtype(made, word)
     if dtype in ("float16", "bfloat16"):
-        half, narrow = word * (dtype == "float16"), word * (dtype == "bfloat16")
-        set_dtype(made, half=half, narrow=narrow)
+        set_dtype(made, {word: dtype})
     elif dtype is not None:
-        made.take("precision.compute", "float32", *word)
+        made.take("precision.compute", "float32", word)
         if dtype != "float32":
-            made.lose("the dtypes are bfloat16 and float32: float32", *word)
+            made.lose("the dtypes are bfloat16 and float32: float32", word)
 
 
 def _set_stretch(made: Translation) -> None:
@@ -95,12 +87,10 @@ def _set_stretch(made: Translation) -> None:
     for name, key in (
         ("low_freq_factor", "model.rope_low_freq"),
         ("high_freq_factor", "model.rope_high_freq"),
+        ("original_max_position_embeddings", "model.rope_context"),
     ):
         if name in options:
-            made.take_real(key, options[name])
-    name = "original_max_position_embeddings"
-    if name in options:
-        made.take_number("model.rope_context", options[name])
+            made.move(key, options[name])
     made.ignore(*options.values())
 
 
@@ -118,14 +108,13 @@ def _set_layout(made: Translation, gpus: int | None) -> None:
 def _set_optimizer(made: Translation) -> None:
     factory = "optimizer.optimizer_factory"
     take_betas(made, (f"{factory}.adam_beta1", f"{factory}.adam_beta2"), (0.9, 0.95))
-    clip = made.real("optimizer.clip_grad")
-    if clip is not None:
-        made.take("optim.clip", clip, "optimizer.clip_grad")
-    elif "optimizer.clip_grad" in made.settings:
-        made.take("optim.clip", 0.0, "optimizer.clip_grad", note="no clipping")
+    word = "optimizer.clip_grad"
+    if word in made.settings and made.real(word) is None:
+        made.take("optim.clip", 0.0, word, note="no clipping")
+    made.move("optim.clip", word)
 
     _set_decay(made)
-    made.take_real("optim.min_lr", f"{_RATE}.min_decay_lr")
+    made.move("optim.min_lr", f"{_RATE}.min_decay_lr")
     if f"{_RATE}.lr_decay_style" in made.settings:
         peak = made.value("optim.lr", 3e-4)
         made.assume("optim.min_lr", peak, "min_decay_lr is absent: the peak, so no decay")

@@ -2,10 +2,8 @@
 
 import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import NamedTuple
 
 from composer3d.facts.errors import RecipeError
@@ -13,11 +11,13 @@ from composer3d.facts.text import one_line
 from composer3d.imports import automodel, deepspeed, megatron, nanotron, source, torchtitan
 from composer3d.imports.translation import ENTRIES, Translation, Value, point_name
 from composer3d.models import registry
-from composer3d.recipe.draft import parse_document
+from composer3d.recipe.draft import ParsedRecipe, parse_document
 from composer3d.recipe.resolve import Resolved, broken_rules, load
-from composer3d.recipe.schema import FOLDER_NAME, OPEN_POINTS, TABLES, model_table
-from composer3d.recipe.values import as_toml, value_of
+from composer3d.recipe.schema import FOLDER_NAME, MODEL_KEYS, OPEN_POINTS, TABLES
+from composer3d.recipe.values import as_key, as_toml, value_of
 
+# Each sets the keys of a recipe from the settings of a file. The number of GPUs is None if it is as
+# the file says.
 _TRANSLATORS: dict[str, Callable[[Translation, int | None], None]] = {
     "Megatron-LM": megatron.translate,
     "DeepSpeed": deepspeed.translate,
@@ -154,12 +154,7 @@ def _complete(made: Translation, path: str) -> None:
             f"{made.file}: it does not give the sizes of a model ({', '.join(missing)}); give "
             f"--model PRESET, such as --model llama3-8b, or --set model.{missing[0]}=N and so on"
         )
-    least = max(
-        _STEPS,
-        *(2 * values[key].value for key in ("optim.warmup",) if key in values),
-        *(values[key].value for key in ("optim.decay",) if key in values),
-        0,
-    )
+    least = max(_STEPS, 2 * made.value("optim.warmup", 0), made.value("optim.decay", 0))
     made.assume("run.steps", least, "the file does not say how long it trains")
     made.assume("data.seq_len", _LENGTH, "the file does not say")
     made.assume("optim.lr", 3e-4, "the file does not say")
@@ -181,7 +176,7 @@ def _settle(made: Translation, sets: Sequence[str], gpus: int | None) -> None:
     _settle_decay(made)
     while True:
         try:
-            document = parse_document(_to_toml(made, made.values), made.file)
+            document = _document_of(made, made.values)
             recipe, broken = broken_rules(document, sets, world_size=gpus)
         except RecipeError:
             return  # ``_checked`` tells why
@@ -228,48 +223,40 @@ def _settle_decay(made: Translation) -> None:
         values.pop("optim.decay_steps", None)
 
 
+class _Document(ParsedRecipe):
+    """The recipe, in which the place of a key is the words of theirs that it comes from."""
+
+    words: Mapping[str, str]
+
+    def place(self, *path: str) -> str:
+        return self.words.get(".".join(path), self.name)
+
+
+def _document_of(made: Translation, values: Mapping[str, Value]) -> _Document:
+    document = _Document(*parse_document(_to_toml(made, values), made.file))
+    document.words = {key: value.comment for key, value in values.items()}
+    return document
+
+
 def _checked(made: Translation, sets: Sequence[str], gpus: int | None) -> Imported:
-    """Write the recipe to a temporary folder and load it, as ``check`` does."""
-    with tempfile.TemporaryDirectory(prefix="composer3d-import-") as folder:
-        path = os.path.join(folder, "recipe.toml")
-        Path(path).write_text(_to_toml(made, made.values), encoding="utf-8")
-        try:
-            resolved = load(path, sets, world_size=gpus)
-            values = dict(made.values)
-            for text in sets:
-                key = text.partition("=")[0].strip()
-                values[key] = Value(value_of(resolved.recipe, key), f"--set {one_line(text)}")
-                made.taken.append(f"--set {one_line(text)}")
-            Path(path).write_text(_to_toml(made, values), encoding="utf-8")
-            resolved = load(path)
-        except RecipeError as error:
-            raise RecipeError([_with_words(line, path, made) for line in error.lines]) from None
+    """Load the recipe, as ``check`` does, and then its text with the values of ``--set``."""
+    try:
+        resolved = load(_document_of(made, made.values), sets, world_size=gpus)
+        values = dict(made.values)
+        for text in sets:
+            key = text.partition("=")[0].strip()
+            values[key] = Value(value_of(resolved.recipe, key), f"--set {one_line(text)}")
+            made.taken.append(f"--set {one_line(text)}")
+        resolved = load(_document_of(made, values))
+    except RecipeError as error:
+        begins = (made.file, "--set")
+        raise RecipeError(
+            [line if line.startswith(begins) else f"{made.file}: {line}" for line in error.lines]
+        ) from None
     return Imported(_to_toml(made, values, made.open), resolved, made)
 
 
-def _with_words(line: str, path: str, made: Translation) -> str:
-    """Replace places in the temporary file by the words of theirs that stand beside them."""
-    keys = [line.partition(" ")[0] for line in _to_toml(made, made.values).splitlines()]
-    table = ""
-    words: list[str] = []
-    for key in keys:
-        table = key.strip("[]") if key.startswith("[") else table
-        found = made.values.get(f"{table}.{key}")
-        words.append(found.comment if found is not None else made.file)
-
-    def replace(match: re.Match[str]) -> str:
-        number = int(match[1])
-        return words[number - 1] if 0 < number <= len(words) else made.file
-
-    shown = re.sub(rf"{re.escape(path)}:(\d+)", replace, line).replace(path, made.file)
-    return shown if shown.startswith((made.file, "--set")) else f"{made.file}: {shown}"
-
-
-def _as_key(name: str) -> str:
-    return name if re.fullmatch("[A-Za-z0-9_]+", name) else as_toml(name)
-
-
-def _to_toml(made: Translation, values: dict[str, Value], points: Mapping[str, str] = {}) -> str:
+def _to_toml(made: Translation, values: Mapping[str, Value], points: Mapping[str, str] = {}) -> str:
     """Return the recipe as TOML, with the words of theirs beside each line, and open points."""
     name = one_line(os.path.basename(made.file))
     lines = [
@@ -282,14 +269,12 @@ def _to_toml(made: Translation, values: dict[str, Value], points: Mapping[str, s
             "# about, and delete its line. Or import again, with --accept KEY for each.",
             "",
             f"[{OPEN_POINTS}]",
-            *(f"{_as_key(key)} = {as_toml(line)}" for key, line in points.items()),
+            *(f"{as_key(key)} = {as_toml(line)}" for key, line in points.items()),
         ]
     for table in TABLES:
         keys = [key for key in ENTRIES if key.startswith(f"{table}.") and key in values]
-        order = [one.name for one in fields(model_table("moe"))] if table == "model" else []
-        if order:
-            first = ["architecture", "preset", "hf"]
-            keys.sort(key=lambda key: key.partition(".")[2] not in first)
+        if table == "model":
+            keys.sort(key=lambda key: key.partition(".")[2] not in MODEL_KEYS)
         if keys:
             lines += ["", f"[{table}]"]
         for key in keys:

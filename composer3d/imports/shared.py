@@ -1,5 +1,7 @@
 """What several programs say alike, with other words, and how it becomes keys of a recipe."""
 
+from collections.abc import Mapping
+
 from composer3d.imports.translation import Translation
 from composer3d.imports.words import DTYPES
 
@@ -12,13 +14,17 @@ def read_dtype(made: Translation, word: str) -> str | None:
     return DTYPES.get(text.lower().removeprefix("torch.").replace("_", "-"), text)
 
 
-def set_dtype(made: Translation, *, half: tuple[str, ...], narrow: tuple[str, ...]) -> None:
-    """Set the dtype of forward and backward.
+def set_dtype(made: Translation, dtypes: Mapping[str, str | None]) -> None:
+    """Set the dtype of forward and backward, if a word says float16 or bfloat16.
 
     Args:
         made: gets a problem if it is float16, unless ``--set`` chooses another one.
-        half, narrow: the words that say float16, and bfloat16. With both, it is bfloat16.
+        dtypes: what each word says. With both, it is bfloat16.
     """
+    half, narrow = (
+        tuple(word for word, dtype in dtypes.items() if dtype == wanted)
+        for wanted in ("float16", "bfloat16")
+    )
     if half and narrow:
         line = f"{made.words(*half, *narrow)}: both at once; bfloat16 is used"
         made.contradict(line, narrow[0])

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from composer3d.facts.bounds import check_values
 from composer3d.facts.errors import RecipeError
-from composer3d.facts.files import parse_json, read_plain
+from composer3d.facts.files import parse_json
 from composer3d.facts.text import one_line
 from composer3d.facts.toml import parse_toml
 from composer3d.imports import torchtitan
@@ -16,6 +16,7 @@ from composer3d.imports.literal import Entry, Unread, dicts_of
 from composer3d.imports.shell import Script, ShellCommand, read_script
 from composer3d.imports.translation import Setting, canonical, setting
 from composer3d.imports.words import BRIDGE_SECTIONS, PROGRAMS, SHARED, Program
+from composer3d.recipe.draft import read_file
 
 MOST_BYTES = 256 << 10
 _MOST_JSON_BYTES = 4 << 20  # a resolved configuration of torchtitan has each layer
@@ -102,15 +103,11 @@ def read(path: str) -> SourceSettings:
         RecipeError: the file cannot be read, is too large, or is none of the known kinds.
     """
     name = one_line(path)
+    limit = _MOST_JSON_BYTES if path.lower().endswith(".json") else MOST_BYTES
     try:
-        limit = _MOST_JSON_BYTES if path.lower().endswith(".json") else MOST_BYTES
-        text = read_plain(path, limit=limit).decode("utf-8-sig")
+        text = read_file(path, limit=limit).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise RecipeError(f"{name}: the text must be UTF-8 ({error.reason})") from None
-    except OSError as error:
-        raise RecipeError(f"{name}: {error.strerror}") from None
-    except ValueError as error:
-        raise RecipeError(f"{name}: no file has such a name ({error})") from None
     text = text.replace("\r\n", "\n")
     ending = os.path.splitext(path)[1].lower()
     if ending == ".json" or (ending in _SHELLS and text.lstrip().startswith("{")):
@@ -296,10 +293,8 @@ def _limit(count: int, name: str) -> None:
 
 def _single(program: str, settings: list[Setting]) -> SourceSettings:
     """Make a source of the words of one program."""
-    twice: dict[str, str] = {}
-    source = SourceSettings(program, canonical(program, settings, twice))
-    source.contradictions += twice.values()
-    return source
+    found, twice = canonical(program, settings)
+    return SourceSettings(program, found, [*twice.values()])
 
 
 def _together(megatron: list[Setting], ds: list[Setting]) -> SourceSettings:
@@ -319,8 +314,7 @@ def _together(megatron: list[Setting], ds: list[Setting]) -> SourceSettings:
             megatron.append(one)
         elif "*" not in word.fits:
             lost.append(f"{one.shown}: {word.note}; the arguments of Megatron-LM count")
-    twice: dict[str, str] = {}
-    settings = canonical("Megatron-LM", megatron, twice)
+    settings, twice = canonical("Megatron-LM", megatron)
     source = SourceSettings("Megatron-LM", settings, [*twice.values()], lost)
     # The last of two options counts. In a tree, or in two files, none of two values does.
     options = {one.name for one in megatron if one.shown.startswith("--")}

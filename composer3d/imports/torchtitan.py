@@ -71,12 +71,7 @@ def _at(tree: Any, path: Sequence[str]) -> Any:
 
 
 def translate(made: Translation, gpus: int | None) -> None:
-    """Set the keys of a recipe from a configuration of torchtitan.
-
-    Args:
-        made: has the settings.
-        gpus: the number of GPUs; None: what the mesh says.
-    """
+    """Set the keys of a recipe from a configuration of torchtitan."""
     made.take_plain_words()
     _set_model(made)
     _set_layout(made, gpus)
@@ -302,10 +297,8 @@ def _set_optimizer(made: Translation) -> None:
     take_betas(made, ("optimizer.beta1", "optimizer.beta2"), (0.9, 0.95))
 
     warmup = made.number("lr_scheduler.warmup_steps")
-    if warmup is not None:
-        made.take("optim.warmup", warmup, "lr_scheduler.warmup_steps")
-    else:
-        made.assume("optim.warmup", min(200, steps), "the default of lr_scheduler.warmup_steps")
+    made.move("optim.warmup", "lr_scheduler.warmup_steps")
+    made.assume("optim.warmup", min(200, steps), "the default of lr_scheduler.warmup_steps")
     kind_word, ratio_word = "lr_scheduler.decay_type", "lr_scheduler.decay_ratio"
     ratio = made.real(ratio_word)
     made.ignore(ratio_word)

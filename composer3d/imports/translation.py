@@ -220,17 +220,11 @@ class Translation:
         if key not in self.overridden:
             self.taken.append(f"{words} -> {key} = {as_toml(value)}{f': {note}' if note else ''}")
 
-    def take_number(self, key: str, name: str) -> None:
-        """Set a key to the whole number of a word, if the file has one."""
-        number = self.number(name)
-        if number is not None:
-            self.take(key, number, name)
-
-    def take_real(self, key: str, name: str) -> None:
-        """Set a key to the number of a word, if the file has one."""
-        number = self.real(name)
-        if number is not None:
-            self.take(key, number, name)
+    def move(self, key: str, name: str) -> None:
+        """Set a key, which is a number or a switch, to the value of a word, if the file has one."""
+        value = self._converted(name, type_of(key, ENTRIES))
+        if value is not None:
+            self.take(key, value, name)
 
     def assume(self, key: str, value: Any, reason: str) -> None:
         """Set a key that the file does not give, unless ``--set`` or ``--model`` gives it."""
@@ -365,10 +359,8 @@ class Translation:
                 self.ask(unknown, name)
             elif word.is_copied and word.ours in self.overridden:
                 pass
-            elif word.ours:
-                # Another word has decided, such as --model, or --set.
-                self.harmless.append(found.shown)
-            elif _fits(word, found):
+            elif word.ours or _fits(word, found):
+                # Another word has decided, such as --model or --set, or nothing is lost.
                 self.harmless.append(found.shown)
             elif word.decides:
                 self.ask(word.note, name)
@@ -442,31 +434,27 @@ def convert(value: Any, kind: Any) -> Any:
         raise ValueError("a number")
     if isinstance(value, str):
         value = _SEPARATOR.sub("", value)
+        if _NUMBER.fullmatch(value):
+            value = int(value) if _INTEGER.fullmatch(value) else float(value)
     if kind is int:
-        if isinstance(value, str) and _INTEGER.fullmatch(value):
-            value = int(value)
-        elif isinstance(value, str) and _NUMBER.fullmatch(value):
-            value = float(value)
         if type(value) is float and value.is_integer() and abs(value) < 1e18:
             value = int(value)
         if type(value) is int and 0 <= value < 10**18:
             return value
         raise ValueError("a whole number of at least 0")
-    if isinstance(value, str) and _NUMBER.fullmatch(value):
-        value = float(value)
     if type(value) in (int, float) and -1e300 < value < 1e300:
         return float(value)
     raise ValueError("a number")
 
 
-def canonical(
-    program: str, found: Iterable[Setting], contradictions: dict[str, str]
-) -> dict[str, Setting]:
+def canonical(program: str, found: Iterable[Setting]) -> tuple[dict[str, Setting], dict[str, str]]:
     """Return settings by the name of their word; a word that stands twice has its last value.
 
-    ``contradictions`` gets a line for each word that stands twice with different values, by word.
+    Returns:
+        The settings, and a line for each word that stands twice with different values, by word.
     """
     result: dict[str, Setting] = {}
+    contradictions: dict[str, str] = {}
     for one in found:
         word = PROGRAMS[program].index.get(one.name)
         name = word.name if word is not None else one.name
@@ -477,4 +465,4 @@ def canonical(
                 f"{one.shown} is used"
             )
         result[name] = one._replace(name=name)
-    return result
+    return result, contradictions

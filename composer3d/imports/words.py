@@ -26,6 +26,7 @@ every value.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -74,7 +75,6 @@ class Program:
 
     Attributes:
         words: its words, in the order of the page.
-        index: the words by each of their names and aliases.
     """
 
     words: list[Word]
@@ -84,11 +84,11 @@ class Program:
     defaults: Mapping[str, list[Any]] = field(default_factory=dict)
     layout: Mapping[str, str] = field(default_factory=dict)
     own: Mapping[str, Any] = field(default_factory=dict)
-    index: Mapping[str, Word] = field(init=False)
 
-    def __post_init__(self) -> None:
-        names = {name: word for word in self.words for name in (word.name, *word.aliases)}
-        object.__setattr__(self, "index", names)
+    @cached_property
+    def index(self) -> Mapping[str, Word]:
+        """The words by each of their names and aliases."""
+        return {name: word for word in self.words for name in (word.name, *word.aliases)}
 
     def find(self, name: str) -> Word | None:
         """Return the word of a name: the word itself, or that of the longest pattern that fits."""

@@ -287,13 +287,7 @@ def _documents(source: Source) -> Iterator[ParsedRecipe]:
     blame = ""  # prefix of an error about a base: the place that names the base
     while True:
         name = one_line(path)
-        try:
-            content = read_plain(path, limit=_MOST_BYTES)
-        except OSError as error:
-            raise RecipeError(f"{blame}{name}: {error.strerror}") from None
-        except ValueError as error:  # the name contains a NUL byte, or UTF-8 cannot encode it
-            raise RecipeError(f"{blame}{name}: no file has such a name ({error})") from None
-
+        content = read_file(path, limit=_MOST_BYTES, blame=blame)
         total_bytes += len(content)
         if total_bytes > _MOST_BYTES:
             raise RecipeError(
@@ -320,6 +314,20 @@ def _documents(source: Source) -> Iterator[ParsedRecipe]:
                 f"{place}: base = {shown_base} is base number {len(seen)}; use at most "
                 f"{_MOST_BASES}"
             )
+
+
+def read_file(path: str, *, limit: int, blame: str = "") -> bytes:
+    """Return the content of a file of at most ``limit`` bytes. ``blame`` begins an error's line.
+
+    Raises:
+        RecipeError: the file cannot be read.
+    """
+    try:
+        return read_plain(path, limit=limit)
+    except OSError as error:
+        raise RecipeError(f"{blame}{one_line(path)}: {error.strerror}") from None
+    except ValueError as error:  # the name contains a NUL byte, or UTF-8 cannot encode it
+        raise RecipeError(f"{blame}{one_line(path)}: no file has such a name ({error})") from None
 
 
 def parse_document(content: bytes | str, name: str) -> ParsedRecipe:

@@ -79,17 +79,16 @@ _SPIKE_SIGMA = within_bounds(
     Bounds(2, 1000, also=(0,)),
     "must be from 2 to 1000, or 0 to let no finite value count as a spike",
 )
-_MOST_TRACED = 100  # steps
-_TRACED_STEPS = Range(
-    lambda value: 1 <= value[0] <= value[1] <= MOST_STEPS and value[1] - value[0] < _MOST_TRACED,
-    f"must be the first and the last step, counted from 1, and at most {_MOST_TRACED} steps in all",
-)
-_MOST_PROFILED = 20  # steps
-_PROFILED_STEPS = Range(
-    lambda value: 1 <= value[0] <= value[1] <= MOST_STEPS and value[1] - value[0] < _MOST_PROFILED,
-    f"must be the first and the last step, counted from 1, and at most {_MOST_PROFILED} steps in "
-    "all",
-)
+
+
+def _first_and_last(most: int) -> Range:
+    """Return the range of the first and the last of at most ``most`` steps."""
+    return Range(
+        lambda value: 1 <= value[0] <= value[1] <= MOST_STEPS and value[1] - value[0] < most,
+        f"must be the first and the last step, counted from 1, and at most {most} steps in all",
+    )
+
+
 _RANKS = Range(
     lambda value: len(value) > 0 and min(value) >= 0 and len(set(value)) == len(value),
     "must be ranks, counted from 0, each of them once",
@@ -722,12 +721,12 @@ class MetricsTable:
         None,
         "with pp > 1: the first and the last step whose actions are timed, for composer3d timeline "
         "--measured; absent: none",
-        _TRACED_STEPS,
+        _first_and_last(100),
     )
     profile_steps: tuple[int, int] | None = key(
         None,
         "the first and the last step that torch's profiler records, for Perfetto; absent: none",
-        _PROFILED_STEPS,
+        _first_and_last(20),
     )
     profile_ranks: tuple[int, ...] = key(
         (0,), "with profile_steps: the ranks whose steps are recorded", _RANKS

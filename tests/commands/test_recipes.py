@@ -43,7 +43,7 @@ def test_the_list_as_json_has_what_the_recipes_say(capsys: pytest.CaptureFixture
         assert row["description"], name
         assert len(row["description"]) < 250
     mesh = rows["moe-64e-1024-4d"]["mesh"]
-    assert mesh == "pp 8 dp_shard 32 tp 4 ep 8"
+    assert mesh == "pp 4 dp_shard 64 tp 4 ep 8"
     assert rows["debug-1-single"]["mesh"] == "one process"
 
 

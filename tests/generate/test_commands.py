@@ -4,7 +4,6 @@ import importlib
 import json
 import math
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
@@ -17,13 +16,15 @@ import torch
 
 from composer3d import cli
 from composer3d.facts.tokenizer_file import make_byte_tokenizer
+from composer3d.generate.evaluate import Windows, check_data, default_windows
+from composer3d.generate.load import open_checkpoint
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.moe.shape import MoeShape
+from composer3d.models.shape import DecoderShape
 from composer3d.runtime.launch import Pool
 from tests.generate.jobs import (
     answer_of,
     greedy,
-    greedy_of_transformers,
     make_checkpoint,
     random_model,
     run_command,
@@ -44,13 +45,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("c") / "dcp", "llama", SHAPE, assets=ASSETS)
 
 
-@pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
+def greedy_completions(name: str, shape: DecoderShape) -> list[list[int]]:
     """The 12 greedy tokens after each of PROMPTS, up to the end of a text."""
-    model = random_model("llama", SHAPE)
+    model = random_model(name, shape)
     head: Any = model.last.head.weight  # type: ignore[union-attr]
     found = [greedy(model, list(text.encode()), 12, head) for text in PROMPTS]
     return [tokens[: tokens.index(0) + 1] if 0 in tokens else tokens for tokens in found]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return greedy_completions("llama", SHAPE)
 
 
 def generate(*arguments: object) -> list[str]:
@@ -181,8 +186,6 @@ def test_a_missing_tokenizer_is_asked_for(
 def test_files_of_strangers_give_the_longest_sequence_and_the_ends(
     config: Any, generation: Any, longest: int | None, ends: tuple[int, ...], tmp_path: Path
 ) -> None:
-    from composer3d.generate.load import open_checkpoint
-
     assets = {"config.json": config, "generation_config.json": json.dumps(generation).encode()}
     opened = open_checkpoint(make_checkpoint(tmp_path / "a", "llama", SHAPE, assets=assets))
     assert (opened.longest, opened.end_tokens) == (longest, ends)
@@ -218,39 +221,19 @@ def test_tokens_are_the_same_over_tp(
     assert [entry["tokens"] for entry in completions] == expected
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen 3 moe"])
-def test_tokens_of_experts_over_tp_are_those_of_transformers(
-    name: str, tmp_path: Path, pool: Pool
-) -> None:
-    prompts = [[17, 3, 99, 4, 5], [1], [8, 130, 2, 64, 64, 7, 21]]
-    expected = greedy_of_transformers(name, tmp_path / "theirs", prompts, 32)
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    arguments = ["generate", str(tmp_path / "theirs"), "--prompts", str(file)]
-    arguments += ["--device", "cpu", "--max-tokens", "32", "--batch", "2", "--json"]
-    results = pool.run(run_command, {"arguments": arguments}, world_size=2)
-    assert [status for status, _, _ in results] == [0, 0], results
-    completions = answer_of(results[0][1])["completions"]
-    assert [entry["tokens"] for entry in completions] == expected
-
-
 @pytest.mark.parametrize(("tp", "experts"), [(2, 3), (4, 6)])
-def test_several_ranks_of_tp_hold_the_same_experts(
+def test_tokens_of_experts_are_the_same_over_tp(
     tp: int, experts: int, tmp_path: Path, pool: Pool
 ) -> None:
-    """tp does not divide the experts. There are dense layers and a shared expert as well."""
+    """Where tp does not divide them, ranks hold the same ones. A dense layer, a shared expert."""
     sizes = {"experts": experts, "experts_per_token": 2, "moe_every": 2, "shared_ffn": 32}
     shape = MoeShape(**{**vars(SHAPE), **sizes})
     checkpoint = make_checkpoint(tmp_path / "moe", "moe", shape, assets=ASSETS)
-    model = random_model("moe", shape)
-    head: Any = model.last.head.weight  # type: ignore[union-attr]
-    expected = greedy(model, list(b"def f("), 12, head)
-    arguments = generate(checkpoint, "--prompt", "def f(", "--json")
+    arguments = generate(checkpoint, *with_prompts(), "--batch", 2, "--json")
     results = pool.run(run_command, {"arguments": arguments}, world_size=tp)
     assert [status for status, _, _ in results] == [0] * tp, results
-    (entry,) = answer_of(results[0][1])["completions"]
-    assert entry["tokens"] == expected[: len(entry["tokens"])]
-    assert len(entry["tokens"]) == 12 or entry["stopped"] == "end"
+    completions = answer_of(results[0][1])["completions"]
+    assert [entry["tokens"] for entry in completions] == greedy_completions("moe", shape)
 
 
 def test_a_layout_that_does_not_fit_is_refused(
@@ -361,32 +344,45 @@ def loss_by_hand(tokens: Path, packing: str) -> tuple[float, int]:
     return total / count, count
 
 
-@pytest.mark.parametrize("packing", ["none", "documents"])
+@pytest.mark.parametrize(
+    ("packing", "world_size", "arguments"),
+    [
+        ("none", 2, ["--batch", "3", "--set", "mesh.cp=2"]),
+        ("documents", 4, ["--batch", "3", "--set", "mesh.cp=2", "--set", "mesh.tp=2"]),
+        ("documents", 4, ["--batch", "1", "--set", "mesh.pp=2"]),
+    ],
+)
 def test_every_token_counts_once_on_every_layout(
-    packing: str, checkpoint: Path, tokens: Path, pool: Pool
+    packing: str,
+    world_size: int,
+    arguments: list[str],
+    checkpoint: Path,
+    tokens: Path,
+    pool: Pool,
 ) -> None:
     """Layouts whose batches do not divide the eight windows, the last of which is shorter."""
     loss, count = loss_by_hand(tokens, packing)
     assert count == (238 if packing == "none" else 235)
-    common = evaluate(checkpoint, tokens, "--packing", packing, "--dtype", "float64")
-    layouts: list[tuple[int, list[str]]] = [
-        (1, ["--batch", "3"]),
-        (2, ["--batch", "3", "--set", "mesh.tp=2"]),
-        (4, ["--batch", "3", "--set", "mesh.cp=2"]),
-        (4, ["--batch", "1", "--set", "mesh.pp=2"]),
-    ]
-    for world_size, arguments in layouts:
-        results = pool.run(run_command, {"arguments": [*common, *arguments]}, world_size=world_size)
-        assert [status for status, _, _ in results] == [0] * world_size, results
-        answer = answer_of(results[0][1])
-        assert answer["loss"] == pytest.approx(loss, rel=1e-12), arguments
-        assert answer["perplexity"] == pytest.approx(math.exp(loss), rel=1e-11)
-        assert (answer["tokens"], answer["windows"]) == (count, 8)
+    command = evaluate(checkpoint, tokens, "--packing", packing, "--dtype", "float64")
+    results = pool.run(run_command, {"arguments": [*command, *arguments]}, world_size=world_size)
+    assert [status for status, _, _ in results] == [0] * world_size, results
+    answer = answer_of(results[0][1])
+    assert answer["loss"] == pytest.approx(loss, rel=1e-12)
+    assert answer["perplexity"] == pytest.approx(math.exp(loss), rel=1e-11)
+    assert (answer["tokens"], answer["windows"]) == (count, 8)
 
 
-@pytest.mark.parametrize("packing", ["none", "documents"])
+@pytest.mark.parametrize(
+    ("packing", "world_size", "arguments"),
+    [("none", 1, []), ("documents", 2, ["--set", "mesh.cp=2"])],
+)
 def test_only_learned_tokens_count(
-    packing: str, checkpoint: Path, tmp_path: Path, pool: Pool
+    packing: str,
+    world_size: int,
+    arguments: list[str],
+    checkpoint: Path,
+    tmp_path: Path,
+    pool: Pool,
 ) -> None:
     """The first two windows have nothing to learn."""
     entries = [{"prompt": "x" * length, "answer": "y" * (length // 4)} for length in (70, 9, 40)]
@@ -396,34 +392,29 @@ def test_only_learned_tokens_count(
     assert cli.main([*command, "--tokenizer", "bytes", "--kind", "answers"]) == 0
     loss, count = loss_by_hand(tmp_path / "masked", packing)
     assert count == 17 + 2 + 10 + 3
-    common = evaluate(checkpoint, tmp_path / "masked", "--packing", packing, "--dtype", "float64")
-    for world_size, layout in ((1, []), (4, ["--set", "mesh.cp=2"])):
-        arguments = [*common, "--batch", "2", *layout]
-        results = pool.run(run_command, {"arguments": arguments}, world_size=world_size)
-        assert [status for status, _, _ in results] == [0] * world_size, results
-        answer = answer_of(results[0][1])
-        assert answer["loss"] == pytest.approx(loss, rel=1e-12)
-        assert answer["tokens"] == count
+    command = evaluate(checkpoint, tmp_path / "masked", "--packing", packing, "--dtype", "float64")
+    command += ["--batch", "2", *arguments]
+    results = pool.run(run_command, {"arguments": command}, world_size=world_size)
+    assert [status for status, _, _ in results] == [0] * world_size, results
+    answer = answer_of(results[0][1])
+    assert answer["loss"] == pytest.approx(loss, rel=1e-12)
+    assert answer["tokens"] == count
 
 
 def test_an_evaluation_in_which_nothing_is_learned_is_refused(
-    checkpoint: Path, tmp_path: Path
+    checkpoint: Path, tmp_path: Path, pool: Pool
 ) -> None:
     """Its loss would be 0, as if the model were perfect."""
     (tmp_path / "x.jsonl").write_text('{"prompt": "", "answer": ""}\n' * 2)
     command = ["prepare", str(tmp_path / "x.jsonl"), "-o", str(tmp_path / "empty")]
     assert cli.main([*command, "--tokenizer", "bytes", "--kind", "answers"]) == 0
-    # After an error, the group of ranks is left to the end of its process.
     command = evaluate(checkpoint, tmp_path / "empty", "--packing", "documents")
-    done = subprocess.run([sys.executable, "-m", "composer3d", *command], capture_output=True)
-    assert done.returncode == 2
-    assert b"empty has no token that is learned after another one" in done.stderr
+    ((status, _, errors),) = pool.run(run_command, {"arguments": command}, world_size=1)
+    assert status == 2
+    assert "empty has no token that is learned after another one" in errors
 
 
 def test_windows_are_those_of_the_run_unless_given(tmp_path: Path, tokens: Path) -> None:
-    from composer3d.generate.evaluate import Windows, check_data, default_windows
-    from composer3d.generate.load import open_checkpoint
-
     recipe = '[data]\nseq_len = 48\npacking = "documents"\n'
     folder = make_checkpoint(tmp_path / "a", "llama", SHAPE, recipe=recipe, assets=ASSETS)
     opened = open_checkpoint(folder)
@@ -459,9 +450,6 @@ def test_data_that_does_not_fit_is_refused(
 
 
 def test_another_tokenizer_is_noted(tmp_path: Path, tokens: Path) -> None:
-    from composer3d.generate.evaluate import check_data, default_windows
-    from composer3d.generate.load import open_checkpoint
-
     other = tokenizers.Tokenizer(tokenizers.models.BPE()).to_str().encode()
     assets = {**ASSETS, "tokenizer.json": other}
     opened = open_checkpoint(make_checkpoint(tmp_path / "a", "llama", SHAPE, assets=assets))

@@ -1,5 +1,6 @@
 """Greedy tokens are those of transformers; the cache, the batch and the ends do what they say."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from composer3d.facts.errors import CheckpointError, DeviceError, PlanError
+from composer3d.generate.cache import KeyValueCache
 from composer3d.generate.generator import Completion, Generator
 from composer3d.generate.load import load_model, open_checkpoint
 from composer3d.generate.sampling import Sampling
@@ -15,7 +17,7 @@ from composer3d.models.llama.shape import ModelShape
 from tests.generate.jobs import MODELS, greedy, greedy_of_transformers, random_model
 
 LENGTHS = (5, 1, 23, 11)
-NEW_TOKENS = 64
+NEW_TOKENS = 40
 CPU = torch.device("cpu")
 SHAPE = ModelShape(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn=96, vocab=131, rope_theta=1e4)
 
@@ -67,18 +69,26 @@ def make_generator(shape: ModelShape = SHAPE, **options: Any) -> Generator:
     return Generator(model, sharding_plan(shape), device=CPU, **options)
 
 
+def with_window(window: int) -> ModelShape:
+    return ModelShape(**{**vars(SHAPE), "window": window})
+
+
+@cache
+def tokens_without_cache(window: int) -> list[list[int]]:
+    """The 24 greedy tokens after each prompt, in float64, by the whole sequence in each step."""
+    model = random_model("llama", with_window(window), torch.float64)
+    head: Any = model.last.head.weight  # type: ignore[union-attr]
+    return [greedy(model, prompt, 24, head) for prompt in prompts()]
+
+
 @pytest.mark.parametrize("window", [0, 1, 4, 9])
 @pytest.mark.parametrize("prefill_tokens", [2, 5, 64])
 def test_the_cache_changes_nothing(window: int, prefill_tokens: int) -> None:
-    """In float64, against the whole sequence in each step. A ring of slots wraps many times."""
-    shape = ModelShape(**{**vars(SHAPE), "window": window})
-    model = random_model("llama", shape, torch.float64)
-    head: Any = model.last.head.weight  # type: ignore[union-attr]
-    expected = [greedy(model, prompt, 24, head) for prompt in prompts()]
-    found = make_generator(shape).generate(
+    """A ring of slots wraps many times."""
+    found = make_generator(with_window(window)).generate(
         prompts(), max_tokens=24, batch=3, prefill_tokens=prefill_tokens
     )
-    assert [completion.tokens for completion in found] == expected
+    assert [completion.tokens for completion in found] == tokens_without_cache(window)
 
 
 @pytest.mark.parametrize("window", [0, 4])
@@ -99,7 +109,7 @@ def test_prompts_of_one_length_are_read_together(
         torch.randint(1, 131, (length,), generator=numbers).tolist()
         for length in (5, 5, 5, 2, 5, 5)
     ]
-    shape = ModelShape(**{**vars(SHAPE), "window": window})
+    shape = with_window(window)
     free = make_generator(shape).generate(given, max_tokens=9, batch=1)
     end = free[1].tokens[0]
 
@@ -118,8 +128,6 @@ def test_prompts_of_one_length_are_read_together(
 
 
 def test_a_window_bounds_the_memory() -> None:
-    from composer3d.generate.cache import KeyValueCache
-
     cache = KeyValueCache(2, longest=1000, longest_call=50)
     assert cache.slots(0) == 1000
     assert cache.slots(100) == 149

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from composer3d.imports.result import Imported, import_file
+from composer3d.recipe.schema import Recipe
+from composer3d.recipe.values import mention
 
 MEGATRON = """\
 #!/bin/bash
@@ -118,3 +120,8 @@ def imported(
     path = folder / name
     path.write_text(text)
     return import_file(str(path), sets, gpus=gpus, model=model, accept=accept)
+
+
+def assert_has(recipe: Recipe, line: str) -> None:
+    """Assert that a recipe has the value of a line of TOML, such as ``mesh.tp = 2``."""
+    assert mention(recipe, line.partition(" ")[0]) == line

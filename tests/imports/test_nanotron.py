@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from composer3d.facts.errors import RecipeError
-from tests.imports.configurations import NANOTRON, imported
+from tests.imports.configurations import NANOTRON, assert_has, imported
 
 
 def test_a_file(tmp_path: Path) -> None:
@@ -26,51 +26,45 @@ def test_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "key", "value"),
+    ("old", "new", "line"),
     [
-        ("pp_engine: 1f1b, ", "", "parallel.schedule", "GPipe"),
+        ("pp_engine: 1f1b, ", "", 'parallel.schedule = "GPipe"'),
         (
             "tp_mode: REDUCE_SCATTER",
             "recompute_layer: true",
-            "memory.activation_checkpoint",
-            "full",
+            'memory.activation_checkpoint = "full"',
         ),
-        ("tp_mode: REDUCE_SCATTER", "recompute_layer: true", "parallel.sequence_parallel", False),
-        ("zero_stage: 1", "zero_stage: 0", "mesh.dp_replicate", 4),
+        ("tp_mode: REDUCE_SCATTER", "recompute_layer: true", "parallel.sequence_parallel = false"),
+        ("zero_stage: 1", "zero_stage: 0", "mesh.dp_replicate = 4"),
         (
             "lr_decay_style: cosine",
             "lr_decay_style: linear, lr_decay_starting_step: 10",
-            "optim.schedule",
-            "linear",
+            'optim.schedule = "linear"',
         ),
         (
             "lr_decay_steps: 90",
             "lr_decay_steps: 20, lr_decay_starting_step: 80",
-            "optim.decay_steps",
-            20,
+            "optim.decay_steps = 20",
         ),
         (
             "is_llama_config: true",
             "rope_scaling: {rope_type: llama3, factor: 32.0}",
-            "model.rope_factor",
-            32.0,
+            "model.rope_factor = 32.0",
         ),
-        ("is_llama_config: true", "sliding_window_size: 64", "model.window", 64),
+        ("is_llama_config: true", "sliding_window_size: 64", "model.window = 64"),
         (
             "is_llama_config: true",
             "moe_config: {num_experts: 8, top_k: 2, moe_intermediate_size: 256}",
-            "model.expert_ffn",
-            256,
+            "model.expert_ffn = 256",
         ),
-        ("num_key_value_heads: 4", "use_cache: true", "model.n_kv_heads", 16),
-        ("adam_beta1: 0.9, ", "", "optim.betas", (0.9, 0.95)),
+        ("num_key_value_heads: 4", "use_cache: true", "model.n_kv_heads = 16"),
+        ("adam_beta1: 0.9, ", "", "optim.betas = [0.9, 0.95]"),
     ],
 )
-def test_a_change(tmp_path: Path, old: str, new: str, key: str, value: object) -> None:
+def test_a_change(tmp_path: Path, old: str, new: str, line: str) -> None:
     assert old in NANOTRON
     recipe = imported(tmp_path, "x.yaml", NANOTRON.replace(old, new)).resolved.recipe
-    table, name = key.split(".")
-    assert getattr(getattr(recipe, table), name) == value
+    assert_has(recipe, line)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +75,7 @@ def test_a_change(tmp_path: Path, old: str, new: str, key: str, value: object) -
         ("tokens: !!python/object/apply:os.system ['touch /tmp/never']", "cannot be read as YAML"),
         ("a: &a [1]\ntokens: *a", "aliases"),
         ("tokens: 1\ntokens: 2", "the key tokens stands twice"),
-        ("[" * 50_000, "cannot be read as YAML"),
+        ("[" * 5_000, "cannot be read as YAML"),
         ('tokens: !!int ""', "a value does not fit its tag"),
         ("tokens: !!bool maybe", "a value does not fit its tag"),
         ("tokens: !!timestamp soon", "a value does not fit its tag"),

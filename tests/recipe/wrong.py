@@ -20,20 +20,17 @@ TINY = '[model]\npreset = "debug-tiny"\n'
 
 
 class Wrong(NamedTuple):
-    """A recipe that is refused.
+    """A recipe that is refused, with the lines that ``messages.txt`` has under its name.
 
     Attributes:
         name: of the case.
         files: the text of x.toml, or several files by name.
-        starts: how each line of the error begins: its place, and the key at fault with its value.
-            ``messages.txt`` holds the whole lines.
         sets: overrides.
         world: the number of processes for --gpus.
     """
 
     name: str
     files: str | bytes | Mapping[str, str | bytes]
-    starts: list[str]
     sets: tuple[str, ...] = ()
     world: int | None = None
 

@@ -3,186 +3,100 @@
 from tests.recipe.wrong import TINY, Wrong
 
 LAYOUTS = [
-    Wrong("no cp", TINY + "[mesh]\ncp = 0\n", ["x.toml:4: mesh.cp = 0"]),
-    Wrong(
-        "cp, sequence",
-        TINY + "[data]\nseq_len = 30\n[mesh]\ncp = 4\n",
-        ["x.toml:4: data.seq_len = 30"],
-    ),
-    Wrong(
-        "cp and tp, sequence",
-        TINY + "[data]\nseq_len = 10\n[mesh]\ncp = 3\ntp = 2\n",
-        ["x.toml:4: data.seq_len = 10"],
-    ),
+    Wrong("no cp", TINY + "[mesh]\ncp = 0\n"),
+    Wrong("cp, sequence", TINY + "[data]\nseq_len = 30\n[mesh]\ncp = 4\n"),
+    Wrong("cp and tp, sequence", TINY + "[data]\nseq_len = 10\n[mesh]\ncp = 3\ntp = 2\n"),
     Wrong(
         "cp, heads of ulysses",
         TINY + '[mesh]\ncp = 3\n[parallel]\ncp_method = "ulysses"\n[data]\nseq_len = 240\n',
-        ["x.toml:4: mesh.cp = 3"],
     ),
     Wrong(
         "cp, heads of ulysses over tp",
         TINY + '[mesh]\ncp = 2\ntp = 2\n[parallel]\ncp_method = "ulysses"\n',
-        ["x.toml:4: mesh.cp = 2"],
     ),
     Wrong(
         "world too large",
         TINY
         + "[mesh]\ndp_replicate = 1_048_576\ndp_shard = 32\n"
         + "[data]\nglobal_batch = 33_554_432\n",
-        ["x.toml:4: mesh.pp = 1"],
     ),
-    Wrong(
-        "virtual stages of 1F1B",
-        TINY + "[mesh]\npp = 2\n[parallel]\nvirtual_stages = 2\n",
-        ["x.toml:6: parallel.virtual_stages = 2"],
-    ),
+    Wrong("virtual stages of 1F1B", TINY + "[mesh]\npp = 2\n[parallel]\nvirtual_stages = 2\n"),
     Wrong(
         "one virtual stage interleaved",
         TINY + '[mesh]\npp = 2\n[parallel]\nvirtual_stages = 1\nschedule = "Interleaved1F1B"\n',
-        ["x.toml:6: parallel.virtual_stages = 1"],
     ),
-    Wrong(
-        "no virtual stage",
-        TINY + "[parallel]\nvirtual_stages = 0\n",
-        ["x.toml:4: parallel.virtual_stages = 0"],
-    ),
-    Wrong(
-        "no block of a unit",
-        TINY + "[parallel]\nfsdp_blocks = 0\n",
-        ["x.toml:4: parallel.fsdp_blocks = 0"],
-    ),
+    Wrong("no virtual stage", TINY + "[parallel]\nvirtual_stages = 0\n"),
+    Wrong("no block of a unit", TINY + "[parallel]\nfsdp_blocks = 0\n"),
     Wrong(
         "more virtual stages than layers",
         TINY + '[mesh]\npp = 4\n[parallel]\nschedule = "Interleaved1F1B"\n',
-        ["x.toml:4: mesh.pp = 4"],
     ),
-    Wrong(
-        "cut of too few stages",
-        TINY + "[mesh]\npp = 4\n[parallel]\nstages = [2, 2]\n",
-        ["x.toml:6: parallel.stages = [2, 2]"],
-    ),
-    Wrong(
-        "cut of an empty stage",
-        TINY + "[mesh]\npp = 2\n[parallel]\nstages = [4, 0]\n",
-        ["x.toml:6: parallel.stages = [4, 0]"],
-    ),
-    Wrong(
-        "cut of too many layers",
-        TINY + "[mesh]\npp = 2\n[parallel]\nstages = [3, 2]\n",
-        ["x.toml:6: parallel.stages = [3, 2]"],
-    ),
+    Wrong("cut of too few stages", TINY + "[mesh]\npp = 4\n[parallel]\nstages = [2, 2]\n"),
+    Wrong("cut of an empty stage", TINY + "[mesh]\npp = 2\n[parallel]\nstages = [4, 0]\n"),
+    Wrong("cut of too many layers", TINY + "[mesh]\npp = 2\n[parallel]\nstages = [3, 2]\n"),
     Wrong(
         "uneven rounds",
         TINY
         + '[mesh]\npp = 2\n[parallel]\nschedule = "Interleaved1F1B"\n[data]\nglobal_batch = 5\n',
-        ["x.toml:8: data.global_batch = 5"],
     ),
     Wrong(
         "virtual stages of a V",
         TINY + '[mesh]\npp = 2\n[parallel]\nvirtual_stages = 1\nschedule = "ZBVZeroBubble"\n',
-        ["x.toml:6: parallel.virtual_stages = 1"],
     ),
     Wrong(
         "too few micro-batches for DualPipeV",
         TINY + '[mesh]\npp = 2\n[parallel]\nschedule = "DualPipeV"\n[data]\nglobal_batch = 3\n',
-        ["x.toml:8: data.global_batch = 3"],
     ),
-    Wrong(
-        "csv without a file",
-        TINY + '[mesh]\npp = 2\n[parallel]\nschedule = "csv"\n',
-        ['x.toml:6: parallel.schedule = "csv"'],
-    ),
-    Wrong(
-        "a file without csv",
-        TINY + '[parallel]\nschedule_csv = "own.csv"\n',
-        ['x.toml:4: parallel.schedule_csv = "own.csv"'],
-    ),
+    Wrong("csv without a file", TINY + '[mesh]\npp = 2\n[parallel]\nschedule = "csv"\n'),
+    Wrong("a file without csv", TINY + '[parallel]\nschedule_csv = "own.csv"\n'),
     Wrong(
         "csv file that is not there",
         TINY + '[mesh]\npp = 2\n[parallel]\nschedule = "csv"\nschedule_csv = "own.csv"\n',
-        ["x.toml:7: the schedule own.csv cannot be read"],
     ),
-    Wrong(
-        "zero 2 with a pipeline",
-        TINY + "[mesh]\npp = 2\n[parallel]\nzero = 2\n",
-        ["x.toml:6: parallel.zero = 2"],
-    ),
-    Wrong(
-        "compute wider than params",
-        TINY + '[precision]\ncompute = "float64"\n',
-        ['x.toml:4: precision.compute = "float64"'],
-    ),
-    Wrong(
-        "proof in bfloat16",
-        TINY + '[precision]\nparams = "float64"\ncompute = "bfloat16"\n',
-        ['x.toml:5: precision.compute = "bfloat16"'],
-    ),
-    Wrong(
-        "float8 in float32",
-        TINY + '[precision]\nmatmul = "float8"\n',
-        ['x.toml:4: precision.matmul = "float8"'],
-    ),
+    Wrong("zero 2 with a pipeline", TINY + "[mesh]\npp = 2\n[parallel]\nzero = 2\n"),
+    Wrong("compute wider than params", TINY + '[precision]\ncompute = "float64"\n'),
+    Wrong("proof in bfloat16", TINY + '[precision]\nparams = "float64"\ncompute = "bfloat16"\n'),
+    Wrong("float8 in float32", TINY + '[precision]\nmatmul = "float8"\n'),
     Wrong(
         "float8, sizes of products",
         TINY
         + "n_heads = 3\nn_kv_heads = 1\nhead_dim = 24\nffn = 100\ndim = 72\n[precision]\n"
         + 'compute = "bfloat16"\nmatmul = "float8"\n',
-        [
-            'x.toml:10: precision.matmul = "float8"',
-            'x.toml:10: precision.matmul = "float8"',
-            'x.toml:10: precision.matmul = "float8"',
-            'x.toml:10: precision.matmul = "float8"',
-        ],
     ),
     Wrong(
         "float8, sizes over tp",
         TINY + '[mesh]\ntp = 4\n[precision]\ncompute = "bfloat16"\nmatmul = "float8"\n',
-        ['x.toml:7: precision.matmul = "float8"'],
     ),
     Wrong(
         "float8 and async_tp",
         TINY
         + "[mesh]\ntp = 2\n[compile]\nenabled = true\n[parallel]\nasync_tp = true\n[precision]\n"
         + 'compute = "bfloat16"\nmatmul = "float8"\n',
-        ['x.toml:11: precision.matmul = "float8"'],
     ),
     Wrong(
         "proof with gradients in bfloat16",
         TINY + '[precision]\nparams = "float64"\nreduce = "bfloat16"\n[mesh]\ndp_shard = 2\n',
-        ['x.toml:5: precision.reduce = "bfloat16"'],
     ),
     Wrong(
         "proof with gradients in float32",
         TINY + '[precision]\nparams = "float64"\nreduce = "float32"\n',
-        ['x.toml:5: precision.reduce = "float32"'],
     ),
     Wrong(
         "gradients in bfloat16 of replicas",
         TINY
         + '[precision]\nreduce = "bfloat16"\n[mesh]\ndp_replicate = 2\ndp_shard = 1\n'
         + "[parallel]\nzero = 0\n",
-        ['x.toml:4: precision.reduce = "bfloat16"'],
     ),
     Wrong(
         "gradients in bfloat16 without shards",
         TINY + '[precision]\nreduce = "bfloat16"\n[mesh]\npp = 2\ndp_replicate = 2\ndp_shard = 1\n',
-        ['x.toml:4: precision.reduce = "bfloat16"'],
     ),
-    Wrong(
-        "half precision",
-        TINY + '[precision]\ncompute = "float16"\n',
-        ["x.toml:4: 'precision.compute'"],
-    ),
-    Wrong(
-        "checkpointing of another name",
-        TINY + '[memory]\nactivation_checkpoint = "op"\n',
-        ['x.toml:4: memory.activation_checkpoint = "op"'],
-    ),
+    Wrong("half precision", TINY + '[precision]\ncompute = "float16"\n'),
+    Wrong("checkpointing of another name", TINY + '[memory]\nactivation_checkpoint = "op"\n'),
     *(
         Wrong(
             f"checkpointing of {number} blocks",
             TINY + f'[memory]\nactivation_checkpoint = "every {number} blocks"\n',
-            [f'x.toml:4: memory.activation_checkpoint = "every {number} blocks"'],
         )
         for number in ("0", "two", "-1", "1.5", "10001")
     ),
@@ -190,36 +104,19 @@ LAYOUTS = [
         "compiled backward in two halves",
         TINY
         + '[mesh]\npp = 2\n[parallel]\nschedule = "ZBVZeroBubble"\n[compile]\nenabled = true\n',
-        ["x.toml:8: compile.enabled = true"],
     ),
-    Wrong(
-        "kernels of attention in float32",
-        TINY + '[parallel]\nattention_kernel = "flash3"\n',
-        ['x.toml:4: parallel.attention_kernel = "flash3"'],
-    ),
-    Wrong(
-        "async tp without a compiler, tp",
-        TINY + "[parallel]\nasync_tp = true\n",
-        ["x.toml:4: parallel.async_tp = true", "x.toml:4: parallel.async_tp = true"],
-    ),
+    Wrong("kernels of attention in float32", TINY + '[parallel]\nattention_kernel = "flash3"\n'),
+    Wrong("async tp without a compiler, tp", TINY + "[parallel]\nasync_tp = true\n"),
     Wrong(
         "async tp without sequence parallelism",
         TINY
         + "[mesh]\ntp = 2\n[compile]\nenabled = true\n"
         + "[parallel]\nasync_tp = true\nsequence_parallel = false\n",
-        ["x.toml:8: parallel.async_tp = true"],
     ),
     Wrong(
-        "globs that match nothing",
-        TINY + '[optim]\ntrain = ["last.*", "<mesh.tp>", "*.lora"]\n',
-        [
-            'x.toml:4: optim.train = ["last.*", "<mesh.tp>", "*.lora"]',
-            'x.toml:4: optim.train = ["last.*", "<mesh.tp>", "*.lora"]',
-        ],
+        "globs that match nothing", TINY + '[optim]\ntrain = ["last.*", "<mesh.tp>", "*.lora"]\n'
     ),
     Wrong(
-        "a stage that trains nothing",
-        TINY + '[mesh]\npp = 2\n[optim]\ntrain = ["blocks.1.*"]\n',
-        ['x.toml:6: optim.train = ["blocks.1.*"]'],
+        "a stage that trains nothing", TINY + '[mesh]\npp = 2\n[optim]\ntrain = ["blocks.1.*"]\n'
     ),
 ]

@@ -12,82 +12,46 @@ HF_BIASED = json.dumps(
 )
 
 MODEL = [
-    Wrong("no model", "[run]\nsteps = 1\n", ["x.toml: [model] lacks"]),
-    Wrong(
-        "model lacks",
-        "[run]\n[model]\ndim = 64\nn_layers = 2\nn_heads = 2\nvocab = 256\n",
-        ["x.toml:2: [model] lacks"],
-    ),
-    Wrong(
-        "unknown preset",
-        '[model]\npreset = "llama3-9b"\n',
-        ['x.toml:2: model.preset = "llama3-9b"'],
-    ),
-    Wrong("heads", shape(n_heads=12), ["x.toml:4: model.n_heads = 12"]),
-    Wrong("odd heads", shape(dim=60, n_heads=4, n_kv_heads=4), ["x.toml:4: model.n_heads = 4"]),
-    Wrong("odd dim", shape(dim=63, n_heads=1, n_kv_heads=1), ["x.toml:4: model.n_heads = 1"]),
-    Wrong("kv heads", shape(n_kv_heads=3), ["x.toml:5: model.n_kv_heads = 3"]),
-    Wrong("no heads", shape(n_heads=0), ["x.toml:4: model.n_heads = 0"]),
+    Wrong("no model", "[run]\nsteps = 1\n"),
+    Wrong("model lacks", "[run]\n[model]\ndim = 64\nn_layers = 2\nn_heads = 2\nvocab = 256\n"),
+    Wrong("unknown preset", '[model]\npreset = "llama3-9b"\n'),
+    Wrong("heads", shape(n_heads=12)),
+    Wrong("odd heads", shape(dim=60, n_heads=4, n_kv_heads=4)),
+    Wrong("odd dim", shape(dim=63, n_heads=1, n_kv_heads=1)),
+    Wrong("kv heads", shape(n_kv_heads=3)),
+    Wrong("no heads", shape(n_heads=0)),
     Wrong(
         # Heads need not fill dim if their width is given.
         "odd head_dim",
         shape(n_heads=12, n_kv_heads=3, head_dim=15),
-        ["x.toml:8: model.head_dim = 15"],
     ),
     Wrong(
         "rope and window",
         TINY
         + "window = -1\nrope_factor = 0.5\nrope_low_freq = 0\n"
         + "rope_high_freq = -1\nrope_context = 0\n",
-        [
-            "x.toml:4: model.rope_factor = 0.5",
-            "x.toml:5: model.rope_low_freq = 0.0",
-            "x.toml:6: model.rope_high_freq = -1.0",
-            "x.toml:7: model.rope_context = 0",
-            "x.toml:3: model.window = -1",
-        ],
     ),
-    Wrong(
-        "rope without a middle",
-        TINY + "rope_low_freq = 4\n",
-        ["x.toml:3: model.rope_high_freq = 4.0"],
-    ),
-    Wrong("small vocab", shape(vocab=255), ["x.toml:7: model.vocab = 255"]),
-    Wrong("preset too small", TINY + "[mesh]\npp = 5\n", ["x.toml:4: mesh.pp = 5"]),
-    Wrong(
-        "no hf folder",
-        '[run]\nsteps = 1\n[model]\nhf = "none"\n',
-        ["x.toml:4: model.hf: none/config.json cannot be read"],
-    ),
-    Wrong(
-        "hf is no JSON",
-        {"x.toml": '[model]\nhf = "m"\n', "m/config.json": "hidden_size: 64"},
-        ["x.toml:2: model.hf: m/config.json cannot be read (Expecting value: line 1 column"],
-    ),
+    Wrong("rope without a middle", TINY + "rope_low_freq = 4\n"),
+    Wrong("small vocab", shape(vocab=255)),
+    Wrong("preset too small", TINY + "[mesh]\npp = 5\n"),
+    Wrong("no hf folder", '[run]\nsteps = 1\n[model]\nhf = "none"\n'),
+    Wrong("hf is no JSON", {"x.toml": '[model]\nhf = "m"\n', "m/config.json": "hidden_size: 64"}),
     Wrong(
         "hf of another kind",
         {"x.toml": '[model]\nhf = "m"\n', "m/config.json": '{"model_type": "gpt2"}'},
-        ['x.toml:2: model.hf: m/config.json: model_type = "gpt2" is not supported'],
     ),
     Wrong(
         "hf with experts",
         {"x.toml": '[model]\nhf = "m"\n', "m/config.json": '{"model_type": "mixtral"}'},
-        ['x.toml:2: model.hf: m/config.json: model_type = "mixtral" needs another architec'],
     ),
     Wrong(
         "hf without experts",
         {"x.toml": '[model]\narchitecture = "moe"\nhf = "m"\n', "m/config.json": HF},
-        ['x.toml:3: model.hf: m/config.json: model_type = "llama" needs another architectu'],
     ),
     Wrong(
         "hf that does what we do not",
         {"x.toml": TINY, "m/config.json": HF_BIASED},
-        [
-            "--set model.hf=m: model.hf: m/config.json: mlp_bias = true is not supported",
-            "--set model.hf=m: model.hf: m/config.json: attention_bias = true is not supporte",
-            "--set model.hf=m: model.hf and model.preset both give a shape",
-        ],
-        ("model.hf=m",),
+        sets=("model.hf=m",),
     ),
     Wrong(
         "hf and other first weights",
@@ -96,13 +60,8 @@ MODEL = [
             "m/config.json": HF,
             "c/manifest.json": "{}",
         },
-        ['x.toml:4: checkpoint.init = "c"'],
     ),
-    Wrong(
-        "hf and a rule",
-        {"x.toml": '[model]\nhf = "m"\n[mesh]\npp = 3\n', "m/config.json": HF},
-        ["x.toml:4: mesh.pp = 3"],
-    ),
+    Wrong("hf and a rule", {"x.toml": '[model]\nhf = "m"\n[mesh]\npp = 3\n', "m/config.json": HF}),
 ]
 
 MESH = [
@@ -113,83 +72,31 @@ MESH = [
             "sub/base.toml": shape(n_heads=32, n_kv_heads=32, ffn=192, vocab=768)
             + "[data]\nseq_len = 192\n",
         },
-        ["x.toml:4: mesh.tp = 3", "x.toml:4: mesh.tp = 3"],
     ),
-    Wrong(
-        "tp, all sizes",
-        TINY + "[parallel]\nsequence_parallel = false\n",
-        [
-            "--set mesh.tp=3: mesh.tp = 3",
-            "--set mesh.tp=3: mesh.tp = 3",
-            "--set mesh.tp=3: mesh.tp = 3",
-        ],
-        ("mesh.tp=3",),
-    ),
+    Wrong("tp, all sizes", TINY + "[parallel]\nsequence_parallel = false\n", sets=("mesh.tp=3",)),
     Wrong(
         "tp, a vocabulary too small",
         shape(dim=128, n_heads=64, n_kv_heads=64, ffn=192, vocab=260) + "[mesh]\ntp = 64\n",
-        ["x.toml:9: mesh.tp = 64"],
     ),
     Wrong(
         "tp, uneven vocabulary over uneven columns",
         TINY + "vocab = 257\n[mesh]\ntp = 2\ncp = 3\n[data]\nseq_len = 240\n",
-        ["x.toml:5: mesh.tp = 2"],
     ),
+    Wrong("tp, sequence", TINY + "[data]\nseq_len = 33\n[mesh]\ntp = 2\n"),
+    Wrong("axis of zero", TINY + "[mesh]\npp = 0\ndp_shard = 0\n"),
     Wrong(
-        "tp, sequence",
-        TINY + "[data]\nseq_len = 33\n[mesh]\ntp = 2\n",
-        ["x.toml:4: data.seq_len = 33"],
+        "world", TINY + "[data]\nglobal_batch = 4\n[mesh]\npp = 2\ndp_shard = 2\ntp = 2\n", world=4
     ),
-    Wrong(
-        "axis of zero",
-        TINY + "[mesh]\npp = 0\ndp_shard = 0\n",
-        ["x.toml:4: mesh.pp = 0", "x.toml:5: mesh.dp_shard = 0"],
-    ),
-    Wrong(
-        "world",
-        TINY + "[data]\nglobal_batch = 4\n[mesh]\npp = 2\ndp_shard = 2\ntp = 2\n",
-        ["x.toml:7: mesh pp 2 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 2 = 8 processes, b"],
-        world=4,
-    ),
-    Wrong(
-        "world, override",
-        TINY + "[mesh]\npp = 2\ndp_shard = 1\n",
-        ["x.toml:5: mesh pp 2 x dp_replicate 1 x dp_shard 1 x cp 1 x tp 2 = 4 processes, b"],
-        ("mesh.tp=2",),
-        world=2,
-    ),
-    Wrong(
-        "rest of the world",
-        TINY + "[mesh]\ndp_shard = -1\npp = 2\ntp = 2\n",
-        ["x.toml:4: mesh pp 2 x dp_replicate 1 x cp 1 x tp 2 = 4 processes, but the world "],
-        world=6,
-    ),
-    Wrong("zero 0", TINY + "[parallel]\nzero = 0\n", ["x.toml:4: parallel.zero = 0"], world=2),
+    Wrong("world, override", TINY + "[mesh]\npp = 2\ndp_shard = 1\n", sets=("mesh.tp=2",), world=2),
+    Wrong("rest of the world", TINY + "[mesh]\ndp_shard = -1\npp = 2\ntp = 2\n", world=6),
+    Wrong("zero 0", TINY + "[parallel]\nzero = 0\n", world=2),
 ]
 
 BATCH = [
-    Wrong(
-        "batch",
-        TINY + "[data]\nglobal_batch = 6\nmicro_batch = 2\n[mesh]\ndp_shard = 2\n",
-        ["x.toml:4: data.global_batch = 6"],
-    ),
-    Wrong(
-        "batch by default", TINY + "[mesh]\ndp_shard = 16\n", ["x.toml:4: data.global_batch = 8"]
-    ),
-    Wrong(
-        "1F1B",
-        TINY + "[mesh]\npp = 4\ndp_shard = 2\n[data]\nglobal_batch = 4\n",
-        ["x.toml:7: data.global_batch = 4"],
-    ),
-    Wrong(
-        "no batch",
-        TINY + "[data]\nglobal_batch = 0\nseq_len = -1\nmicro_batch = 0\n",
-        [
-            "x.toml:5: data.seq_len = -1",
-            "x.toml:4: data.global_batch = 0",
-            "x.toml:6: data.micro_batch = 0",
-        ],
-    ),
+    Wrong("batch", TINY + "[data]\nglobal_batch = 6\nmicro_batch = 2\n[mesh]\ndp_shard = 2\n"),
+    Wrong("batch by default", TINY + "[mesh]\ndp_shard = 16\n"),
+    Wrong("1F1B", TINY + "[mesh]\npp = 4\ndp_shard = 2\n[data]\nglobal_batch = 4\n"),
+    Wrong("no batch", TINY + "[data]\nglobal_batch = 0\nseq_len = -1\nmicro_batch = 0\n"),
 ]
 
 SEVERAL = [
@@ -200,26 +107,15 @@ SEVERAL = [
             "y.toml": shape(n_heads=32, n_kv_heads=32, ffn=192, vocab=768)
             + '[run]\nsteps = "9"\n[data]\nseq_len = 192\n',
         },
-        [
-            "x.toml:5: unknown key 'parallel.shedule'",
-            "y.toml:9: 'run.steps'",
-            "--set mesh.pp=two: 'mesh.pp'",
-            "x.toml:3: mesh.tp = 3",
-            "x.toml:3: mesh.tp = 3",
-        ],
-        ("mesh.pp=two",),
+        sets=("mesh.pp=two",),
         world=8,
     ),
     Wrong(
         "a wrong value is blamed once",
         shape(n_heads='"four"', dim=60, ffn=162) + "[mesh]\ntp = 4\n",
-        ["x.toml:4: 'model.n_heads'", "x.toml:9: mesh.tp = 4"],
     ),
     Wrong(
-        "a misspelt axis is not a wrong world",
-        TINY + "[mesh]\ntps = 2\ndp_shard = 1\n",
-        ["x.toml:4: unknown key 'mesh.tps'"],
-        world=2,
+        "a misspelt axis is not a wrong world", TINY + "[mesh]\ntps = 2\ndp_shard = 1\n", world=2
     ),
 ]
 
