@@ -1,4 +1,7 @@
-"""Sound files, changed at random: each is read or refused, and nothing else happens."""
+"""Sound files, changed at random: each is read or refused, and nothing else happens.
+
+``bash tools/prove/run fuzz`` tries thousands of changes of whole checkpoints.
+"""
 
 import io
 import pickle
@@ -146,7 +149,7 @@ def test_randomly_changed_files_are_read_or_refused(
     n_refused = 0
 
     # The same files in every run, so that a machine cannot be unlucky with ``n_refused``.
-    @settings(max_examples=400, derandomize=True)
+    @settings(max_examples=120, derandomize=True)
     @given(content=contents)
     def change(content: bytes) -> None:
         nonlocal n_refused
@@ -161,6 +164,6 @@ def test_randomly_changed_files_are_read_or_refused(
         assert time.process_time() - began < 2
 
     change()
-    assert n_refused > 100
+    assert n_refused > 30
     assert unpickled == []
     assert not (tmp_path / "marker").exists()

@@ -319,9 +319,7 @@ def save_sharded(folder: Path) -> None:
 
 def test_shards_of_ranks_are_joined(pool: Pool, tmp_path: Path) -> None:
     pool.run(save_sharded, {"folder": tmp_path / "a"}, world_size=2)
-    files = {
-        f.name: (f.stat().st_size, manifests.digest_file(f)) for f in (tmp_path / "a").iterdir()
-    }
+    files = {file.name: manifests.file_entry(file) for file in (tmp_path / "a").iterdir()}
     manifests.write(tmp_path / "a", Manifest(step=3, model=model_of(SHAPE, "float32"), files=files))
     assert len(files) == 3
     convert(tmp_path / "a", tmp_path / "b", "torch")

@@ -71,7 +71,7 @@ def test_a_changed_description_of_the_model_is_found(export: Path, change: Any) 
 def test_files_that_no_export_carries_are_refused_before_they_are_digested(
     export: Path, files: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("composer3d.convert.formats.TOTAL_LIMIT", 1000)
+    monkeypatch.setattr("composer3d.convert.carried.TOTAL_LIMIT", 1000)
     monkeypatch.setattr(
         "composer3d.convert.formats.facts_digest", lambda *arguments: pytest.fail("it was digested")
     )

@@ -365,10 +365,7 @@ def test_a_program_in_a_pickle_is_not_run(
                 place = metadata.storage_data[MetadataIndex("model.first.embed.weight", [0, 0])]
                 place.offset, place.length = 0, stream.tell()
             (path / ".metadata").write_bytes(pickle.dumps(metadata))
-        files = {
-            name: ((path / name).stat().st_size, manifests.digest_file(path / name))
-            for name in saved.files
-        }
+        files = {name: manifests.file_entry(path / name) for name in saved.files}
         manifests.write(path, replace(saved, files=files))
     assert main(["convert", str(path), str(tmp_path / "b"), "--to", "hf"]) == 2
     assert "posix.system" in capsys.readouterr().err
