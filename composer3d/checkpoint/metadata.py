@@ -10,13 +10,13 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import groupby
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
+from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from composer3d.checkpoint import pickles
 from composer3d.checkpoint.manifest import TensorSpec
@@ -574,33 +574,40 @@ def read_parts(
     """
     planner = dcp.DefaultLoadPlanner()
     planner.set_up_planner(state, metadata)
-    items = [
-        (metadata.storage_data[_part_key(item.storage_index.fqn, item.storage_index.offset)], item)
-        for item in planner.create_local_plan().items
-    ]
-    items.sort(key=lambda pair: (pair[0].relative_path, pair[0].offset))
-    # For each tensor by name, the sizes of its parts by their keys.
-    part_sizes: dict[str, dict[str, torch.Size]] = {}
-    open_path = ""
-    with ExitStack() as stack:
-        for info, item in items:
-            name, path = item.storage_index.fqn, folder / info.relative_path
-            entry = metadata.state_dict_metadata[name]
-            if item.type != LoadItemType.TENSOR or not isinstance(entry, TensorStorageMetadata):
-                raise CheckpointError(
-                    f"{in_quotes(name)} is an object, and only tensors are loaded"
-                )
-            if info.relative_path != open_path:
-                stack.close()
-                file = stack.enter_context(open_plain(path, follow_links=False))
-                open_path = info.relative_path
-            with reading(f"{path}: {in_quotes(name)}"):
-                if name not in part_sizes:
-                    part_sizes[name] = {
-                        _part_key(name, chunk.offsets): chunk.sizes for chunk in entry.chunks
-                    }
-                sizes = part_sizes[name][_part_key(name, item.storage_index.offset)]
-                part = _read_part(file, info, entry, sizes)
-                target = planner.resolve_tensor(item).detach()
-                target.copy_(part[_slices(item.storage_offsets, item.lengths)])
-                report(target.nbytes)
+    reads = _list_reads(metadata, planner.create_local_plan().items)
+    for file_name, reads_of_file in groupby(reads, key=lambda read: read.info.relative_path):
+        path = folder / file_name
+        with open_plain(path, follow_links=False) as file:
+            for info, entry, sizes, item in reads_of_file:
+                with reading(f"{path}: {in_quotes(item.storage_index.fqn)}"):
+                    part = _read_part(file, info, entry, sizes)
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(part[_slices(item.storage_offsets, item.lengths)])
+                    report(target.nbytes)
+
+
+class _Read(NamedTuple):
+    """A part of a tensor to read: where it is stored, its tensor, its shape, and its target."""
+
+    info: StorageInfo
+    entry: TensorStorageMetadata
+    sizes: torch.Size
+    item: ReadItem
+
+
+def _list_reads(metadata: Metadata, items: Iterable[ReadItem]) -> list[_Read]:
+    """Return the reads of a plan in their order on disk. Raises CheckpointError for an object."""
+    parts = {
+        _part_key(name, chunk.offsets): (entry, chunk.sizes)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+        for chunk in entry.chunks
+    }
+    reads = []
+    for item in items:
+        name = item.storage_index.fqn
+        key = _part_key(name, item.storage_index.offset)
+        if item.type != LoadItemType.TENSOR or key not in parts:
+            raise CheckpointError(f"{in_quotes(name)} is an object, and only tensors are loaded")
+        reads.append(_Read(metadata.storage_data[key], *parts[key], item))
+    return sorted(reads, key=lambda read: (read.info.relative_path, read.info.offset))

@@ -268,19 +268,17 @@ class Store:
             self._on_rank_0(self.guard)
             if dist.get_rank() == 0:
                 shutil.rmtree(staging, ignore_errors=True)
-            lines = self._describe_failure(manifest.step, staging, error)
-            # All ranks have the same causes.
-            if any(words in cause for cause in _causes(error) for words in _FULL):
-                lines.insert(-1, self._describe_space(state))
+            lines = self._describe_failure(manifest.step, staging, state, _causes(error))
             raise SaveError(lines) from error
         log.get().info(f"saved {final} in {time.perf_counter() - began:.2f} s")
 
     def _describe_failure(
-        self, step: int, staging: Path, error: UserError | CheckpointException
+        self, step: int, staging: Path, state: Mapping[str, Tensor], causes: list[str]
     ) -> list[str]:
-        lines = [
-            f"step {step} could not be saved in {staging}: {cause}" for cause in _causes(error)
-        ]
+        """Collective: all ranks have the same causes."""
+        lines = [f"step {step} could not be saved in {staging}: {cause}" for cause in causes]
+        if any(words in cause for cause in causes for words in _FULL):
+            lines.append(self._describe_space(state))
         try:
             kept = max(self._usable_folders(), default=None)
         except OSError as reason:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import xxhash
 
+from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint.manifest import (
     FILE,
     Manifest,
@@ -216,11 +217,15 @@ def test_a_manifest_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     assert time.process_time() - began < 2
 
 
-def test_a_manifest_that_is_too_large_is_not_written(tmp_path: Path) -> None:
+def test_a_manifest_that_is_too_large_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifests, "_MAX_BYTES", 32_000)
+    monkeypatch.setattr(manifests, "_MAX_VALUES", 1500)
     spec = TensorSpec((1,), "float32")
     # Many bytes of few tensors, and many values of few bytes.
-    long_names = {f"{number}{'x' * 1_000_000}": spec for number in range(34)}
-    many_sizes = {"x": TensorSpec((1,) * 1_500_001, "float32")}
+    long_names = {f"{number}{'x' * 1000}": spec for number in range(34)}
+    many_sizes = {"x": TensorSpec((1,) * 1501, "float32")}
     for tensors in (long_names, many_sizes):
         with pytest.raises(CheckpointError, match="would be too large to be read"):
             write(tmp_path, replace(FULL, tensors=tensors))

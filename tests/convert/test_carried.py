@@ -31,20 +31,6 @@ def files_with(path: Path, content: bytes) -> list[str]:
     return [file.name for file in files if content in file.read_bytes()]
 
 
-def test_a_link_out_of_the_folder_is_not_copied(tmp_path: Path, secret: Path) -> None:
-    folder = make_hf(tmp_path / "a")
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer.json").symlink_to(secret)
-    report = convert(folder, tmp_path / "b", "hf")
-    assert "tokenizer.json" not in report["carried"]
-    assert (
-        f"{folder}/tokenizer.json is not copied: it is a symbolic link, which is not followed here"
-        in report["notes"]
-    )
-    assert files_with(tmp_path / "b", SECRET) == []
-    assert "tokenizer.model" in report["carried"]
-
-
 def test_only_names_on_the_list_are_carried(tmp_path: Path) -> None:
     folder = make_hf(tmp_path / "a")
     for name in (".env", "notes.txt", "secrets.json", "modeling.py", "x.md"):

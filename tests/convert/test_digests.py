@@ -134,23 +134,3 @@ def test_an_export_without_digests_is_read_with_a_note(export: Path) -> None:
     assert same(tensors(export), whole)
     assert convert(export, export.with_name("b"), "torch")["notes"] == [note]
     assert inspect(export.with_name("b"))["notes"] == []
-
-
-@pytest.mark.parametrize(
-    ("facts", "message"),
-    [
-        (5, "it is not an object with fields"),
-        ({"more": 1}, "it has a field 'more', which no manifest has"),
-    ],
-)
-def test_wrong_facts_are_named(export: Path, facts: Any, message: str) -> None:
-    rewrite_torch(
-        export,
-        lambda held: held.update(
-            composer3d=held["composer3d"] | facts if type(facts) is dict else facts
-        ),
-    )
-    report = inspect(export)
-    assert not report["whole"]
-    (problem,) = report["problems"]
-    assert message in problem

@@ -1,8 +1,6 @@
 """Incomplete, damaged and malicious checkpoints are refused with a line, and leave no DST."""
 
 import errno
-import os
-import pickle
 import re
 import resource
 import shutil
@@ -15,18 +13,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint.manifest import TensorSpec
-from composer3d.cli import main
 from composer3d.convert import convert as module
 from composer3d.convert import formats, targets
 from composer3d.convert.convert import convert
 from composer3d.convert.formats import Format, Source, open_source
 from composer3d.convert.inspect import inspect
 from composer3d.runtime.progress import Progress
-from tests.checkpoint.assemble import Call
 from tests.convert.changes import (
     Change,
     flip,
@@ -244,43 +238,6 @@ def test_problems_of_one_kind_are_one_line(tmp_path: Path) -> None:
     assert "has no 'model.embed_tokens.weight' (67, 32)" in missing
     assert missing.endswith("(so it is with 18 more tensors)")
     assert "holds 'x', which its model does not have" in unknown
-
-
-@pytest.mark.parametrize("form", ["bin", "dcp", "chunk"])
-def test_a_program_in_a_pickle_is_not_run(
-    tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    marker = tmp_path / "marker"
-    evil = Call(os.system, f"touch {marker}")
-    if form == "bin":
-        path = make_hf(tmp_path / "a")
-        (path / "model.safetensors").unlink()
-        torch.save({"x": torch.ones(1), "y": evil}, path / "pytorch_model.bin")
-    else:
-        path = make_dcp(tmp_path / "a")
-        saved = manifests.read(path)
-        if form == "dcp":
-            (path / ".metadata").write_bytes(pickle.dumps(evil))
-        else:
-            # The metadata is valid, but the tensor that it points to is a program, which is as long
-            # as the tensor that it replaces.
-            metadata = pickle.loads((path / ".metadata").read_bytes())
-            with open(path / "__0_0.distcp", "r+b") as stream:
-                torch.save([evil, torch.ones(2048)], stream)
-                place = metadata.storage_data[MetadataIndex("model.first.embed.weight", [0, 0])]
-                place.offset, place.length = 0, stream.tell()
-            (path / ".metadata").write_bytes(pickle.dumps(metadata))
-        files = {name: manifests.file_entry(path / name) for name in saved.files}
-        manifests.write(path, replace(saved, files=files))
-    assert main(["convert", str(path), str(tmp_path / "b"), "--to", "hf"]) == 2
-    assert "posix.system" in capsys.readouterr().err
-    assert main(["inspect", str(path)]) == 1
-    assert "posix.system" in capsys.readouterr().out
-    assert not marker.exists()
-    assert not (tmp_path / "b").exists()
-    assert not (tmp_path / "b.tmp").exists()
-    os.system(f"touch {marker}")  # the program would have worked
-    assert marker.exists()
 
 
 DST_EXISTS = "b exists; give a DST that does not exist, or remove it"
