@@ -219,6 +219,19 @@ def test_pytorch_bin_is_read(tmp_path: Path) -> None:
     assert same(load_file(tmp_path / "b/model.safetensors"), held)
 
 
+def test_a_name_twice_in_a_header_is_refused(tmp_path: Path) -> None:
+    make_hf(tmp_path / "hf")
+    path = tmp_path / "hf/model.safetensors"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    entry = json.loads(content[8 : 8 + size])["model.norm.weight"]
+    header = f'{{"model.norm.weight": {json.dumps(entry)}, '.encode() + content[9 : 8 + size]
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
+    assert same(load_file(path), load_file(path))  # the library reads it
+    (line,) = inspect(tmp_path / "hf")["problems"]
+    assert "it has the key 'model.norm.weight' twice" in line
+
+
 def test_damage_of_pytorch_bin_is_found(tmp_path: Path) -> None:
     make_hf(tmp_path / "hf")
     held = load_file(tmp_path / "hf/model.safetensors")

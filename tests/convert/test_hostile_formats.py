@@ -212,7 +212,7 @@ CHANGES = {
     **{f"params {n}": ("meta", changed_json("params.json", new)) for n, new in PARAMS.items()},
     **{f"text {name}": ("meta", text_file("params.json", text)) for name, text in TEXTS.items()},
 }
-SLICE = [*sorted(CHANGES)[::6], "index pipe", "weights twice"]
+SLICE = [*sorted(CHANGES)[::6], "index pipe"]
 
 
 @pytest.mark.parametrize("case", SLICE)
