@@ -159,16 +159,13 @@ def load_on_rank(folder: str, sets: list[str]) -> Loaded:
 
 
 LAYOUTS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
-    "more tp than kv heads": (
-        4,
-        ["mesh.tp=4"],
-        {"qkv_bias": True, "qk_norm": True, "vocab": 260},
-    ),
-    "uneven shards of tp, and columns of an uneven vocabulary": (
+    "more tp than kv heads": (4, ["mesh.tp=4"], {"qkv_bias": True}),
+    "uneven shards of tp": (
         6,
         ["mesh.dp_shard=3", "data.global_batch=18", "mesh.tp=2"],
-        {},
+        {"vocab": 260, "qk_norm": True},
     ),
+    "columns of an uneven vocabulary": (4, ["mesh.dp_shard=2", "mesh.tp=2"], {}),
     "pp with shards, tied": (4, ["mesh.pp=2", "mesh.dp_shard=2"], {"tied": True}),
     "stages in a V, with cp": (
         4,
