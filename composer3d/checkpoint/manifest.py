@@ -492,16 +492,8 @@ def file_entry(path: Path) -> FileEntry:
 
     Raises OSError if the file cannot be read, or is not a plain file.
     """
-    return FileEntry(path.stat().st_size, digest_file(path))
-
-
-def digest_file(path: Path) -> str:
-    """Return the XXH3-128 digest of a file's content in hexadecimal. The file is read in pieces.
-
-    Raises OSError if the file cannot be read, or is not a plain file.
-    """
     with open_plain(path) as file:
-        return _digest_of(file)
+        return FileEntry(os.fstat(file.fileno()).st_size, _digest_of(file))
 
 
 def _digest_of(file: BinaryIO, report: Callable[[int], None] = lambda n_bytes: None) -> str:

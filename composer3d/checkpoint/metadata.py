@@ -10,20 +10,19 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from io import BytesIO
+from itertools import groupby
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
+from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import Metadata, StorageReader
+from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -32,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from composer3d.checkpoint import pickles
 from composer3d.checkpoint.manifest import TensorSpec
@@ -519,11 +518,6 @@ def _read_part(
     return part
 
 
-def _open_part(folder: Path, info: StorageInfo) -> BinaryIO:
-    """Open the file that stores a part. Raises OSError if it is a link or cannot be read."""
-    return open_plain(folder / info.relative_path, follow_links=False)
-
-
 def read_whole(folder: Path, metadata: Metadata, name: str) -> Tensor:
     """Read all parts of one tensor, and return the whole tensor on the CPU.
 
@@ -541,7 +535,7 @@ def read_whole(folder: Path, metadata: Metadata, name: str) -> Tensor:
     whole: Tensor | None = None
     for chunk in entry.chunks:
         info = metadata.storage_data[_part_key(name, chunk.offsets)]
-        with _open_part(folder, info) as file:
+        with open_plain(folder / info.relative_path, follow_links=False) as file:
             part = _read_part(file, info, entry, chunk.sizes)
         if part.shape == entry.size:
             return part
@@ -557,105 +551,63 @@ def _slices(offsets: Iterable[int], sizes: Iterable[int]) -> tuple[slice, ...]:
     return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
 
 
-class TensorLoadPlanner(dcp.DefaultLoadPlanner):
-    """A load planner that refuses objects: torch's own planner would unpickle them."""
+def read_parts(
+    folder: Path,
+    metadata: Metadata,
+    state: dict[str, Tensor],
+    report: Callable[[int], None] = lambda n_bytes: None,
+) -> None:
+    """Read this rank's shards of tensors in place, in their order on disk. No collective.
 
-    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        """Refuse an object.
-
-        Raises:
-            CheckpointError: always.
-        """
-        raise _refused_object(read_item.dest_index.fqn)
-
-
-class CheckedReader(StorageReader):
-    """A storage reader for ``dcp.load``, which checks the shape and dtype of each part it reads.
+    Torch's ``dcp.load`` would unpickle objects among the tensors, read the metadata again, and send
+    the plans of all ranks to rank 0 and back, where nothing changes. Only its planner is used.
 
     Args:
         folder: the checkpoint.
-        metadata: as ``read_metadata`` returned it. The file is not read again.
+        metadata: as ``read_metadata`` returned it, or the part of it that describes these shards.
+        state: the tensors by global name, with the shapes of the whole ones.
         report: is called with the number of bytes of each part that is in its tensor.
+
+    Raises:
+        CheckpointError: a part is not a tensor of its shape and dtype.
+        OSError: a file cannot be opened.
     """
+    planner = dcp.DefaultLoadPlanner()
+    planner.set_up_planner(state, metadata)
+    reads = _list_reads(metadata, planner.create_local_plan().items)
+    for file_name, reads_of_file in groupby(reads, key=lambda read: read.info.relative_path):
+        path = folder / file_name
+        with open_plain(path, follow_links=False) as file:
+            for info, entry, sizes, item in reads_of_file:
+                with reading(f"{path}: {in_quotes(item.storage_index.fqn)}"):
+                    part = _read_part(file, info, entry, sizes)
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(part[_slices(item.storage_offsets, item.lengths)])
+                    report(target.nbytes)
 
-    def __init__(
-        self,
-        folder: Path,
-        metadata: Metadata,
-        report: Callable[[int], None] = lambda n_bytes: None,
-    ) -> None:
-        self._folder = folder
-        self._metadata = metadata
-        self._report = report
-        # For each tensor by name, the sizes of its parts by their keys.
-        self._part_sizes: dict[str, dict[str, torch.Size]] = {}
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: the reader stays with its folder."""
+class _Read(NamedTuple):
+    """A part of a tensor to read: where it is stored, its tensor, its shape, and its target."""
 
-    # If this signature had ``**kwargs``, torch would also ask for the metadata of single ranks.
-    def read_metadata(self) -> Metadata:
-        """Return the metadata that the reader was made with."""
-        return self._metadata
+    info: StorageInfo
+    entry: TensorStorageMetadata
+    sizes: torch.Size
+    item: ReadItem
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Do nothing: the reader has the metadata already."""
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan of this rank unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans of all ranks unchanged."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Accept every name: the reader has its folder already."""
-        return True
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """Read the parts in ``plan`` into the tensors of ``planner``, in their order on disk.
-
-        Raises CheckpointError if a part is wrong, and OSError if a file cannot be opened.
-        """
-        indices = [item.storage_index for item in plan.items]
-        stored = [
-            self._metadata.storage_data[_part_key(index.fqn, index.offset)] for index in indices
-        ]
-        items = list(zip(stored, plan.items, strict=True))
-        items.sort(key=lambda pair: (pair[0].relative_path, pair[0].offset))
-        open_path = ""
-        with ExitStack() as stack:
-            for info, item in items:
-                if info.relative_path != open_path:
-                    stack.close()
-                    file = stack.enter_context(_open_part(self._folder, info))
-                    open_path = info.relative_path
-                self._read(file, info, item, planner)
-        done: torch.futures.Future[None] = torch.futures.Future()
-        done.set_result(None)
-        return done
-
-    def _read(
-        self, file: BinaryIO, info: StorageInfo, item: ReadItem, planner: LoadPlanner
-    ) -> None:
+def _list_reads(metadata: Metadata, items: Iterable[ReadItem]) -> list[_Read]:
+    """Return the reads of a plan in their order on disk. Raises CheckpointError for an object."""
+    parts = {
+        _part_key(name, chunk.offsets): (entry, chunk.sizes)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+        for chunk in entry.chunks
+    }
+    reads = []
+    for item in items:
         name = item.storage_index.fqn
-        entry = self._metadata.state_dict_metadata[name]
-        if item.type != LoadItemType.TENSOR or not isinstance(entry, TensorStorageMetadata):
-            raise _refused_object(name)
-        with reading(f"{self._folder / info.relative_path}: {in_quotes(name)}"):
-            if name not in self._part_sizes:
-                self._part_sizes[name] = {
-                    _part_key(name, chunk.offsets): chunk.sizes for chunk in entry.chunks
-                }
-            key = _part_key(name, item.storage_index.offset)
-            part = _read_part(file, info, entry, self._part_sizes[name][key])
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(part[_slices(item.storage_offsets, item.lengths)])
-            planner.commit_tensor(item, target)
-            self._report(target.nbytes)
-
-
-def _refused_object(name: str) -> CheckpointError:
-    return CheckpointError(f"{in_quotes(name)} is an object, and only tensors are loaded")
+        key = _part_key(name, item.storage_index.offset)
+        if item.type != LoadItemType.TENSOR or key not in parts:
+            raise CheckpointError(f"{in_quotes(name)} is an object, and only tensors are loaded")
+        reads.append(_Read(metadata.storage_data[key], *parts[key], item))
+    return sorted(reads, key=lambda read: (read.info.relative_path, read.info.offset))

@@ -30,19 +30,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 
 from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint.manifest import FileEntry, Manifest, TensorSpec
 from composer3d.checkpoint.metadata import (
     METADATA,
     METADATA_LIMIT,
-    CheckedReader,
     PackedTensor,
-    Sizes,
-    TensorLoadPlanner,
     pack_metadata,
     read_metadata,
+    read_parts,
     tensor_specs,
     unpack_metadata,
 )
@@ -51,12 +48,12 @@ from composer3d.checkpoint.pickles import explain
 from composer3d.facts.box import Box
 from composer3d.facts.errors import CheckpointError, SaveError, TrainingError, UserError
 from composer3d.parallel import Stages
+from composer3d.parallel.init import local_part
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.runtime import log
 from composer3d.runtime import process_group as distributed
 from composer3d.runtime.files import publish, sync
 from composer3d.runtime.progress import Progress
-from composer3d.runtime.torch_private import offset_of
 
 _STEP_FOLDER = re.compile(r"step-[0-9]{8}")
 _LEFTOVER = re.compile(r"step-[0-9]{8}(\.old)?\.tmp")
@@ -95,7 +92,7 @@ class Store:
     ) -> None:
         self.folder = folder
         self.assets: Mapping[str, bytes] = {}
-        self.guard: Callable[[], None] | None = None
+        self.guard: Callable[[], None] = lambda: None
         self.way_to_go_on = "the same command goes on"
         self.loaded: Path | None = None
         self._keep = keep
@@ -268,22 +265,20 @@ class Store:
         except (UserError, CheckpointException) as error:
             # Every rank has this error. It may come from a folder that was replaced, in which
             # another job writes now.
-            self._on_rank_0(self._require_own_folder)
+            self._on_rank_0(self.guard)
             if dist.get_rank() == 0:
                 shutil.rmtree(staging, ignore_errors=True)
-            lines = self._describe_failure(manifest.step, staging, error)
-            # All ranks have the same causes.
-            if any(words in cause for cause in _causes(error) for words in _FULL):
-                lines.insert(-1, self._describe_space(state))
+            lines = self._describe_failure(manifest.step, staging, state, _causes(error))
             raise SaveError(lines) from error
         log.get().info(f"saved {final} in {time.perf_counter() - began:.2f} s")
 
     def _describe_failure(
-        self, step: int, staging: Path, error: UserError | CheckpointException
+        self, step: int, staging: Path, state: Mapping[str, Tensor], causes: list[str]
     ) -> list[str]:
-        lines = [
-            f"step {step} could not be saved in {staging}: {cause}" for cause in _causes(error)
-        ]
+        """Collective: all ranks have the same causes."""
+        lines = [f"step {step} could not be saved in {staging}: {cause}" for cause in causes]
+        if any(words in cause for cause in causes for words in _FULL):
+            lines.append(self._describe_space(state))
         try:
             kept = max(self._usable_folders(), default=None)
         except OSError as reason:
@@ -313,13 +308,9 @@ class Store:
         is_rank_0 = dist.get_rank() == 0
         distributed.on_all("writing", function if is_rank_0 else lambda: None, self._group)
 
-    def _require_own_folder(self) -> None:
-        if self.guard is not None:
-            self.guard()
-
     def _make_staging(self, staging: Path) -> None:
         """Remove the leftovers of killed saves, and make the staging folder with the assets."""
-        self._require_own_folder()
+        self.guard()
         for path in self.folder.glob("step-*.tmp"):
             # Other names are left alone: an export may be writing beside the checkpoints.
             if _LEFTOVER.fullmatch(path.name):
@@ -334,7 +325,7 @@ class Store:
         """Write the manifest, rename ``staging`` to ``final``, and remove old checkpoints."""
         manifests.write(staging, manifest)
         sync(staging)
-        self._require_own_folder()
+        self.guard()
         replaced = final.with_suffix(".old.tmp")
         # A checkpoint that is already there is damaged, or the run would have resumed after it.
         if os.path.lexists(final):
@@ -484,7 +475,10 @@ class Store:
             packed = distributed.broadcast_object(packed, self._group, keep=is_own)
             if is_own and packed is not None:
                 own = packed
-        boxes = {name: Box(*_box_of(tensor)) for name, tensor in state.items()}
+        boxes = {}
+        for name, tensor in state.items():
+            shard, offset = local_part(tensor)
+            boxes[name] = Box(offset, tuple(shard.shape))
         return unpack_metadata(own, boxes)
 
 
@@ -595,26 +589,11 @@ def _sync_own_files(staging: Path) -> dict[str, FileEntry]:
     return {path.relative_to(staging).as_posix(): manifests.file_entry(path) for path in own}
 
 
-def _box_of(tensor: Tensor) -> tuple[Sizes, Sizes]:
-    """Return the offsets and the sizes of this rank's shard of a tensor."""
-    if not isinstance(tensor, DTensor):
-        return (0,) * tensor.dim(), tuple(tensor.shape)
-    return offset_of(tensor), tuple(tensor.to_local().shape)
-
-
 def _read_tensors(path: Path, metadata: Metadata, state: dict[str, Tensor]) -> None:
-    """Read this rank's shards of ``state`` in place. No collective, unlike torch's ``dcp.load``.
-
-    Torch sends the plans of all ranks to rank 0 and back, where nothing changes.
-
-    Raises CheckpointError if a part cannot be read.
-    """
-    planner = TensorLoadPlanner()
-    planner.set_up_planner(state, metadata)
+    """Read this rank's shards of ``state`` in place. Raises CheckpointError if that fails."""
     try:
         with _progress("load", sum(local_shard(each).nbytes for each in state.values())) as report:
-            reader = CheckedReader(path, metadata, report)
-            reader.read_data(planner.create_local_plan(), planner)
+            read_parts(path, metadata, state, report)
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {explain(error)}") from None
 

@@ -35,12 +35,7 @@ from composer3d.checkpoint.manifest import Manifest, TensorSpec
 from composer3d.checkpoint.metadata import METADATA, read_metadata, read_whole, tensor_specs
 from composer3d.checkpoint.pickles import reading
 from composer3d.checkpoint.torchfile import StoredTensor, load_torch
-from composer3d.convert.carried import (
-    CARRIED_NAMES,
-    TOTAL_LIMIT,
-    read_carried_files,
-    select_carried_texts,
-)
+from composer3d.convert.carried import read_carried_files, select_carried_texts
 from composer3d.facts.errors import CheckpointError
 from composer3d.facts.files import MIB, open_plain, parse_json, read_json
 from composer3d.facts.text import in_quotes, short_json
@@ -51,7 +46,7 @@ from composer3d.models.locations import Location
 from composer3d.models.shape import DecoderShape
 from composer3d.recipe.changes import values_of
 from composer3d.recipe.matrices import matrices_of
-from composer3d.recipe.optimizers import DEFAULT, OPTIMIZERS, OptimizerFacts
+from composer3d.recipe.optimizers import DEFAULT, OPTIMIZERS
 from composer3d.recipe.schema import OptimTable
 
 Format = Literal["hf", "meta", "torch", "dcp"]
@@ -141,14 +136,13 @@ class ReadableTensor(NamedTuple):
     Attributes:
         spec: its shape and dtype.
         read: returns it on the CPU, as a view of the file if the format allows it.
-        verify: compares its bytes with the checksum in the file, and raises ValueError if they
-            differ. ``read`` does so as well. None: such files have no checksums, or all of them
-            were compared when the checkpoint was opened.
+        has_checksum: whether ``read`` raises ValueError if the bytes differ from a checksum in the
+            file. Otherwise such files have none, or it was compared when the checkpoint was opened.
     """
 
     spec: TensorSpec
     read: Callable[[], Tensor]
-    verify: Callable[[], object] | None = None
+    has_checksum: bool = False
 
 
 class OwnModel(NamedTuple):
@@ -260,17 +254,6 @@ class Source:
         with reading(f"{self.path}: {in_quotes(in_file)}"):
             return self.tensors[in_file].read()[box]
 
-    def verify(self) -> None:
-        """Compare all tensors with the checksums of their files. Each difference is a problem."""
-        for name, tensor in self.tensors.items():
-            if tensor.verify is None:
-                continue
-            try:
-                with reading(f"{self.path}: {in_quotes(name)}"):
-                    tensor.verify()
-            except CheckpointError as error:
-                self.problems += error.lines
-
     def carry_files(self, folder: Path) -> None:
         """Read the files of ``folder`` that belong to the model. Each refused file adds a note."""
         self.carried, refusals = read_carried_files(folder)
@@ -299,15 +282,16 @@ class Source:
                 Tensors of an optimizer have our names in every format.
         """
         has_optimizer = any(name.startswith("optim.") for name in self.tensors)
-        globs, trainable = self._trained_globs(), self._trainable()
-        optimizer, matrices = self._optimizer()
+        optim, trainable = self._optim_of_run(), self._trainable()
+        matrices = matrices_of(self.model_of, self.shape, optim)
+        globs = ("*",) if optim.train is None else optim.train
         locations: dict[str, Location] = {}
         for name, location in parameters.items():
             locations[f"model.{name}"] = location
             was_trained = any(fnmatchcase(name, glob) for glob in globs)
             if has_optimizer and was_trained and name in trainable:
                 shape = location.whole_shape
-                for state in optimizer.state_of(is_matrix=name in matrices):
+                for state in optim.optimizer.state_of(is_matrix=name in matrices):
                     state_name = f"optim.{name}.{state.name}"
                     state_shape = () if state.is_scalar else shape
                     locations[state_name] = Location((state_name,), state_shape)
@@ -344,31 +328,23 @@ class Source:
         if not self.problems:
             self.locations = locations
 
-    def _optimizer(self) -> tuple[OptimizerFacts, Collection[str]]:
-        """Return the run's optimizer and its matrices, as far as its recipe is known."""
-        said = self._said_by_recipe()
-        name, globs = said.get("optim.name"), said.get("optim.matrices")
-        optim = OptimTable(
-            name=cast(Any, name if isinstance(name, str) and name in OPTIMIZERS else DEFAULT),
-            matrices=globs if isinstance(globs, tuple) else None,
-        )
-        return optim.optimizer, matrices_of(self.model_of, self.shape, optim)
-
-    def _trained_globs(self) -> tuple[str, ...]:
-        """``optim.train`` of the run, as far as its recipe is known; else a glob for all."""
-        globs = self._said_by_recipe().get("optim.train")
-        return globs if isinstance(globs, tuple) else ("*",)
-
-    def _said_by_recipe(self) -> Mapping[str, object]:
-        """Return the values of the run's recipe by key; empty if it is not known.
+    def _optim_of_run(self) -> OptimTable:
+        """Return the table [optim] of the run, as far as its recipe is known.
 
         The recipe is not trusted: a value may be anything.
         """
+        values: dict[str, Any] = {}
         manifest: Manifest | None = getattr(self, "manifest", None)
         if manifest is not None:
             with suppress(ValueError):
-                return values_of(manifest.recipe)
-        return {}
+                values = values_of(manifest.recipe)
+        name = values.get("optim.name")
+        matrices, train = values.get("optim.matrices"), values.get("optim.train")
+        return OptimTable(
+            name=cast(Any, name if isinstance(name, str) and name in OPTIMIZERS else DEFAULT),
+            matrices=matrices if isinstance(matrices, tuple) else None,
+            train=train if isinstance(train, tuple) else None,
+        )
 
     def _trainable(self) -> Collection[str]:
         """Return the parameters that can have an optimizer's state, without ``model.``."""
@@ -673,10 +649,8 @@ def _list_hf_files(source: Source) -> dict[str, set[str]]:
         return {index.name: set()}
 
     advice = "; download it again"
-    with reading(index, advice):
-        content = read_json(index, limit=_INDEX_LIMIT)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not all(
+    weight_map = _read_weight_map(index, advice)
+    if weight_map is None or not all(
         isinstance(file_name, str) for file_name in weight_map.values()
     ):
         raise CheckpointError(f"{index} has no weight_map from names to files{advice}")
@@ -703,6 +677,14 @@ def _list_hf_files(source: Source) -> dict[str, set[str]]:
         else:
             present[file_name] = tensor_names
     return present
+
+
+def _read_weight_map(index: Path, advice: str) -> dict[str, Any] | None:
+    """Return the files of tensors that an index names, unchecked; None: it names none."""
+    with reading(index, advice):
+        content = read_json(index, limit=_INDEX_LIMIT)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    return weight_map if isinstance(weight_map, dict) else None
 
 
 def _list_shards(folder: Path) -> list[str]:
@@ -742,11 +724,8 @@ def _refuse_other_weights(file: Path) -> None:
     index = file.with_name(file.name + ".index.json")
     if not index.exists():
         return
-    with reading(index, "; remove it if it is not of these weights"):
-        content = read_json(index, limit=_INDEX_LIMIT)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
-    if set(map(str, names)) != {file.name}:
+    weight_map = _read_weight_map(index, "; remove it if it is not of these weights")
+    if weight_map is None or set(map(str, weight_map.values())) != {file.name}:
         raise CheckpointError(
             f"{file.parent} holds {file.name}, and {index.name} that names other files: they may "
             f"be two models; move away {file.name}, or {index.name} with its files"
@@ -804,20 +783,18 @@ def _is_plain_name(text: str) -> bool:
 def _open_tensors(path: Path) -> dict[str, ReadableTensor]:
     """Open the tensors of one safetensors or torch file, by their names."""
     if path.suffix != ".safetensors":
-        with reading(path), open_plain(path):
-            pass
         return _readable_tensors(load_torch(path))
 
     with reading(path, "; cut off, or no safetensors: copy it again"):
         with open_plain(path) as plain:
             header_size = int.from_bytes(plain.read(8), "little")
-        if header_size > _HEADER_LIMIT:
-            raise ValueError(
-                f"its header claims {header_size:,} bytes, at most {_HEADER_LIMIT:,} are read"
-            )
+            if header_size > _HEADER_LIMIT:
+                raise ValueError(
+                    f"its header claims {header_size:,} bytes, at most {_HEADER_LIMIT:,} are read"
+                )
+            header = plain.read(header_size)
         file = safe_open(path, framework="pt")
-        with open_plain(path) as plain:
-            _refuse_duplicates(plain.read(8 + header_size)[8:], len(file.keys()))
+        _refuse_duplicates(header, len(file.keys()))
         tensors = {}
         for name in file.keys():  # noqa: SIM118 - a safetensors file is not a dict
             entry = file.get_slice(name)
@@ -864,7 +841,7 @@ def _refuse_too_many(source: Source) -> None:
 def _readable_tensors(tree: Any) -> dict[str, ReadableTensor]:
     return {
         name: ReadableTensor(
-            TensorSpec(stored.shape, dtype_name(stored.dtype)), stored.read, verify=stored.read
+            TensorSpec(stored.shape, dtype_name(stored.dtype)), stored.read, has_checksum=True
         )
         for name, stored in flatten(tree)
     }
@@ -964,7 +941,7 @@ def _join_shards(shards: list[ReadableTensor], whole_shape: tuple[int, ...]) -> 
     shape = list(first.shape)
     if dim is not None:
         shape[dim] = sum(shard.spec.shape[dim] for shard in shards)
-    return ReadableTensor(TensorSpec(tuple(shape), first.dtype), read, verify=read)
+    return ReadableTensor(TensorSpec(tuple(shape), first.dtype), read, has_checksum=True)
 
 
 def _open_torch(source: Source) -> None:
@@ -978,12 +955,11 @@ def _open_torch(source: Source) -> None:
     with reading(f"the facts that convert --to torch writes into {path}", advice):
         facts, texts = content["composer3d"], content["files"]
         manifest = manifests.parse(facts)
-        carried = select_carried_texts(texts)
+        source.carried = select_carried_texts(texts)
 
     trees = {name: part for name, part in content.items() if name != DIGESTS}
     source.tensors = _readable_tensors(trees)
     _check_digests(source, content)
-    source.carried = carried
     _open_with_our_names(source, manifest)
 
 
@@ -1010,14 +986,14 @@ def _check_digests(source: Source, content: dict[str, Any]) -> None:
     ):
         source.problems.append(f"{path} has no digest for each of its tensors; copy it again")
         return
-    if not _are_carried_texts(content["files"]):
+    facts, texts = content["composer3d"], content["files"]
+    if not isinstance(texts, dict) or texts.keys() != source.carried.keys():
         source.problems.append(f"{path} carries files that no export has; copy it again")
         return
     if sum(map(nbytes, specs.values())) > path.stat().st_size:
         source.problems.append(f"{path} has fewer bytes than its tensors; copy it again")
         return
 
-    facts, texts = content["composer3d"], content["files"]
     actual = {"the description of its model": facts_digest(facts, texts, specs)}
     for name, tensor in source.tensors.items():
         actual[repr(name)] = digest_of(tensor.read())
@@ -1027,19 +1003,6 @@ def _check_digests(source: Source, content: dict[str, Any]) -> None:
             source.problems.append(
                 f"{path}: {name} has another digest than the file says; copy it again"
             )
-
-
-def _are_carried_texts(texts: Any) -> bool:
-    """Return whether ``texts`` are files that an export may carry.
-
-    The sum of their lengths is limited: one text in the file can have many names, and would be
-    written once for each.
-    """
-    if type(texts) is not dict or not texts.keys() <= set(CARRIED_NAMES):
-        return False
-    if not all(type(text) is str for text in texts.values()):
-        return False
-    return sum(map(len, texts.values())) <= TOTAL_LIMIT
 
 
 def facts_digest(facts: Any, texts: Any, specs: Mapping[str, TensorSpec]) -> str:

@@ -50,7 +50,6 @@ def inspect(path: Path) -> dict[str, Any]:
         UserError: a later version of composer3d wrote the checkpoint.
     """
     source = inspect_source(path)
-    source.verify()
     notes = [*source.notes, *_notes_of_not_finite(source)]
     # Either attribute is missing if a problem prevented it from being read.
     shape: ModelShape | None = getattr(source, "shape", None)
@@ -80,14 +79,18 @@ def inspect(path: Path) -> dict[str, Any]:
 def _notes_of_not_finite(source: Source) -> list[str]:
     """Read all tensors, and return a line for each with numbers that are not finite.
 
-    A tensor that cannot be read is a problem. A checkpoint that has problems is not read.
+    A tensor that cannot be read is a problem. If a checkpoint has problems, only tensors with
+    checksums are read, and there are no lines.
     """
-    if source.problems:
-        return []
     notes = []
-    total = sum(nbytes(tensor.spec) for tensor in source.tensors.values())
+    tensors = {
+        name: tensor
+        for name, tensor in source.tensors.items()
+        if tensor.has_checksum or not source.problems
+    }
+    total = sum(nbytes(tensor.spec) for tensor in tensors.values())
     with Progress("inspect", total, "B") as progress:
-        for name, tensor in source.tensors.items():
+        for name, tensor in tensors.items():
             try:
                 with reading(f"{source.path}: {in_quotes(name)}"):
                     count = count_not_finite(tensor.read())
@@ -97,7 +100,7 @@ def _notes_of_not_finite(source: Source) -> list[str]:
             if count:
                 notes.append(f"warning: {in_quotes(name)} holds {count}")
             progress.advance(nbytes(tensor.spec))
-    return notes
+    return [] if source.problems else notes
 
 
 def _shorten(problems: list[str]) -> list[str]:

@@ -3,8 +3,21 @@
 Each function returns instructions that leave one value on the stack.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 PLACE = "torch.distributed.checkpoint.metadata"
 FILES = "torch.distributed.checkpoint.filesystem"
+
+
+class Call:
+    """Its pickle calls ``function(*arguments)`` if it is unpickled."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
 
 
 def colliding_ints(count: int) -> list[int]:

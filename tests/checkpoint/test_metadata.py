@@ -26,18 +26,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from composer3d.checkpoint import metadata as metadata_module
 from composer3d.checkpoint import pickles
 from composer3d.checkpoint.metadata import (
     METADATA,
     METADATA_LIMIT,
-    CheckedReader,
-    TensorLoadPlanner,
     fills,
     pack_metadata,
     read_metadata,
+    read_parts,
     read_whole,
     tensor_specs,
     unpack_metadata,
@@ -49,11 +47,11 @@ from tests.checkpoint import assemble as asm
 from tests.checkpoint.assemble import (
     DATA,
     DATA_FILE,
-    FILES,
     HALVES,
     PLACE,
     SOUND,
     STORED,
+    Call,
     call,
     chunk,
     colliding_ints,
@@ -70,16 +68,6 @@ from tests.checkpoint.assemble import (
     tuple_of,
 )
 from tests.checkpoint.odd_files import NO_PLAIN_FILE, replace_by
-
-
-class Call:
-    """Its pickle calls ``function(*arguments)`` if it is unpickled."""
-
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self.call = function, arguments
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return self.call
 
 
 @pytest.fixture
@@ -121,7 +109,7 @@ def save(folder: Path, **more: Any) -> Path:
     return folder
 
 
-def test_metadata_of_torch_is_read(tmp_path: Path, alone: None) -> None:
+def test_checkpoint_of_torch_is_read(tmp_path: Path, alone: None) -> None:
     read = read_metadata(save(tmp_path, n=5))
     assert isinstance(read.state_dict_metadata.pop("n"), BytesStorageMetadata)
     assert tensor_specs(read, "x") == {
@@ -131,18 +119,11 @@ def test_metadata_of_torch_is_read(tmp_path: Path, alone: None) -> None:
     }
     for tensor, value in STATE.items():
         assert torch.equal(read_whole(tmp_path, read, tensor), value)
-
-
-def test_checkpoint_of_torch_is_loaded(tmp_path: Path, alone: None) -> None:
-    read = read_metadata(save(tmp_path))
+    # The metadata that were checked are used, even if the file has changed since.
+    (tmp_path / METADATA).write_bytes(b"junk")
     target = {tensor: torch.full_like(value, 7) for tensor, value in STATE.items()}
-    dcp.load(target, storage_reader=CheckedReader(tmp_path, read), planner=TensorLoadPlanner())
+    read_parts(tmp_path, read, target)
     assert all(torch.equal(target[tensor], value) for tensor, value in STATE.items())
-
-
-def test_metadata_assembled_by_hand_is_sound(tmp_path: Path) -> None:
-    """Each of the attacks below differs from it in one detail."""
-    assert specs(written(tmp_path)) == SOUND_SPECS
 
 
 def tiled_metadata() -> Metadata:
@@ -195,27 +176,21 @@ def test_a_rank_keeps_the_parts_of_its_own_elements(
     assert own.storage_data == kept
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_garbage_collector_is_paused(
-    tmp_path: Path, enabled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_garbage_collector_is_paused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``tests/runtime`` has the rest of ``collector.paused``."""
     seen: list[bool] = []
     fill = metadata_module.fills
     noted = lambda *args: seen.append(gc.isenabled()) or fill(*args)  # noqa: E731
     monkeypatch.setattr(metadata_module, "fills", noted)
-    before = gc.isenabled()
-    try:
-        gc.enable() if enabled else gc.disable()
-        read_metadata(written(tmp_path))
-        assert gc.isenabled() == enabled
-        refused(written(tmp_path, SOUND[:-1]))
-        assert gc.isenabled() == enabled
-    finally:
-        gc.enable() if before else gc.disable()
+    assert gc.isenabled()
+    read_metadata(written(tmp_path))
+    assert gc.isenabled()
     assert seen == [False]
 
 
 def test_strides_of_a_later_torch_are_ignored(tmp_path: Path) -> None:
+    # Each of the attacks below differs from this one in one detail.
+    assert specs(written(tmp_path)) == SOUND_SPECS
     strides = tuple_of(number(3), number(1))
     later = SOUND.replace(asm.properties(), asm.properties(strides))
     assert len(later) > len(SOUND)
@@ -233,7 +208,7 @@ def test_an_enum_may_be_pickled_by_its_name(tmp_path: Path) -> None:
     assert specs(written(tmp_path, whole)) == SOUND_SPECS
 
 
-# Attacks that run code in torch.
+# Attacks that run code in torch. ``tools/prove/hostile/checkpoints.py`` has more of them.
 
 
 def saved(value: Any) -> bytes:
@@ -247,113 +222,17 @@ def program(marker: Path) -> bytes:
     return saved(Call(os.system, f"touch {marker}"))
 
 
-def test_enum_disguised_as_a_tensor_runs_nothing(tmp_path: Path, alone: None) -> None:
-    """A pickle makes the class of an enum a subclass of both kinds of entry.
-
-    Torch would take the enum for a tensor first and for an object later, and unpickle its bytes.
-    """
-    marker, kind = tmp_path / "marker", f"{PLACE}._MEM_FORMAT_ENCODING"
-    content = program(marker)
-    bases = tuple_of(name(f"{PLACE}.TensorStorageMetadata"), name(f"{PLACE}.BytesStorageMetadata"))
-    fields = dict_of(properties=asm.properties(), size=asm.sizes(2), chunks=b"]")
-    where = object_of(f"{PLACE}.MetadataIndex", dict_of(fqn=text("w"), offset=b"N", index=b"N"))
-    attack = metadata(
-        {text("w"): call(kind, number(0)) + fields + b"b"},
-        {where: info(length=len(content))},
-        after=asm.set_attributes(name(kind), __bases__=bases),
-    )
-    before = type(TensorProperties().__getstate__()[3]).__bases__
-    written(tmp_path, attack)
-    (tmp_path / DATA_FILE).write_bytes(content)
-    assert "gives a state to a value that cannot have one" in refused(tmp_path)
-    assert type(TensorProperties().__getstate__()[3]).__bases__ == before
-    without = attack.replace(asm.set_attributes(name(kind), __bases__=bases), b"")
-    (tmp_path / METADATA).write_bytes(without)
-    assert "something else in place of a TensorStorageMetadata" in refused(tmp_path)
-    # The readers refuse objects as well, should one ever get past the metadata.
-    read = Metadata({"w": BytesStorageMetadata()}, storage_data={})
-    item = ReadItem(
-        LoadItemType.BYTE_IO,
-        *([dcp.metadata.MetadataIndex("w"), torch.Size([0])]) * 2,
-        torch.Size([]),
-    )
-    with pytest.raises(CheckpointError, match="'w' is an object, and only tensors are loaded"):
-        TensorLoadPlanner().load_bytes(item, io.BytesIO(content))
-    reader, file = CheckedReader(tmp_path, read), io.BytesIO(content)
-    with pytest.raises(CheckpointError, match="'w' is an object, and only tensors are loaded"):
-        reader._read(file, info, item, TensorLoadPlanner())  # type: ignore[arg-type]
-    assert not marker.exists()
-    torch.load(io.BytesIO(content), weights_only=False)
-    assert marker.exists()
-
-
-ATTACKED = [
-    f"{PLACE}.Metadata",
-    f"{PLACE}.TensorStorageMetadata",
-    f"{PLACE}.TensorProperties",
-    f"{FILES}._StorageInfo",
-    "torch.Size",
-    "torch.float32",
-    "torch.serialization._get_layout",
-    "pathlib.PosixPath",
-    "builtins.getattr",
-]
-
-
-def state_of_the_attacked() -> list[Any]:
-    layout = torch.serialization._get_layout
-    found = [Metadata.__init__, TensorProperties.__setstate__, layout, Path.rename]
-    return [found, dir(torch.Size), dir(torch.float32), dict(vars(layout))]
-
-
-@pytest.mark.parametrize("way", ["slots", "state", "items", "call of the class"])
-@pytest.mark.parametrize("target", ATTACKED)
-def test_nothing_changes_a_class_or_function(tmp_path: Path, target: str, way: str) -> None:
-    before = state_of_the_attacked()
-    size, one = name("torch.Size"), number(1)
-    of_class = tuple_of(dict_of(), dict_of(__class__=name(target)))
-    change = {
-        "slots": asm.set_attributes(name(target), __init__=size, rename=one, cache=one),
-        "state": name(target) + dict_of(__init__=size, cache=dict_of()) + b"b0",
-        "items": name(target) + text("cache") + b"Ns0",
-        "call of the class": name(target) + b")\x81" + of_class + b"b0",
-    }[way]
-    refused(written(tmp_path, metadata_of_w(*HALVES, before=change)))
-    assert state_of_the_attacked() == before
-
-
-@pytest.mark.parametrize(
-    "place", [lambda evil: evil, lambda evil: Metadata({"w": evil}), lambda evil: StorageMeta(evil)]
-)
-@pytest.mark.parametrize(
-    ("function", "path"),
-    [
-        (os.system, "posix.system"),
-        (eval, "builtins.eval"),
-        (torch.load, "torch.serialization.load"),
-    ],
-)
-def test_a_call_is_refused_and_not_carried_out(
-    tmp_path: Path, place: Any, function: Any, path: str
-) -> None:
+def test_reader_refuses_an_object(tmp_path: Path) -> None:
+    """Should one ever get past the metadata."""
     marker = tmp_path / "marker"
-    argument = f"__import__('pathlib').Path({str(marker)!r}).touch()"
-    if function is os.system:
-        argument = f"touch {marker}"
-    content = pickle.dumps(place(Call(function, argument)))
-    line = refused(written(tmp_path, content))
-    assert f"it names '{path}', which is refused: nothing of it was run" in line
+    (tmp_path / DATA_FILE).write_bytes(program(marker))
+    place = StorageInfo(DATA_FILE, 0, len(program(marker)))
+    read = Metadata({"w": BytesStorageMetadata()}, storage_data={"w:None": place})
+    with pytest.raises(CheckpointError, match="'w' is an object, and only tensors are loaded"):
+        read_parts(tmp_path, read, {"w": torch.ones(2)})
     assert not marker.exists()
-    if function is not torch.load:
-        pickle.loads(content)
-        assert marker.exists()
-
-
-def test_reader_does_not_read_the_metadata_again(tmp_path: Path) -> None:
-    """Torch gets the metadata that were checked, even if the file has changed since."""
-    read = read_metadata(written(tmp_path))
-    written(tmp_path, b"junk")
-    assert CheckedReader(tmp_path, read).read_metadata() is read
+    torch.load(tmp_path / DATA_FILE, weights_only=False)
+    assert marker.exists()
 
 
 def test_objects_that_torch_would_unpickle_are_named() -> None:
@@ -379,17 +258,9 @@ NO_TENSOR = "something else in place of a TensorStorageMetadata"
 NO_NAME = "a tensor whose name is not a text"
 NO_RANGE = "'w' has no valid range of bytes in '__0_0.distcp'"
 OVERLAP = "'__0_0.distcp' has 200 bytes, but parts of tensors overlap in it or end beyond it"
+# One of each cause; ``tools/prove/hostile/checkpoints.py`` has more of most of them.
 WRONG: dict[str, tuple[bytes, str]] = {
-    "no parts": (metadata_of_w(stored={}), NOT_ONCE),
     "a gap": (metadata_of_w(HALVES[0], stored=FIRST_ALONE), NOT_ONCE),
-    "an overlap": (
-        metadata_of_w(
-            *HALVES, chunk((0, 1), (2, 1)), stored={**STORED, index("w", 0, 1): info("b")}
-        ),
-        NOT_ONCE,
-    ),
-    "an overlap and a gap": (metadata_of_w(HALVES[0], HALVES[0]), NOT_ONCE),
-    "beyond the shape": (metadata_of_w(HALVES[0], chunk((1, 1), (1, 3))), NOT_ONCE),
     "other dimensions": (metadata_of_w(chunk((0,), (6,))), NOT_ONCE),
     "two empty parts": (
         metadata_of_w(
@@ -407,10 +278,6 @@ WRONG: dict[str, tuple[bytes, str]] = {
         metadata_of_w(*HALVES, stored=FIRST_ALONE),
         "its tensors have more parts than the 1 that are stored",
     ),
-    "an object that is not stored": (
-        metadata({text("w"): object_of(f"{PLACE}.BytesStorageMetadata", b"}")}, {}),
-        "its tensors have more parts than the 0 that are stored",
-    ),
     "stored twice": (
         metadata_of_w(*HALVES, stored={**STORED, index("w", 0, 0) + b"q\x00": info()}),
         "it stores a part of 'w' twice",
@@ -425,11 +292,6 @@ WRONG: dict[str, tuple[bytes, str]] = {
         ),
         "the part of 'w' at (0, 0) has 200 bytes of 240",
     ),
-    "sizes beyond all": (
-        metadata_of_w(chunk((0, 0), (2**61, 3)), shape=(2**61, 3), stored=FIRST_ALONE),
-        f"has 100 bytes of {12 * 2**61:,}",
-    ),
-    "endless sizes": (metadata_of_w(chunk((0,), (2**62,)), shape=(2**62,)), NO_SHAPE),
     "negative sizes": (metadata_of_w(chunk((0,), (-1,)), shape=(-1,)), NO_SHAPE),
     "a truth as a size": (
         SOUND.replace(asm.sizes(2, 3), call("torch.Size", tuple_of(b"\x88", number(3)))),
@@ -439,7 +301,6 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "shared bytes": (stored_with(info(begin=99)), OVERLAP),
     "beyond the file": (stored_with(info(begin=101)), OVERLAP),
     "before the file": (stored_with(info(begin=-1)), NO_RANGE),
-    "no bytes": (stored_with(info(length=0)), NO_RANGE),
     "transformed": (
         SOUND.replace(
             text("offset") + number(100),
@@ -448,14 +309,9 @@ WRONG: dict[str, tuple[bytes, str]] = {
         "'w' is transformed (compressed), which composer3d does not read",
     ),
     "sparse": (SOUND.replace(b"strided", b"striped"), "'w' is not a dense tensor"),
-    "an entry of a number": (metadata({text("w"): number(3)}, {}), NO_TENSOR),
     "an entry of another class": (
         SOUND.replace(b"TensorStorageMetadata", b"ChunkStorageMetadata"),
         NO_TENSOR,
-    ),
-    "parts of another class": (
-        SOUND.replace(b"\nChunkStorageMetadata", b"\nStorageMeta"),
-        "something else in place of a ChunkStorageMetadata",
     ),
     "a name that is a number": (metadata({number(1): entry((2, 3), *HALVES)}, STORED), NO_NAME),
     "a text without end": (metadata_of_w(*HALVES, before=text("x" * 4001)), "it holds a text"),
@@ -473,7 +329,6 @@ WRONG: dict[str, tuple[bytes, str]] = {
         "a Metadata whose fields have no names",
     ),
     "no Metadata": (b"\x80\x04].", "something else in place of a Metadata"),
-    "another class": (call(f"{PLACE}.StorageMeta") + b".", "something else in place of a Metadata"),
     "empty": (b"", "it has 0 bytes, and at least 1"),
     "cut off": (SOUND[:-50], "it is cut off"),
     **{
@@ -560,8 +415,8 @@ def test_a_part_that_differs_from_the_metadata_is_not_loaded(
     (folder / where.relative_path).write_bytes(content)
     where.offset, where.length = 0, len(content)
     target = {"a": STATE["a"].clone()}
-    with pytest.raises(dcp.api.CheckpointException, match=message):
-        dcp.load(target, storage_reader=CheckedReader(folder, read), planner=TensorLoadPlanner())
+    with pytest.raises(CheckpointError, match=message):
+        read_parts(folder, read, target)
     with pytest.raises(ValueError, match=message):
         read_whole(folder, read, "a")
     assert torch.equal(target["a"], STATE["a"])
@@ -595,7 +450,7 @@ def grids(draw: st.DrawFn) -> list[Part]:
     return [(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in product(*sides)]
 
 
-@settings(max_examples=600)
+@settings(max_examples=200)
 @given(grid=grids(), data=st.data())
 def test_fills_agrees_with_counting(grid: list[Part], data: st.DataObject) -> None:
     """Sound grids, and grids with a box moved, doubled, dropped, replaced, grown or shrunk."""
@@ -620,13 +475,13 @@ def test_fills_agrees_with_counting(grid: list[Part], data: st.DataObject) -> No
 
 
 def test_many_parts_are_checked_in_time() -> None:
-    """100,000 parts in a grid of rows and columns: all right, then the last one wrong."""
-    grid = [((row, column), (1, 2)) for row in range(1000) for column in range(0, 200, 2)]
+    """20,000 parts in a grid of rows and columns: all right, then the last one wrong."""
+    grid = [((row, column), (1, 2)) for row in range(200) for column in range(0, 200, 2)]
     began = time.process_time()
-    assert fills((1000, 200), grid)
-    grid[-1] = ((999, 197), (1, 2))
-    assert not fills((1000, 200), grid)
-    assert time.process_time() - began < 10
+    assert fills((200, 200), grid)
+    grid[-1] = ((199, 197), (1, 2))
+    assert not fills((200, 200), grid)
+    assert time.process_time() - began < 2
 
 
 def test_coordinates_of_one_hash_cost_little() -> None:
@@ -686,14 +541,15 @@ def large_metadata(n_tensors: int, n_parts: int, dims: int = 2) -> bytes:
     return pickle.dumps(Metadata(entries, storage_data=stored, storage_meta=StorageMeta()))
 
 
-LARGE = [(2000, 1, 0), (2000, 1, 2), (4, 1024, 1), (4, 1024, 2), (1, 4096, 4), (100, 32, 2)]
-
-
-@pytest.mark.parametrize(("n_tensors", "n_parts", "dims"), LARGE)
+@pytest.mark.parametrize(("n_tensors", "n_parts", "dims"), [(2000, 1, 0), (4, 1024, 1)])
 def test_what_real_files_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_tensors: int, n_parts: int, dims: int
 ) -> None:
-    """The limits of the parser and of the number of parts leave a quarter to spare."""
+    """The limits of the parser and of the number of parts leave a quarter to spare.
+
+    Of 1 to 2,000 tensors of 0 to 4 dims in 1 to 4,096 parts, the first has the fewest bytes for
+    each part, and the second takes the most memory for each byte.
+    """
     assert pickles._MAX_MEMORY_PER_BYTE >= 16
     monkeypatch.setattr(pickles, "_MAX_MEMORY_PER_BYTE", 13)
     monkeypatch.setattr(pickles, "_FREE_MEMORY", 0)
@@ -720,37 +576,27 @@ def get(place: int) -> bytes:
     return b"h%c" % place
 
 
-def small_metadata_of_many_parts(case: str, count: int = 20_000) -> bytes:
+def small_metadata_of_many_parts(case: str, count: int = 5_000) -> bytes:
     """Metadata that refers to a few values of the memo again and again."""
     empty_entry = object_of(
         f"{asm.PLACE}.TensorStorageMetadata",
         dict_of(properties=asm.properties(), size=asm.sizes(0), chunks=b"]"),
     )
     shared = kept(
-        name(f"{PLACE}.MetadataIndex"), b")", chunk((0,), (0,)), info(), text("n" * 1000),
-        text("fqn"), text("offset"), asm.sizes(*[0] * 64), empty_entry,
+        name(f"{PLACE}.MetadataIndex"), b")", info(), text("n" * 1000), text("fqn"), text("offset"),
+        empty_entry,
     )  # fmt: skip
-    entries, stored = {text("w"): empty_entry}, {}
     if case == "entries":
-        entries = {text(str(place)): get(8) for place in range(count)}
-    elif case == "indices":
-        flood = b"}" + (get(0) + get(1) + b"R" + get(3) + b"s") * count
-        return metadata(entries, {}, before=shared).replace(
-            text("storage_data") + b"}", text("storage_data") + flood
-        )
-    elif case == "long names":
-        for place in range(count):
-            offset = name("torch.Size") + b"M" + place.to_bytes(2, "little") + b"\x85\x85R"
-            state = b"}(" + get(5) + get(4) + get(6) + offset + b"u"
-            stored[get(0) + get(1) + b"R" + state + b"b"] = get(3)
-    else:
-        for place in range(count):
-            state = b"}(" + get(5) + text(str(place)) + get(6) + get(7) + b"u"
-            stored[get(0) + get(1) + b"R" + state + b"b"] = get(3)
-    return metadata(entries, stored, before=shared)
+        return metadata({text(str(at)): get(6) for at in range(count)}, {}, before=shared)
+    stored = {}
+    for place in range(count):
+        offset = name("torch.Size") + b"M" + place.to_bytes(2, "little") + b"\x85\x85R"
+        state = b"}(" + get(4) + get(3) + get(5) + offset + b"u"
+        stored[get(0) + get(1) + b"R" + state + b"b"] = get(2)
+    return metadata({text("w"): empty_entry}, stored, before=shared)
 
 
-@pytest.mark.parametrize("case", ["entries", "indices", "long names", "many dims"])
+@pytest.mark.parametrize("case", ["entries", "long names"])
 def test_many_parts_take_memory_in_proportion_to_the_file(tmp_path: Path, case: str) -> None:
     content = small_metadata_of_many_parts(case)
     written(tmp_path, content)

@@ -7,9 +7,11 @@ import pickle
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,26 +19,47 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from composer3d.checkpoint import Store, manifest, store
-from composer3d.checkpoint.manifest import digest_file, file_entry, read
+from composer3d.checkpoint.manifest import file_entry, read
 from composer3d.checkpoint.store import gather_state
 from composer3d.facts.errors import CheckpointError, TrainingError, UserError
 from composer3d.reliability.lock import Claim
 from composer3d.runtime import log
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.process_group import pool_world
-from tests.checkpoint.store_jobs import SHAPE, full_state, make_job, make_manifest, names
+from tests.checkpoint.assemble import Call
+from tests.checkpoint.store_jobs import (
+    SHAPE,
+    contents,
+    full_state,
+    make_job,
+    make_manifest,
+    names,
+)
 
 State = dict[str, list[float]]
 
 
-def save(folder: Path, steps: list[int], keep: int, shape: tuple[int, int] = SHAPE) -> State:
+def save(folder: Path, steps: list[int], keep: int = 9) -> State:
     """Save one state after each of ``steps``. Returns that state."""
     with pool_world():
-        stages, optimizer = make_job(seed=0, shape=shape)
+        stages, optimizer = make_job(seed=0)
         store = Store(folder, keep=keep)
         for step in steps:
             store.save(make_manifest(step), stages, optimizer)
         return full_state(stages, optimizer)
+
+
+def save_in_turn(folder: Path, turns: list[tuple[list[int], int]]) -> list[list[str]]:
+    """Save the steps of each turn in a store that keeps so many; return the names after each."""
+    found = []
+    with pool_world():
+        stages, optimizer = make_job(seed=0)
+        for steps, keep in turns:
+            store = Store(folder, keep=keep)
+            for step in steps:
+                store.save(make_manifest(step), stages, optimizer)
+            found.append(names(folder))
+    return found
 
 
 def load(path: Path, shape: tuple[int, int] = SHAPE) -> State:
@@ -51,12 +74,20 @@ def load(path: Path, shape: tuple[int, int] = SHAPE) -> State:
         return full_state(stages, optimizer)
 
 
-def run_save(
-    pool: Pool, folder: Path, steps: list[int], keep: int, ranks: int = 1, **options: Any
-) -> list[State]:
-    """Save on some ranks; return the state of each."""
-    arguments = {"folder": folder, "steps": steps, "keep": keep, **options}
-    return pool.run(save, arguments, world_size=ranks)
+@pytest.fixture(scope="module")
+def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two ranks, for ``place_copies``."""
+    folder = tmp_path_factory.mktemp("saved")
+    pool.run(save, {"folder": folder, "steps": [1]}, world_size=2)
+    return folder / "step-00000001"
+
+
+def place_copies(saved: Path, folder: Path, *steps: int) -> Path:
+    """Copy a checkpoint to the steps of a run. Returns the last one."""
+    for step in steps:
+        path = folder / f"step-{step:08d}"
+        shutil.copytree(saved, path)
+    return path
 
 
 def refused(
@@ -73,21 +104,19 @@ def refused(
 
 
 def test_the_newest_checkpoints_are_kept(pool: Pool, tmp_path: Path) -> None:
-    run_save(pool, tmp_path, [2, 9, 10, 100], keep=2)
-    assert names(tmp_path) == ["step-00000010", "step-00000100"]
-    run_save(pool, tmp_path, [101, 102], keep=6)
-    assert names(tmp_path) == ["step-00000010", "step-00000100", "step-00000101", "step-00000102"]
+    turns = [([2, 9, 10, 100], 2), ([101, 102], 6)]
+    ((two, four),) = pool.run(save_in_turn, {"folder": tmp_path, "turns": turns}, world_size=1)
+    assert two == ["step-00000010", "step-00000100"]
+    assert four == [*two, "step-00000101", "step-00000102"]
 
 
 def test_neither_the_last_save_nor_a_newer_one_is_removed(pool: Pool, tmp_path: Path) -> None:
     """A run that did not see newer checkpoints when it started must not remove them."""
-    run_save(pool, tmp_path, [5, 7, 15, 20], keep=4)
     (tmp_path / "step-00000001-mine").mkdir()
-    run_save(pool, tmp_path, [10], keep=2)
+    turns = [([5, 7, 15, 20], 4), ([10], 2), ([1], 1)]
+    (found,) = pool.run(save_in_turn, {"folder": tmp_path, "turns": turns}, world_size=1)
     left = ["step-00000001-mine", *(f"step-{step:08d}" for step in (7, 10, 15, 20))]
-    assert names(tmp_path) == left
-    run_save(pool, tmp_path, [1], keep=1)
-    assert names(tmp_path) == ["step-00000001", *left]
+    assert found[1:] == [left, ["step-00000001", *left]]
 
 
 def look_into_an_unreadable_folder(folder: Path) -> str:
@@ -124,8 +153,10 @@ def find_and_save(folder: Path, step: int, keep: int) -> tuple[str, list[str]]:
         return found[0].name if found else "none", names(folder)
 
 
-def test_damaged_checkpoints_do_not_count_and_are_replaced(pool: Pool, tmp_path: Path) -> None:
-    run_save(pool, tmp_path, [5, 10, 20], keep=3)
+def test_damaged_checkpoints_do_not_count_and_are_replaced(
+    pool: Pool, tmp_path: Path, saved: Path
+) -> None:
+    place_copies(saved, tmp_path, 5, 10, 20)
     for damaged in ("step-00000010", "step-00000020"):
         (tmp_path / damaged / "__0_0.distcp").write_bytes(b"torn")
     # The one just saved and the newest whole one are kept. Newer damaged ones are left to the user.
@@ -139,17 +170,35 @@ def test_damaged_checkpoints_do_not_count_and_are_replaced(pool: Pool, tmp_path:
     assert pool.run(load, {"path": tmp_path / "step-00000020"}, world_size=1)
 
 
+def load_with_progress(path: Path) -> tuple[State, list[tuple[str, int, int]]]:
+    """Return the loaded state, and of each work that is reported what, its size, what was done."""
+    works = []
+
+    @contextmanager
+    def recorded(what: str, total: int, unit: str) -> Iterator[Any]:
+        done: list[int] = []
+        yield SimpleNamespace(advance=done.append)
+        works.append((what, total, sum(done)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "Progress", recorded)
+        return load(path), works
+
+
 @pytest.mark.parametrize(("saving", "loading"), [(2, 2), (2, 1), (1, 2)])
 def test_state_is_loaded_bit_for_bit(pool: Pool, tmp_path: Path, saving: int, loading: int) -> None:
-    saved = run_save(pool, tmp_path, [7], keep=1, ranks=saving)
+    """Rank 0 says how far the check and the load are."""
+    states = pool.run(save, {"folder": tmp_path, "steps": [7]}, world_size=saving)
     path = tmp_path / "step-00000007"
-    assert pool.run(load, {"path": path}, world_size=loading) == [saved[0]] * loading
+    (first, works), *others = pool.run(load_with_progress, {"path": path}, world_size=loading)
+    assert first == states[0]
+    assert others == [(first, [])] * (loading - 1)
+    assert [what for what, _, _ in works] == ["check of the checkpoint", "load"]
+    assert all(total == done > 0 for _, total, done in works)
     written = read(path)
     files = [".metadata", *(f"__{rank}_0.distcp" for rank in range(saving))]
     assert names(path) == [*files, "manifest.json"]
-    assert written.files == {
-        name: ((path / name).stat().st_size, digest_file(path / name)) for name in files
-    }
+    assert written.files == {name: file_entry(path / name) for name in files}
     matrices = ("model.weight", "optim.weight.exp_avg", "optim.weight.exp_avg_sq")
     expected = dict.fromkeys(matrices, (SHAPE, "float32"))
     assert written.tensors == expected | {"optim.weight.step": ((), "float32")}
@@ -157,76 +206,43 @@ def test_state_is_loaded_bit_for_bit(pool: Pool, tmp_path: Path, saving: int, lo
     assert facts == (7, saving, {"at": 7}, 0.1)
 
 
-class Recorder:
-    """Stands in for ``Progress``."""
-
-    works: ClassVar[list["Recorder"]] = []
-
-    def __init__(self, what: str, total: int, unit: str) -> None:
-        self.what, self.total, self.unit, self.done = what, total, unit, 0
-        self.works.append(self)
-
-    def __enter__(self) -> "Recorder":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def advance(self, amount: int) -> None:
-        self.done += amount
-
-
-def load_with_progress(path: Path) -> list[tuple[str, int, int]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "Progress", Recorder)
-        patch.setattr(Recorder, "works", [])
-        load(path)
-        return [(work.what, work.total, work.done) for work in Recorder.works]
-
-
-def test_rank_0_says_how_far_a_load_is(pool: Pool, tmp_path: Path) -> None:
-    run_save(pool, tmp_path, [7], keep=1, ranks=2)
-    path = tmp_path / "step-00000007"
-    first, second = pool.run(load_with_progress, {"path": path}, world_size=2)
-    (check, checked, n_checked), (read, to_read, n_read) = first
-    assert (check, read) == ("check of the checkpoint", "load")
-    assert checked == n_checked > 0
-    assert to_read == n_read > 0
-    assert second == []
-
-
 def test_leftovers_of_a_crash_are_removed(pool: Pool, tmp_path: Path) -> None:
     for leftover in ("step-00000004.tmp", "step-00000004", "step-00000003.old.tmp"):
         (tmp_path / leftover).mkdir()
         (tmp_path / leftover / "junk").write_text("from before")
     (tmp_path / "step-00000003-hf.tmp").mkdir()  # convert may be writing it
-    run_save(pool, tmp_path, [4, 5], keep=2, ranks=2)
+    pool.run(save, {"folder": tmp_path, "steps": [4, 5], "keep": 2}, world_size=2)
     assert names(tmp_path) == ["step-00000003-hf.tmp", "step-00000004", "step-00000005"]
     assert "junk" not in names(tmp_path / "step-00000004")
 
 
-def test_links_and_pipes_are_not_checkpoints(pool: Pool, tmp_path: Path) -> None:
+def test_links_and_pipes_are_not_checkpoints(pool: Pool, tmp_path: Path, saved: Path) -> None:
     """They are ignored even under the name of one: a link could lead to anybody's checkpoint."""
-    run_save(pool, tmp_path / "other", [30], keep=1)
-    run_save(pool, tmp_path / "run", [5], keep=1)
+    place_copies(saved, tmp_path / "other", 30)
+    place_copies(saved, tmp_path / "run", 5)
     (tmp_path / "run/step-00000030").symlink_to(tmp_path / "other/step-00000030")
     (tmp_path / "run/step-00000007.tmp").symlink_to(tmp_path / "other/step-00000030")
     (tmp_path / "run/step-00000040").touch()
     os.mkfifo(tmp_path / "run/step-00000050")
-    assert pool.run(newest, {"folder": tmp_path / "run"}, world_size=1) == [["step-00000005"] * 2]
+    found = pool.run(newest, {"folders": [tmp_path / "run"]}, world_size=1)
+    assert found == [[["step-00000005"] * 2]]
     # A save replaces whatever has its name. The target of a link is left as it is.
     before = names(tmp_path / "other/step-00000030")
-    run_save(pool, tmp_path / "run", [7, 30, 40], keep=9)
+    pool.run(save, {"folder": tmp_path / "run", "steps": [7, 30, 40]}, world_size=1)
     assert names(tmp_path / "run") == [f"step-{step:08d}" for step in (5, 7, 30, 40, 50)]
     assert not (tmp_path / "run/step-00000030").is_symlink()
     assert names(tmp_path / "other/step-00000030") == before
 
 
-def newest(folder: Path) -> list[str | None]:
+def newest(folders: list[Path]) -> list[list[str | None]]:
+    """Return for each folder the newest checkpoint that is whole, and the one for messages."""
+    answers = []
     with pool_world():
-        store = Store(folder, keep=1)
-        found, path = store.newest_whole(), store.newest()
-        return [found and found[0].name, path and path.name]
+        for folder in folders:
+            store = Store(folder, keep=1)
+            found, path = store.newest_whole(), store.newest()
+            answers.append([found and found[0].name, path and path.name])
+    return answers
 
 
 def warnings_of_two_searches(folder: Path) -> list[str]:
@@ -256,15 +272,16 @@ def test_a_link_causes_one_warning(pool: Pool, tmp_path: Path) -> None:
     assert found == [[message], []]
 
 
-def test_a_folder_that_is_being_written_is_no_checkpoint(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(newest, {"folder": tmp_path / "absent"}, world_size=1) == [[None, None]]
-    run_save(pool, tmp_path, [5], keep=2)
+def test_a_folder_that_is_being_written_is_no_checkpoint(
+    pool: Pool, tmp_path: Path, saved: Path
+) -> None:
+    place_copies(saved, tmp_path, 5)
     # As after a crash just before the rename.
-    shutil.copytree(tmp_path / "step-00000005", tmp_path / "step-00000030.tmp")
-    assert pool.run(newest, {"folder": tmp_path}, world_size=1) == [["step-00000005"] * 2]
-
-
-FILES = (".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json")
+    shutil.copytree(saved, tmp_path / "step-00000030.tmp")
+    folders = [tmp_path / "absent", tmp_path]
+    assert pool.run(newest, {"folders": folders}, world_size=1) == [
+        [[None, None], ["step-00000005"] * 2]
+    ]
 
 
 def flip(path: Path, bit: int) -> None:
@@ -273,70 +290,51 @@ def flip(path: Path, bit: int) -> None:
     path.write_bytes(content)
 
 
+# By how it damages a checkpoint, and how the line that reports it goes on after the folder.
 DAMAGE: dict[str, Callable[[Path], Any]] = {
-    **{
-        f"{name} flipped at {bit}": lambda at, n=name, b=bit: flip(at / n, b)
-        for name in FILES
-        for bit in (5, 4099, -1)
-    },
-    **{
-        f"{name} truncated": lambda at, n=name: os.truncate(at / n, (at / n).stat().st_size - 1)
-        for name in FILES
-    },
-    **{f"{name} missing": lambda at, n=name: (at / n).unlink() for name in FILES},
-    "a file too many": lambda at: (at / "__2_0.distcp").touch(),
+    "/__0_0.distcp has another digest": lambda at: flip(at / "__0_0.distcp", 4099),
+    "/__1_0.distcp has another digest": lambda at: flip(at / "__1_0.distcp", -1),
+    "/.metadata has ": lambda at: os.truncate(at / ".metadata", 100),
+    "/__1_0.distcp cannot be read (No such file": lambda at: (at / "__1_0.distcp").unlink(),
+    "/__2_0.distcp is not in the manifest": lambda at: (at / "__2_0.distcp").touch(),
+    "/manifest.json ": lambda at: flip(at / "manifest.json", 5),
+    " is not a checkpoint": lambda at: (at / "manifest.json").unlink(),
 }
 
 
-def find_damage(folder: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Damage step 2 in many ways.
+def find_damage(folder: Path, saved: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Damage step 2, a copy of ``saved``, in many ways.
 
     Returns:
         For each way, the checkpoint that is found, and the lines of the error about step 2.
     """
     answers = {}
     with pool_world():
-        stages, optimizer = make_job(seed=0)
-        written = Store(folder, keep=2)
-        for step in (1, 2):
-            written.save(make_manifest(step), stages, optimizer)
-        hurt, spare = folder / "step-00000002", folder / "spare"
-        if dist.get_rank() == 0:
-            shutil.copytree(hurt, spare)
         for kind, spoil in DAMAGE.items():
             if dist.get_rank() == 0:
-                shutil.rmtree(hurt)
-                shutil.copytree(spare, hurt)
-                spoil(hurt)
+                shutil.rmtree(folder / "step-00000002", ignore_errors=True)
+                spoil(place_copies(saved, folder, 2))
             dist.barrier()
-            found = Store(folder, keep=2).newest_whole()
-            try:
-                written.check(hurt)
-                lines: tuple[str, ...] = ("nothing",)
-            except CheckpointError as error:
-                lines = error.lines
-            answers[kind] = found[0].name if found else "none", lines
+            looking = Store(folder, keep=2)
+            found = looking.newest_whole()
+            with pytest.raises(CheckpointError) as caught:
+                looking.check(folder / "step-00000002")
+            answers[kind] = found[0].name if found else "none", caught.value.lines
     return answers
 
 
-def test_damage_to_any_file_is_reported_and_the_older_one_used(pool: Pool, tmp_path: Path) -> None:
-    first, second = pool.run(find_damage, {"folder": tmp_path}, world_size=2)
+def test_damage_to_any_file_is_reported_and_the_older_one_used(
+    pool: Pool, tmp_path: Path, saved: Path
+) -> None:
+    place_copies(saved, tmp_path, 1)
+    arguments = {"folder": tmp_path, "saved": saved}
+    first, second = pool.run(find_damage, arguments, world_size=2)
     assert first == second  # one verdict, although each rank reads other files
-    place = tmp_path / "step-00000002"
     for kind, (found, lines) in first.items():
-        name, _, how = kind.partition(" ")
         assert found == "step-00000001", kind
-        if name == "manifest.json":
-            assert lines[0].startswith((f"{place / name} ", f"{place} is not a checkpoint")), kind
-        elif how == "file too many":
-            assert lines == (f"{place}/__2_0.distcp is not in the manifest",)
-        else:
-            message = {"truncated": " has ", "missing": " cannot be read (No such file"}.get(
-                how, " has another digest "
-            )
-            assert len(lines) == 1, kind
-            assert lines[0].startswith(f"{place / name}{message}"), kind
-    assert len(first) == 21
+        assert len(lines) == 1, kind
+        assert lines[0].startswith(f"{tmp_path}/step-00000002{kind}"), kind
+    assert first.keys() == DAMAGE.keys()
 
 
 def search(folder: Path) -> None:
@@ -344,8 +342,8 @@ def search(folder: Path) -> None:
         Store(folder, keep=1).newest_whole()
 
 
-def test_if_all_are_damaged_no_run_starts_anew(pool: Pool, tmp_path: Path) -> None:
-    run_save(pool, tmp_path, [1, 2], keep=2)
+def test_if_all_are_damaged_no_run_starts_anew(pool: Pool, tmp_path: Path, saved: Path) -> None:
+    place_copies(saved, tmp_path, 1, 2)
     for path in tmp_path.iterdir():
         (path / ".metadata").unlink()
     assert refused(pool, search, 2, folder=tmp_path) == 2 * [
@@ -356,32 +354,18 @@ def test_if_all_are_damaged_no_run_starts_anew(pool: Pool, tmp_path: Path) -> No
     ]
 
 
-class Touch:
-    """Its pickle makes a file if it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.system, (f"touch {self.path}",)
-
-
-@pytest.mark.parametrize("where", [".metadata", "__0_0.distcp"])
 def test_code_in_a_checkpoint_with_right_digests_is_refused(
-    pool: Pool, tmp_path: Path, where: str
+    pool: Pool, tmp_path: Path, saved: Path
 ) -> None:
-    run_save(pool, tmp_path, [1], keep=1)
-    path, marker = tmp_path / "step-00000001", tmp_path / "marker"
-    if where == ".metadata":
-        (path / where).write_bytes(pickle.dumps(Touch(marker)))
-    else:
-        metadata = pickle.loads((path / ".metadata").read_bytes())
-        with open(path / where, "wb") as file:
-            for entry in metadata.storage_data.values():
-                entry.offset = file.tell()
-                torch.save(Touch(marker), file)
-                entry.length = file.tell() - entry.offset
-        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    """It stands in the place of the tensors: ``test_metadata.py`` has code in the metadata."""
+    path, marker = place_copies(saved, tmp_path, 1), tmp_path / "marker"
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    with open(path / "__0_0.distcp", "wb") as file:
+        for entry in metadata.storage_data.values():
+            entry.relative_path, entry.offset = "__0_0.distcp", file.tell()
+            torch.save(Call(os.system, f"touch {marker}"), file)
+            entry.length = file.tell() - entry.offset
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
     files = {name: file_entry(path / name) for name in read(path).files}
     manifest.write(path, replace(read(path), files=files))
     for lines in refused(pool, load, 2, path=path):
@@ -389,27 +373,10 @@ def test_code_in_a_checkpoint_with_right_digests_is_refused(
     assert not marker.exists()
 
 
-def save_object(folder: Path) -> None:
-    with pool_world():
-        dcp.save(
-            {"model.weight": torch.ones(SHAPE), "extra": [1]},
-            storage_writer=dcp.FileSystemWriter(folder),
-        )
-        files = {name: file_entry(folder / name) for name in names(folder)}
-        manifest.write(folder, replace(make_manifest(1), files=files))
-
-
-def test_objects_are_refused(pool: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "step-00000001"
-    pool.run(save_object, {"folder": path}, world_size=1)
-    assert refused(pool, load, 1, path=path) == [
-        (f"{path} holds objects that are not tensors, and only tensors are loaded: 'extra'",)
-    ]
-
-
-def test_checkpoint_of_another_model_is_refused_on_every_rank(pool: Pool, tmp_path: Path) -> None:
-    run_save(pool, tmp_path, [1], keep=1)
-    path = tmp_path / "step-00000001"
+def test_checkpoint_of_another_model_is_refused_on_every_rank(
+    pool: Pool, tmp_path: Path, saved: Path
+) -> None:
+    path = place_copies(saved, tmp_path, 1)
     lines = refused(pool, load, 2, path=path, shape=(6, 3))
     assert lines == 2 * [
         (
@@ -474,9 +441,9 @@ def save_and_fail(folder: Path, step: int, shape: tuple[int, int] = SHAPE, spoil
     ("spoil", "ranks"), [("_sync_own_files", 2), ("sync", 2), ("write", 1), ("rename", 1)]
 )
 def test_save_that_fails_on_one_rank_fails_on_all(
-    pool: Pool, tmp_path: Path, spoil: str, ranks: int
+    pool: Pool, tmp_path: Path, saved: Path, spoil: str, ranks: int
 ) -> None:
-    run_save(pool, tmp_path, [1], keep=2, ranks=2)
+    place_copies(saved, tmp_path, 1)
     message = refused(pool, save_and_fail, ranks, folder=tmp_path, step=2, spoil=spoil)
     prefix = "rank 1: " if ranks == 2 else ""
     assert message == ranks * [
@@ -487,7 +454,7 @@ def test_save_that_fails_on_one_rank_fails_on_all(
         )
     ]
     assert names(tmp_path) == ["step-00000001"]
-    assert pool.run(newest, {"folder": tmp_path}, world_size=1) == [["step-00000001"] * 2]
+    assert contents(tmp_path / "step-00000001") == contents(saved)
 
 
 def save_while_the_folder_is_replaced(folder: Path) -> None:
@@ -545,29 +512,30 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(path)], check=True)
 
 
-def test_full_disk_keeps_the_last_checkpoint(pool: Pool, disk: Path) -> None:
+def test_full_disk_keeps_the_last_checkpoint(pool: Pool, disk: Path, saved: Path) -> None:
     folder = disk / "run" / "checkpoints"
-    shape = (160, 300)  # 576 kB with its moments
-    run_save(pool, folder, [1], keep=2, ranks=2, shape=shape)
+    place_copies(saved, folder, 1)
+    (disk / "filler").write_bytes(bytes(700_000))
     failed = f"step 2 could not be saved in {folder}/step-00000002.tmp: rank "
     newest_left = f"the newest checkpoint is {folder}/step-00000001: the same command goes on"
+    shape = (160, 300)  # 576 kB with its moments
     for lines in refused(pool, save_and_fail, 2, folder=folder, step=2, shape=shape):
         assert lines[0].startswith(failed)
         assert "No space left on device" in lines[0]
         assert lines[-1] == f"{newest_left} from it"
     assert names(folder) == ["step-00000001"]
-    assert pool.run(newest, {"folder": folder}, world_size=1) == [["step-00000001"] * 2]
+    assert contents(folder / "step-00000001") == contents(saved)
     # Once there is room again, the next save is whole.
-    (folder / "step-00000001" / "manifest.json").unlink()
-    run_save(pool, folder, [3], keep=1, ranks=2, shape=(10, 10))
+    (disk / "filler").unlink()
+    pool.run(save, {"folder": folder, "steps": [3], "keep": 1}, world_size=2)
     assert names(folder) == ["step-00000003"]
 
 
-def test_read_only_folder_keeps_the_last_checkpoint(pool: Pool, disk: Path) -> None:
-    run_save(pool, disk / "run", [1], keep=2)
+def test_read_only_folder_keeps_the_last_checkpoint(pool: Pool, disk: Path, saved: Path) -> None:
+    place_copies(saved, disk / "run", 1)
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     for lines in refused(pool, save_and_fail, 2, folder=disk / "run", step=2):
         assert "rank 0: writing: [Errno 30] Read-only file system" in lines[0]
         assert "the newest checkpoint is" in lines[1]
         assert "step-00000001" in lines[1]
-    assert pool.run(newest, {"folder": disk / "run"}, world_size=1) == [["step-00000001"] * 2]
+    assert contents(disk / "run/step-00000001") == contents(saved)

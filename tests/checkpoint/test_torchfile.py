@@ -18,18 +18,10 @@ from torch.utils.serialization import config as serialization
 
 from composer3d.checkpoint.torchfile import StoredTensor, load_torch, read_tensor
 from composer3d.facts.errors import CheckpointError
-from tests.checkpoint.assemble import call, dict_of, name, number, text, tuple_of
+from tests.checkpoint.assemble import Call, call, dict_of, name, number, text, tuple_of
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16]
-
-
-class Call:
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self.call = function, arguments
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return self.call
 
 
 class Stranger:
@@ -186,11 +178,6 @@ def test_error_for_formats_before_torch_1_6_has_a_way_out(tmp_path: Path, kind: 
     )
 
 
-def test_torchscript_is_refused(tmp_path: Path) -> None:
-    torch.save(Stranger(), tmp_path / "x.pt")
-    assert "Stranger" in refused(tmp_path / "x.pt")
-
-
 def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.pt")
     assert "is a named pipe, not a plain file" in refused(tmp_path / "x.pt")
@@ -231,22 +218,14 @@ NO_SHAPE = "a shape that no tensor has"
 NO_STRIDES = "strides or an offset that no tensor has"
 NO_CALL = "in a way that torch.save does not"
 WRONG: dict[str, tuple[bytes, str]] = {
-    "more than is stored": (tensor((5,), (1,)), f"a tensor of shape (5,) {BEYOND}"),
     "beyond by its offset": (tensor((4,), (1,), offset=1), BEYOND),
     "beyond by its strides": (tensor((2, 2), (3, 1)), BEYOND),
     "one number without end": (tensor((10**15,), (0,)), BEYOND),
     "no numbers far away": (tensor((0,), (1,), offset=-1), NO_STRIDES),
     "strides of other dimensions": (tensor((2, 2), (1,)), NO_STRIDES),
-    "negative sizes": (tensor((-2, -2), (1, 1)), NO_SHAPE),
-    "negative strides": (tensor((2,), (-1,)), NO_SHAPE),
     "sizes beyond all": (tensor((2**62,), (1,)), NO_SHAPE),
     "sizes that multiply beyond all": (tensor((2**61, 2**61), (1, 1)), BEYOND),
-    "a storage beyond the file": (
-        tensor((4,), (1,), count=10**15),
-        "declares a storage of 1000000000000000",
-    ),
     "a storage below its bytes": (tensor((2,), (1,), count=2), "declares a storage of 2"),
-    "a negative storage": (tensor((0,), (1,), count=-4), "declares a storage of -4"),
     "a storage that is not there": (
         tensor((4,), (1,), key="1"),
         "it has no 'data/1', to which it refers",
@@ -261,7 +240,6 @@ WRONG: dict[str, tuple[bytes, str]] = {
         "a storage that belongs to no tensor",
     ),
     "another call": (call("torch.Size", tuple_of(text("a"))), NO_SHAPE),
-    "a parameter of nothing": (call("torch._utils._rebuild_parameter"), NO_CALL),
     "a parameter of itself": (
         b"]q\x00" + name("torch._utils._rebuild_parameter") + b"h\x00\x85R",
         NO_CALL,
@@ -272,7 +250,6 @@ WRONG: dict[str, tuple[bytes, str]] = {
         b"}" + call("collections.OrderedDict") + b"Ns",
         "keys that are neither texts nor integers",
     ),
-    "itself": (b"]q\x00h\x00a", "it nests deeper than 64"),
     "deep": (b"N" + b"\x85" * 65, "it nests deeper than 64"),
     "doubled": (b")" + b"q\x00h\x00\x86" * 30, "or holds more than 200,000"),
 }
@@ -362,14 +339,11 @@ WRONG_LISTS: list[tuple[Callable[[bytearray, int], object], str]] = [
         put("<II", 10**9, 10**9, at=20),
         "its 'x/data.pkl' has 1,000,000,000 bytes, more than the file",
     ),
-    (put("<I", 10**9, at=20), "is compressed"),
     (put("<II", 0xFFFFFFFF, 0xFFFFFFFF, at=20), "has 0 bytes|more than the file|cut off"),
     (put("<I", 10**9, at=42), "more than the file"),
     (put("<I", 1, at=42), "does not lie within it"),
-    (put("<H", 60_000, at=28), DAMAGED_LIST),
     (put("<4s", b"PK\x01\x03", at=0), DAMAGED_LIST),
     (put("<I", 10**9, at=-10), "it has|its list of records has 1,000,000,000 bytes|cut off"),
-    (put("<I", 10**9, at=-6), "it is cut off"),
     (put("<II", 0xFFFFFFFF, 0xFFFFFFFF, at=-10), "the end of its archive is damaged|cut off"),
     (lambda content, begin: content.extend(b"more"), NO_END),
     (lambda content, begin: content.pop(), NO_END),

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from composer3d.convert.convert import convert
 from composer3d.facts.errors import CheckpointError
+from tools.prove.paths import ROOT
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -51,27 +52,39 @@ def flip(path: Path, at: int) -> None:
 
 
 _MEASURE = """
-import re, sys
+import json, re, sys
 from pathlib import Path
 import torch
 from composer3d.convert.convert import convert
 import composer3d.convert.convert as module
 anon = lambda: int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
-base, peak, inner = anon(), 0, module.digest_of
+inner = module.digest_of
 def measured(tensor):
     global peak
     peak = max(peak, anon() - base)
     return inner(tensor)
 module.digest_of = measured
-convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], dtype=sys.argv[4] or None)
-print(peak)
+for number, (source, to, dtype) in enumerate(json.loads(sys.argv[1])):
+    base, peak = anon(), 0
+    convert(Path(source), Path(f"out-{number}"), to, dtype=dtype or None)
+    print(peak)
 """
 
 
-def peak_of_convert(source: Path, out: Path, to: str, dtype: str = "") -> int:
-    """Convert in another process; return the most bytes of memory that it took beyond its start."""
-    command = [sys.executable, "-c", _MEASURE, source, out, to, dtype]
+def peaks_of_converts(folder: Path, jobs: list[tuple[str, str, str]]) -> list[int]:
+    """Convert in another process, whose current folder is ``folder``.
+
+    Args:
+        folder: holds the sources.
+        jobs: the source, the format and the dtype of each conversion.
+
+    Returns:
+        The most bytes of memory that each conversion took beyond its start.
+    """
     # With this threshold, freed memory goes back to the system, so that the peak can be measured.
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True, env=env)
-    return int(done.stdout)
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", _MEASURE, json.dumps(jobs)]
+    done = subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=True
+    )
+    return [int(line) for line in done.stdout.split()]

@@ -54,12 +54,16 @@ def test_an_expert_keeps_its_number_and_its_projections(tmp_path: Path) -> None:
                 assert torch.equal(values, torch.full_like(values, layer + expert / 100 + offset))
 
 
-def test_large_models_are_cut_into_files_between_experts(tmp_path: Path) -> None:
+def test_large_models_are_cut_into_files_also_between_experts(tmp_path: Path) -> None:
     make_dcp(tmp_path / "a", MIXTRAL)
     one = 4 * MIXTRAL.dim * MIXTRAL.ffn  # bytes of a projection of one expert
     convert(tmp_path / "a", tmp_path / "b", "hf", shard=2 * one)
     index = json.loads((tmp_path / "b/model.safetensors.index.json").read_text())
     parts = {file.name: load_file(file) for file in (tmp_path / "b").glob("*.safetensors")}
+    numbers = range(1, len(parts) + 1)
+    assert sorted(parts) == [f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in numbers]
+    held = [tensor for part in parts.values() for tensor in part.values()]
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in held)
     assert index["weight_map"] == {name: file for file, part in parts.items() for name in part}
     # The embedding and the head are larger than an expert, but not than two.
     assert max(sum(tensor.nbytes for tensor in part.values()) for part in parts.values()) <= 2 * one
@@ -71,9 +75,8 @@ def test_large_models_are_cut_into_files_between_experts(tmp_path: Path) -> None
     assert same(tensors(tmp_path / "c"), expected)
 
 
-@pytest.mark.parametrize("layer", [0, 1])
-def test_layers_may_have_different_forms(tmp_path: Path, layer: int) -> None:
-    make_hf(tmp_path / "hf", MIXTRAL, packed=[layer])
+def test_layers_may_have_different_forms(tmp_path: Path) -> None:
+    make_hf(tmp_path / "hf", MIXTRAL, packed=[1])
     convert(tmp_path / "hf", tmp_path / "b", "torch")
     assert same(torch.load(tmp_path / "b", weights_only=True)["model"], weights(MIXTRAL))
 
@@ -163,7 +166,7 @@ def two_dtypes(dtype: str) -> str:
     return f"{place}; the experts of a layer must have one dtype"
 
 
-ONE_TOO_MANY, OF_ANOTHER = EXPERT.replace("3", "4"), EXPERT.replace("w2", "down_proj")
+ONE_TOO_MANY = EXPERT.replace("3", "4")
 # A change of the tensors of Mixtral, as published or packed, and the lines that refuse it.
 PUBLISHED: dict[str, tuple[Callable[[Held], object], list[str]]] = {
     "missing": (lambda held: held.pop(EXPERT), [missing(EXPERT, "(32, 48)")]),
@@ -183,28 +186,11 @@ PUBLISHED: dict[str, tuple[Callable[[Held], object], list[str]]] = {
             "and not quantized",
         ],
     ),
-    "another dtype": (
-        lambda held: held.update({EXPERT: torch.ones(32, 48, dtype=torch.bfloat16)}),
-        [two_dtypes("bfloat16")],
-    ),
-    "of another family": (
-        lambda held: held.update({OF_ANOTHER: held.pop(EXPERT)}),
-        [missing(EXPERT, "(32, 48)"), unknown(OF_ANOTHER)],
-    ),
 }
 PACKED: dict[str, tuple[Callable[[Held], object], list[str]]] = {
-    "missing, packed": (lambda held: held.pop(DOWN), [missing(DOWN, "(4, 32, 48)")]),
     "misshapen, packed": (
         lambda held: held.update({GATE_UP: held[GATE_UP].mT.contiguous()}),
         [misshapen(GATE_UP, "(4, 32, 96)", "(4, 96, 32)")],
-    ),
-    "gates alone, packed": (
-        lambda held: held.update({GATE_UP: held[GATE_UP][:, :48].clone()}),
-        [misshapen(GATE_UP, "(4, 48, 32)", "(4, 96, 32)")],
-    ),
-    "an expert too few, packed": (
-        lambda held: held.update({DOWN: held[DOWN][:3].clone()}),
-        [misshapen(DOWN, "(3, 32, 48)", "(4, 32, 48)")],
     ),
     "both forms": (
         lambda held: held.update({EXPERT: torch.ones(32, 48)}),
@@ -221,37 +207,31 @@ def test_wrong_experts_are_named(
     packed = range(MIXTRAL.n_layers) if case in PACKED else ()
     monkeypatch.chdir(tmp_path)
     make_hf(Path("a"), MIXTRAL, packed=packed)
-    convert(Path("a"), Path("whole"), "torch")
     rewrite_safetensors(Path("a/model.safetensors"), damage)
     assert refusal(Path("a"), Path("b"), "torch") == lines
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "whole"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert inspect(Path("a"))["problems"] == lines
 
 
 def test_a_config_with_endless_experts_is_refused_at_once(tmp_path: Path) -> None:
     """Its names alone would take gigabytes."""
     make_hf(tmp_path / "a", MIXTRAL)
-    layers = {f"model.layers.{layer}.x": torch.ones(1) for layer in range(10_000)}
+    layers = {f"model.layers.{layer}.x": torch.ones(1) for layer in range(200)}
     held = load_file(tmp_path / "a/model.safetensors")
     save_file(held | layers, tmp_path / "a/model.safetensors")
-    endless = {"num_local_experts": 65_536, "num_hidden_layers": 10_000}
+    endless = {"num_local_experts": 65_536, "num_hidden_layers": 200}
     rewrite_json(tmp_path / "a/config.json", lambda config: config.update(endless))
     assert refusal(tmp_path / "a", tmp_path / "b", "dcp") == [
         f"{tmp_path / 'a'}: there are 24 tensors of experts, but the model of config.json has "
-        "1,966,080,000; copy the missing files"
+        "39,321,600; copy the missing files"
     ]
 
 
 MANIFESTS: dict[str, tuple[dict[str, Any], str]] = {
     "router": ({"model.router": "x"}, 'model.router = "x" must be "softmax" or "sigmoid"'),
-    "experts": ({"model.experts": 10**12}, "model.experts = 1000000000000 must be from 1 to"),
     "experts of a token": (
         {"model.experts_per_token": 9},
         "model.experts_per_token = 9 must be at most the experts of experts = 4",
-    ),
-    "no architecture": (
-        {"model.architecture": 5},
-        "has a model of the architecture 5: composer3d converts and inspects its own",
     ),
     "a module": (
         {"model.architecture": "os:environ"},

@@ -1,4 +1,7 @@
-"""Files that were made to harm are refused with one line, quickly and in little memory."""
+"""Files that were made to harm are refused with one line, quickly and in little memory.
+
+``tools/prove/hostile/exports.py`` has a table of them; ``bash tools/prove/run hostile`` runs all.
+"""
 
 import json
 import os
@@ -7,13 +10,13 @@ import resource
 import struct
 import time
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from composer3d.checkpoint import manifest as manifests
 from composer3d.cli import main
 from composer3d.convert.convert import convert
 from composer3d.convert.formats import _HEADER_LIMIT
@@ -22,7 +25,7 @@ from composer3d.facts.errors import CheckpointError
 from composer3d.models.llama import huggingface as hf
 from composer3d.models.llama.shape import ModelShape
 from tests.convert.changes import refusal, rewrite_json
-from tests.convert.sample_checkpoints import SHAPE, make_dcp, make_hf
+from tests.convert.sample_checkpoints import make_hf
 from tools.prove.hostile.exports import (
     HEADERS,
     INDEXES,
@@ -86,12 +89,9 @@ def shape_or_lines(config: dict[str, Any]) -> ModelShape | None:
 QWEN = LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}
 
 
-@pytest.mark.parametrize("key", KEYS_READ)
 @pytest.mark.parametrize("base", [LLAMA, QWEN], ids=["llama", "qwen2"])
-def test_any_value_of_a_key_is_a_shape_or_a_line(
-    base: dict[str, Any], key: str, cheap: None
-) -> None:
-    for value in ODD_VALUES:
+def test_any_value_of_a_key_is_a_shape_or_a_line(base: dict[str, Any], cheap: None) -> None:
+    for key, value in product(KEYS_READ, ODD_VALUES):
         if shape := shape_or_lines(base | {key: value}):
             # A shape of these values is accepted once more, so nothing is wrong with them.
             values = {entry.name: getattr(shape, entry.name) for entry in fields(shape)}
@@ -104,9 +104,8 @@ STRETCH = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 STRETCH["original_max_position_embeddings"] = 16
 
 
-@pytest.mark.parametrize("key", STRETCH)
-def test_any_value_of_a_stretch_is_a_shape_or_a_line(key: str, cheap: None) -> None:
-    for value in ODD_VALUES:
+def test_any_value_of_a_stretch_is_a_shape_or_a_line(cheap: None) -> None:
+    for key, value in product(STRETCH, ODD_VALUES):
         config = LLAMA | {"rope_scaling": {"rope_type": "llama3", **STRETCH, key: value}}
         if shape := shape_or_lines(config):
             assert shape.rope_low_freq < shape.rope_high_freq or shape.rope_factor == 1
@@ -114,58 +113,22 @@ def test_any_value_of_a_stretch_is_a_shape_or_a_line(key: str, cheap: None) -> N
 
 NO_RATIO = "the width of a head is their ratio, which must be an even integer"
 NO_TRUTH = "it must be true, false or absent"
-# What is added to config.json, and a part of the line that refuses it.
+# What is added to config.json, and a part of the line that refuses it. ``tests/models`` and
+# ``tests/facts`` have the other lines.
 REFUSED: dict[str, tuple[str, str]] = {
-    "eps below 0": ('"rms_norm_eps": -1', "rms_norm_eps = -1 must be "),
-    "eps 0": ('"rms_norm_eps": 0', "rms_norm_eps = 0 must be "),
-    "eps nan": ('"rms_norm_eps": NaN', "cannot be read (it holds NaN, which JSON does not have)"),
-    "theta below 0": ('"rope_theta": -1', "rope_theta = -1 must be "),
     "theta 0": ('"rope_theta": 0', "rope_theta = 0 must be "),
-    "theta nan": ('"rope_theta": NaN', "cannot be read (it holds NaN"),
-    "theta infinite": (
-        '"rope_theta": 1e400',
-        "cannot be read (it holds 1e400, which is beyond the range of a float)",
-    ),
-    "Infinity": ('"x": -Infinity', "cannot be read (it holds -Infinity"),
     "tied in words": (
         '"tie_word_embeddings": "false"',
         f'"false" is not supported; {NO_TRUTH}',
     ),
-    "window in words": ('"use_sliding_window": "false"', NO_TRUTH),
-    "odd heads": ('"head_dim": 15', "head_dim = 15 must be even"),
     "odd heads by ratio": ('"hidden_size": 60', NO_RATIO),
-    "no ratio": ('"hidden_size": 62', NO_RATIO),
     "groups": (
         '"num_key_value_heads": 3',
         "num_key_value_heads = 3 must divide num_attention_heads = 4",
     ),
-    "no groups": (
-        '"num_key_value_heads": 0',
-        "num_key_value_heads = 0 is not supported; it must be a positive integer",
-    ),
-    "list of positions": (
-        '"rope_scaling": [1]',
-        "rope_scaling = [1] is not supported; it must be an object",
-    ),
-    "number of positions": (
-        '"rope_parameters": 5',
-        "rope_parameters = 5 is not supported; it must be an object",
-    ),
-    "list of kinds": ('"layer_types": 5', "layer_types = 5 is not supported; it must be one of "),
-    "other kinds": ('"layer_types": ["x", "x", "x"]', "is not supported; it must be one of "),
     "kinds of others": ('"layer_types": ["full_attention"]', "sliding_attention for each layer"),
-    "model": (
-        '"model_type": ["llama"]',
-        'model_type = ["llama"] is not supported; it must be llama, ',
-    ),
     "digits": (f'"vocab_size": {HUGE}', "(it holds an integer of 401 digits)"),
-    "more digits": (
-        '"vocab_size": 1' + "0" * 5000,
-        "cannot be read (it holds an integer of 5,001 digits",
-    ),
-    "depth": ('"x": ' + "[" * 100_000, "cannot be read (it nests too deep)"),
     "size": ('"x": "' + "x" * (1 << 20) + '"', "is larger than 1,048,576 bytes"),
-    "encoding": ('"x": "\udcff"', "cannot be read ('utf-8' codec can't decode"),
 }
 
 
@@ -179,23 +142,6 @@ def test_a_config_is_refused_with_one_line(
     (line,) = refusal(tmp_path, function=hf.read_shape)
     assert message in line
     assert len(line) < 500
-
-
-SIZES = {
-    "num_hidden_layers": 10**7,
-    "vocab_size": 10**12,
-    "hidden_size": 2**40,
-    "intermediate_size": 10**15,
-}
-
-
-@pytest.mark.parametrize(("key", "size"), SIZES.items())
-def test_sizes_out_of_range_are_refused(tmp_path: Path, key: str, size: int, cheap: None) -> None:
-    folder = make_hf(tmp_path / "a")
-    rewrite_json(folder / "config.json", lambda config: config.update({key: size}))
-    message = f"config.json: {key} = {size} must be "
-    assert message in refusal(folder, tmp_path / "b", "dcp")[0]
-    assert message in refusal(folder, function=hf.read_shape)[0]
 
 
 def test_no_model_is_built_for_layers_without_tensors(tmp_path: Path, cheap: None) -> None:
@@ -215,18 +161,6 @@ def _in_range(name: str, value: int) -> bool:
 def safetensors(folder: Path, header: bytes, size: int | None = None, data: bytes = b"") -> None:
     head = struct.pack("<Q", len(header) if size is None else size)
     (folder / "model.safetensors").write_bytes(head + header + data)
-
-
-WEIGHTS = HEADERS | {name: change for name, change in NEEDED.items() if "safetensors" in name}
-
-
-@pytest.mark.parametrize("case", WEIGHTS)
-def test_a_safetensors_file_is_refused_with_one_line(
-    tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = make_hf(tmp_path / "a")
-    WEIGHTS[case](folder)
-    assert _refusal_of(folder, tmp_path, capsys)
 
 
 def test_headers_and_tensors_are_bounded(tmp_path: Path) -> None:
@@ -271,49 +205,41 @@ def _refusal_of(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 NORM = "model.norm.weight"
 
 
-@pytest.mark.parametrize("case", INDEXES)
-def test_an_index_is_refused_with_one_line(
-    tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = make_hf(tmp_path / "a")
-    index_file(INDEXES[case])(folder)
-    lines = _refusal_of(folder, tmp_path, capsys)
-    if case in ("above", "elsewhere", "dot", "dots", "empty-name", "absolute"):
-        assert "which is not the name of a file in its folder; it is not opened" in lines[0]
-
-
-def test_an_index_that_is_a_named_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = make_hf(tmp_path / "a")
-    (folder / "model.safetensors").unlink()
-    os.mkfifo(folder / "model.safetensors.index.json")
-    assert _refusal_of(folder, tmp_path, capsys)
-    (folder / "config.json").unlink()
-    os.mkfifo(folder / "config.json")
-    assert _refusal_of(folder, tmp_path, capsys)
-
-
-WRONG_PARAMS = {name: changed_json("params.json", changes) for name, changes in PARAMS.items()} | {
-    name: text_file("params.json", content) for name, content in TEXTS.items()
+# A fixed slice of the table, and what it does not hold.
+CHANGES = {
+    **{f"weights {name}": ("hf", change) for name, change in (HEADERS | NEEDED).items()},
+    **{f"index {name}": ("hf", index_file(content)) for name, content in INDEXES.items()},
+    **{f"params {n}": ("meta", changed_json("params.json", new)) for n, new in PARAMS.items()},
+    **{f"text {name}": ("meta", text_file("params.json", text)) for name, text in TEXTS.items()},
 }
+SLICE = [*sorted(CHANGES)[::6], "index pipe"]
 
 
-@pytest.mark.parametrize("case", WRONG_PARAMS)
-def test_params_json_is_refused_with_one_line(
+@pytest.mark.parametrize("case", SLICE)
+def test_a_changed_folder_is_refused_with_a_few_lines(
     tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    convert(make_hf(tmp_path / "hf"), tmp_path / "a", "meta")
-    WRONG_PARAMS[case](tmp_path / "a")
-    assert _refusal_of(tmp_path / "a", tmp_path, capsys)
+    form, change = CHANGES[case]
+    path = make_hf(tmp_path / "hf")
+    if form == "meta":
+        path = tmp_path / "meta"
+        convert(tmp_path / "hf", path, "meta")
+    change(path)
+    assert _refusal_of(path, tmp_path, capsys)
 
 
-@pytest.mark.parametrize("name", ["params.json", "consolidated.00.pth"])
-def test_named_pipes_in_a_meta_folder_are_refused(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    convert(make_hf(tmp_path / "hf"), tmp_path / "a", "meta")
-    (tmp_path / "a" / name).unlink()
-    os.mkfifo(tmp_path / "a" / name)
-    assert _refusal_of(tmp_path / "a", tmp_path, capsys)
+def test_named_pipes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_hf(tmp_path / "a")
+    convert(folder, tmp_path / "meta", "meta")
+    (folder / "model.safetensors").unlink()
+    for path in (
+        folder / "model.safetensors.index.json",
+        tmp_path / "meta/consolidated.00.pth",
+        tmp_path / "meta/params.json",
+    ):
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+        assert _refusal_of(path.parent, tmp_path, capsys)
 
 
 def test_a_source_that_is_no_plain_file_is_refused(tmp_path: Path) -> None:
@@ -339,10 +265,9 @@ def test_odd_names_of_source_and_target_are_refused(tmp_path: Path, name: str) -
     assert main(["inspect", str(path)]) in (1, 2)
     make_hf(tmp_path / "a")
     targets = [path / "b"] if name in ("/proc/self/mem", "loop") else [path, path / "b"]
-    for target in targets:
-        for to in ("hf", "torch"):
-            (line,) = refusal(tmp_path / "a", target, to)
-            assert not odd or "is not a valid name of a file" in line
+    for target, to in product(targets, ("hf", "torch")):
+        (line,) = refusal(tmp_path / "a", target, to)
+        assert not odd or "is not a valid name of a file" in line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "loop"]
 
 
@@ -375,19 +300,3 @@ def test_folders_without_permission_are_refused(tmp_path: Path) -> None:
         for path, mode in modes.items():
             path.chmod(mode)
         (tmp_path / "closed").chmod(0o700)
-
-
-def test_a_shape_in_a_manifest_must_be_in_the_same_ranges(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = make_dcp(tmp_path / "a")
-    saved = manifests.read(folder)
-    for key, value in (
-        ("model.n_layers", 10**7),
-        ("model.tied", "false"),
-        ("model.norm_eps", -1),
-        ("model.dim", None),
-    ):
-        manifests.write(folder, replace(saved, model={**saved.model, key: value}))
-        assert _refusal_of(folder, tmp_path, capsys)
-    assert SHAPE.n_layers == 2

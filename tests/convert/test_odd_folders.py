@@ -47,9 +47,7 @@ def index(folder: Path, files: dict[str, str]) -> None:
 
 
 RENAMED: dict[str, Callable[[str], str]] = {
-    "module.": lambda name: f"module.{name}",
-    "_orig_mod.": lambda name: f"_orig_mod.{name}",
-    "both": lambda name: f"module._orig_mod.{name}",
+    "two wrappers": lambda name: f"module._orig_mod.{name}",
     "inside": lambda name: name.replace("model.layers.0.", "model.layers.0._orig_mod."),
     "fsdp": lambda name: name.replace("model.", "model._fsdp_wrapped_module.", 1),
     "nested": lambda name: name.replace("model.", "model.language_model.", 1),
@@ -141,28 +139,26 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("command", ["convert", "inspect", "generate", "model.hf"])
-@pytest.mark.parametrize(("spoil", "message"), REFUSED.values(), ids=REFUSED)
+COMMANDS = {
+    "inspect": [],
+    "convert": ["to", "--to", "torch"],
+    "generate": ["--prompt", "a"],
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "command"),
+    [*((case, "inspect") for case in REFUSED), ("two names", "convert"), ("adapter", "generate")],
+)
 def test_what_cannot_be_read_has_one_cause(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    spoil: Callable[[Path], object],
-    message: str,
-    command: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str, command: str
 ) -> None:
+    spoil, message = REFUSED[case]
     folder = make_hf(tmp_path / "x")
     spoil(folder)
-    if command == "model.hf":
-        # As ``start.load_hf`` does on each rank.
-        (line,) = refusal(folder, function=open_source)
-        assert message in line
-        return
-    rest = {
-        "convert": [str(tmp_path / "to"), "--to", "torch"],
-        "inspect": [],
-        "generate": ["--prompt", "a"],
-    }[command]
-    assert cli.main([command, str(folder), *rest]) in (1, 2)
+    (line,) = refusal(folder, function=open_source)
+    assert message in line
+    assert cli.main([command, str(folder), *COMMANDS[command]]) in (1, 2)
     printed = capsys.readouterr()
     lines = [line for line in (printed.out + printed.err).splitlines() if str(folder) in line]
     assert len(lines) == 1
