@@ -23,7 +23,7 @@ from composer3d.runtime import launch
 from composer3d.runtime.launch import LOST_PEERS, Pool, WorkerError, run_ranks
 from composer3d.runtime.process_group import pool_world
 from composer3d.runtime.starter import REMOVE_AT_END, REQUEST
-from tests.runtime import light_tasks
+from tests.runtime import light_tasks, sockets
 
 
 def refuse() -> None:
@@ -344,28 +344,9 @@ def form_groups_and_listen() -> list[str]:
     with pool_world():
         dist.all_reduce(torch.ones(1))
         dist.new_group([0, 1])
-        addresses = listening_addresses()
+        addresses = sockets.addresses(sockets.LISTENING)
         dist.barrier()
     return addresses
-
-
-def listening_addresses() -> list[str]:
-    """The addresses at which this process listens, in the kernel's hexadecimal form."""
-    inodes = set()
-    for number in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            inodes.add(os.readlink(number))
-    rows = [
-        line.split()
-        for kind in ("tcp", "tcp6")
-        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
-    ]
-    address, state, inode, listens = 1, 3, 9, "0A"
-    return [
-        row[address].partition(":")[0]
-        for row in rows
-        if row[state] == listens and f"socket:[{row[inode]}]" in inodes
-    ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="listening sockets are read from Linux's /proc")
@@ -373,7 +354,7 @@ def test_ranks_listen_on_loopback_only(pool: Pool) -> None:
     loopback = "0100007F"
     addresses = pool.run(form_groups_and_listen, {}, world_size=2)
     assert [set(of_rank) for of_rank in addresses] == [{loopback}] * 2
-    assert listening_addresses() == []  # their owner does not listen at all
+    assert sockets.addresses(sockets.LISTENING) == []  # their owner does not listen at all
 
 
 OWNER = f"""

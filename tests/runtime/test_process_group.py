@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -39,6 +38,7 @@ from composer3d.runtime.process_group import (
     world,
 )
 from composer3d.runtime.starter import STORE_VARIABLE
+from tests.runtime import sockets
 
 
 def errors_of(functions: Sequence[Callable[[int], object]]) -> list[tuple[type, tuple[str, ...]]]:
@@ -232,27 +232,17 @@ def gather_over_a_part() -> None:
         dist.barrier()  # the ranks of the group may still form it
 
 
-def connections() -> int:
-    """Count the established TCP connections of this process."""
-    inodes = set()
-    for path in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # the descriptor of the list itself
-            inodes.add(os.readlink(path).removeprefix("socket:[").removesuffix("]"))
-    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    return sum(row[3] == "01" and row[9] in inodes for row in rows)
-
-
 def settled_connections() -> int:
-    """Count them once their number has stood for half a second.
+    """Count the connections of this process once their number has stood for half a second.
 
     A rank whose peer connects to it holds the connection only when its own thread accepts it, which
     no collective waits for.
     """
-    count, since = connections(), time.monotonic()
+    count, since = 0, time.monotonic()
     while time.monotonic() - since < 0.5:
-        time.sleep(0.02)
-        if (now := connections()) != count:
+        if (now := len(sockets.addresses(sockets.CONNECTED))) != count:
             count, since = now, time.monotonic()
+        time.sleep(0.02)
     return count
 
 
