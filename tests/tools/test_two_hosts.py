@@ -9,6 +9,9 @@ import pytest
 from tools.prove.paths import ROOT
 from tools.two_hosts import NoHostsError, run_job, two_hosts
 
+# The first test waits for five commands.
+pytestmark = pytest.mark.timeout(480)
+
 PROGRAM = str(Path(__file__).with_name("commands_in_turn.py"))
 RECIPE = [str(ROOT / "recipes" / "debug-4-dp-tp.toml"), "--set", "run.device=cpu"]
 RANKS = range(4)
@@ -36,7 +39,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     arguments = [PROGRAM, str(folder), json.dumps(commands)]
     try:
         with two_hosts(400.0) as hosts:
-            jobs = run_job(hosts, 2, arguments, environment={"PYTHONPATH": str(ROOT)})
+            environment = {"PYTHONPATH": str(ROOT)}
+            jobs = run_job(hosts, 2, arguments, environment=environment, limit_s=400.0)
     except NoHostsError as error:
         pytest.skip(str(error))
     assert [job.status for job in jobs] == [0, 0], jobs
