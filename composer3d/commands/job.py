@@ -277,7 +277,7 @@ def join(
         with ExitStack() as joined:
             with log.phase("meeting of ranks"):
                 store = process_group.open_store(timeout_s=timeout_s)
-                peer_watch = peers.explain_lost_peers(
+                peer_watch = peers.PeerWatch(
                     # The thread of the watch needs a client of its own. Torch's type stubs lack
                     # ``clone``.
                     cast(Any, store).clone(),

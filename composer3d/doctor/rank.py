@@ -46,6 +46,8 @@ def examine(recipe: Recipe, device: torch.device, store: dist.Store) -> DoctorRe
     nodes = _number_nodes()
     groups = groups_of(mesh, has_experts=recipe.model.experts > 0)
     problems: tuple[str, ...] = ()
+    matrix_flops: dict[str, float] = {}
+    memory_bytes_s, speeds, clock = 0.0, [], None
     try:
         check_exchanges(mesh, groups, lambda axis: all_collectives(axis, recipe.parallel))
     except ExchangeError as error:
@@ -53,38 +55,32 @@ def examine(recipe: Recipe, device: torch.device, store: dist.Store) -> DoctorRe
         problems = error.lines
     else:
         groups += measure.node_groups(mesh.rank, nodes)
+        process_group.max_over_ranks([0.0])  # products of all ranks begin together
+        matrix_flops = measure.measure_matrix(_dtypes(recipe, device), device)
+        memory_bytes_s = measure.measure_memory(device)
+        speeds = measure.measure_collectives(groups, recipe.parallel, device)
+        leaders = [nodes.index(node) for node in dict.fromkeys(nodes)][1:]
+        if mesh.rank in (0, *leaders):
+            clock = measure.measure_clock(store, mesh.rank, leaders)
 
+    ranks_of_node = nodes.count(nodes[mesh.rank])
     facts = RankFacts(
         name=f"{mesh.identity} on {socket.gethostname()}",
         node=nodes[mesh.rank],
         host=socket.gethostname(),
         device=_device_name(device),
         generation=_generation(device),
-        memory_gib=_memory_gib(device, nodes.count(nodes[mesh.rank])),
-        matrix_flops={},
-        memory_bytes_s=0.0,
+        memory_gib=_memory_gib(device, ranks_of_node),
+        matrix_flops=matrix_flops,
+        memory_bytes_s=memory_bytes_s,
         first_ranks={entry.axis: entry.ranks[0] for entry in groups},
-        speeds=[],
-        clock_s=None,
-        clock_error_s=0.0,
+        speeds=speeds,
+        clock_s=None if clock is None else clock.ahead_s,
+        clock_error_s=0.0 if clock is None else clock.error_s,
         driver=_driver(device),
         python=platform.python_version(),
-        is_crowded=device.type == "cpu" and nodes.count(nodes[mesh.rank]) > usable_cores(),
+        is_crowded=device.type == "cpu" and ranks_of_node > usable_cores(),
     )
-    if not problems:
-        process_group.max_over_ranks([0.0])  # products of all ranks begin together
-        clock = None
-        leaders = [nodes.index(node) for node in dict.fromkeys(nodes)][1:]
-        facts = facts._replace(
-            matrix_flops=measure.measure_matrix(_dtypes(recipe, device), device),
-            memory_bytes_s=measure.measure_memory(device),
-            speeds=measure.measure_collectives(groups, recipe.parallel, device),
-        )
-        if mesh.rank in (0, *leaders):
-            clock = measure.measure_clock(store, mesh.rank, leaders)
-        if clock is not None:
-            facts = facts._replace(clock_s=clock.ahead_s, clock_error_s=clock.error_s)
-
     of_ranks = process_group.gather_objects(facts)
     if of_ranks is None:
         return None

@@ -57,18 +57,22 @@ def _odd_weights(sums: Tensor) -> Tensor:
     return (2 * torch.arange(len(sums), device=sums.device) + 1) * _SPREAD
 
 
+# Says which part of the model a rank has: pairs of a mesh axis and a coordinate, and for gradients
+# the number of the stage and of the unit.
+_Part = tuple[tuple[str, int], ...]
+
+
 class Digest(NamedTuple):
     """A digest that each rank with the same ``what`` and ``part`` must have.
 
     Attributes:
         what: "parameters", "optimizer state", or another value.
-        part: says which part of the model a rank has: pairs of a mesh axis and a coordinate, and
-            for gradients the number of the stage and of the unit.
+        part: says which part of the model a rank has.
         value: the digest.
     """
 
     what: str
-    part: tuple[tuple[str, int], ...]
+    part: _Part
     value: tuple[int, ...]
 
 
@@ -94,7 +98,7 @@ class GradientDigests:
         digest = bit_digest(gradient) * weight
         self._sums[unit] = self._sums[unit] + digest if unit in self._sums else digest
 
-    def finish(self, part: tuple[tuple[str, int], ...]) -> list[Digest]:
+    def finish(self, part: _Part) -> list[Digest]:
         """Return one digest for each unit. The host waits for the device.
 
         Args:
@@ -134,7 +138,7 @@ def state_digests(
         One digest of parameters and one of the optimizer's state for each set of axes that cut
         parameters.
     """
-    sums: dict[tuple[str, tuple[tuple[str, int], ...]], list[Tensor]] = defaultdict(list)
+    sums: dict[tuple[str, _Part], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         part = (("pp", pp_rank), *_cuts(parameter))
         sums["parameters", part].append(bit_digest(_local(parameter)))
@@ -186,7 +190,7 @@ class Disagreement(NamedTuple):
     """
 
     what: str
-    part: tuple[tuple[str, int], ...]
+    part: _Part
     suspects: tuple[int, ...]
     ranks: tuple[int, ...]
 
@@ -198,8 +202,7 @@ class Disagreement(NamedTuple):
 
 def disagreements(of_ranks: Sequence[Iterable[Digest]]) -> list[Disagreement]:
     """Compare the digests of all ranks, given by rank."""
-    groups: dict[tuple[str, tuple[tuple[str, int], ...]], dict[int, tuple[int, ...]]]
-    groups = defaultdict(dict)
+    groups: dict[tuple[str, _Part], dict[int, tuple[int, ...]]] = defaultdict(dict)
     for rank, digests in enumerate(of_ranks):
         for digest in digests:
             groups[digest.what, digest.part][rank] = digest.value

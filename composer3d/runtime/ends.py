@@ -53,10 +53,10 @@ def describe_died(ends: Mapping[int, int], mesh: MeshTable) -> list[str]:
         ends: the ends of the ranks, by rank (``launch.JobResult.died``).
         mesh: the sizes of the job's mesh.
     """
-    lines = []
-    for end, ranks in _ranks_by_end(ends).items():
-        lines.append(f"{_names_of(ranks, mesh)} {describe_end(end, len(ranks))}")
-    return lines
+    return [
+        f"{_names_of(ranks, mesh)} {describe_end(end, len(ranks))}"
+        for end, ranks in _ranks_by_end(ends).items()
+    ]
 
 
 def describe_left(ends: Mapping[int, int], mesh: MeshTable) -> list[str]:

@@ -200,49 +200,39 @@ def _membership(mesh: Mesh, entry: AxisGroup) -> str | None:
 def _values(mesh: Mesh, entry: AxisGroup, collective: Collective, number: int) -> str | None:
     """Run a collective, and describe a wrong value, or return None."""
     ranks = entry.ranks
-    size, place = len(ranks), ranks.index(mesh.rank)
+    place = ranks.index(mesh.rank)
     codes = torch.tensor([(rank + 1) * _AXES + number for rank in ranks])
+    own, previous = codes[place], codes[place - 1]
     # What this rank adds for the rank at each place differs by place too.
-    factors = torch.arange(1, size + 1)
-    sent = {
-        "all_reduce": torch.stack((codes[place], codes[place] ** 2)),
-        "all_gather": codes[place : place + 1],
-        "reduce_scatter": codes[place] * factors,
-        "all_to_all": codes[place] * factors,
-        "send_recv": codes[place : place + 1],
-    }[collective]
+    factors = torch.arange(1, len(ranks) + 1)
+    # By collective: what this rank sends, and what it must receive.
+    values = {
+        "all_reduce": (torch.stack((own, own**2)), torch.stack((codes.sum(), (codes**2).sum()))),
+        "reduce_scatter": (own * factors, codes.sum()[None] * factors[place]),
+        "all_gather": (own[None], codes),
+        "all_to_all": (own * factors, codes * factors[place]),
+        "send_recv": (own[None], previous[None]),
+    }
+    sent, expected = values[collective]
     x = sent.to(mesh.device)
     out = output_of(collective, x, entry.group)
     call(collective, x, out, entry.group)
     received = out.cpu()
-
-    if collective in ("all_reduce", "reduce_scatter"):
-        expected = torch.stack((codes.sum(), (codes**2).sum()))
-        if collective == "reduce_scatter":
-            expected = codes.sum()[None] * factors[place]
-        if torch.equal(received, expected):
-            return None
-        return (
-            f"{_name(mesh)}: {collective} over {entry.axis} ({describe_ranks(ranks)}) gave the sum "
-            f"{received[0].item()}, which must be {expected[0].item()}"
-        )
-
-    own_factor = factors[place] if collective == "all_to_all" else 1
-    senders = [ranks[place - 1]] if collective == "send_recv" else ranks
-    expected = codes[place - 1][None] if collective == "send_recv" else codes * own_factor
-    wrong = (received != expected).nonzero().flatten().tolist()
-    if not wrong:
+    if torch.equal(received, expected):
         return None
-    sender, value = senders[wrong[0]], received[wrong[0]].item()
-    rank = (value // int(own_factor) - number) // _AXES - 1
-    is_of_rank = value == ((rank + 1) * _AXES + number) * own_factor
-    shown = f"{value}"
-    if is_of_rank and 0 <= rank < mesh.world_size:
-        shown = f"the value of rank {rank}"
-    return (
-        f"{_name(mesh)}: {collective} over {entry.axis} ({describe_ranks(ranks)}) gave {shown} in "
-        f"place of that of {describe_rank(sender, mesh.sizes)}"
-    )
+
+    where = f"{_name(mesh)}: {collective} over {entry.axis} ({describe_ranks(ranks)}) gave"
+    if collective in ("all_reduce", "reduce_scatter"):
+        return f"{where} the sum {received[0].item()}, which must be {expected[0].item()}"
+    senders = [ranks[place - 1]] if collective == "send_recv" else ranks
+    first = int((received != expected).nonzero()[0])
+    value = int(received[first])
+    factor = int(factors[place]) if collective == "all_to_all" else 1
+    rank = (value // factor - number) // _AXES - 1
+    is_of_rank = value == ((rank + 1) * _AXES + number) * factor
+    shown = f"the value of rank {rank}" if is_of_rank and 0 <= rank < mesh.world_size else value
+    sender = describe_rank(senders[first], mesh.sizes)
+    return f"{where} {shown} in place of that of {sender}"
 
 
 def _name(mesh: Mesh) -> str:

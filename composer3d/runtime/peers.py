@@ -17,21 +17,23 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from composer3d.facts.errors import LostPeersError, UserError
+from composer3d.facts.interrupts import STOP_SIGNALS
 from composer3d.runtime.lost_words import tells_lost_connection, tells_lost_peer
 from composer3d.runtime.ranks import MOST_DESCRIBED, describe_several
 from composer3d.runtime.situation import Situation, parse, situation_of, situation_of_error
 
-GRACE_S = 5.0  # how long a running rank may take to answer an alarm
+T = TypeVar("T")
 
+GRACE_S = 5.0  # how long a running rank may take to answer an alarm
 
 # Writes the text of a report, and returns the path of its file, or None if it could not be written.
 WriteReport = Callable[[str], str | None]
@@ -72,15 +74,17 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 class PeerWatch:
-    """Answers the alarms of other ranks in a thread, and raises an alarm in ``explain``.
+    """A context that turns the failure of a collective into an error with the missing ranks.
 
-    Create it in the main thread, whose place it reports.
+    A thread answers the alarms of other ranks. Create it in the main thread, whose place it
+    reports.
 
     Args:
         store: a client of the job's store for this object alone, because its thread uses it.
         rank: the rank of this process.
-        size: the number of ranks.
+        size: the number of ranks; with one, nothing is done.
         describe: returns the description of a rank for an error.
+        advice: returns the end of the error's line: what the user should do next.
         write_report: keeps the report of all ranks; None keeps none.
         store_host: what holds the store, such as "rank 0", for the error of a store that is gone.
         is_first_of_node: whether this rank reports for its node that the store is gone.
@@ -88,6 +92,10 @@ class PeerWatch:
             none has.
         has_launcher: whether one launcher has started all ranks, on this machine. Then nobody waits
             for the answer of a process that has ended, and the launcher tells how it ended.
+
+    Raises:
+        LostPeersError: a collective or the store failed inside the context. Which ranks have a line
+            is said in ``explain``. Any other error passes unchanged.
     """
 
     def __init__(
@@ -97,6 +105,7 @@ class PeerWatch:
         rank: int,
         size: int,
         describe: Callable[[int], str],
+        advice: Callable[[], str],
         write_report: WriteReport | None = None,
         store_host: str = "the agent of its node",
         is_first_of_node: bool = True,
@@ -107,6 +116,7 @@ class PeerWatch:
         self._rank = rank
         self._size = size
         self._describe = describe
+        self._advice = advice
         self._write_report = write_report
         self._store_host = store_host
         self._is_first_of_node = is_first_of_node
@@ -117,15 +127,26 @@ class PeerWatch:
         self._is_over = threading.Event()
         # The polling of thousands of ranks must not keep the store busy.
         self._every_s = max(1.0, size / 500)
-        if has_launcher:
-            store.set(f"process/{rank}", str(os.getpid()))
         self._thread = threading.Thread(target=self._answer_alarm, daemon=True, name="peers")
-        self._thread.start()
 
-    def close(self) -> None:
-        """Stop the thread, and wait for it for at most 5 s."""
-        self._is_over.set()
-        self._thread.join(5.0)
+    def __enter__(self) -> "PeerWatch":
+        if self._size > 1:
+            if self._has_launcher:
+                self._store.set(f"process/{self._rank}", str(os.getpid()))
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._size == 1:
+            return
+        try:
+            if not isinstance(error, Exception) or isinstance(error, UserError):
+                return
+            if is_lost_peer(error):
+                raise self.explain(error) from error
+        finally:
+            self._is_over.set()
+            self._thread.join(5.0)
 
     def _answer_alarm(self) -> None:
         with suppress(Exception):  # if the store is gone, so is the job
@@ -152,35 +173,28 @@ class PeerWatch:
             with self._lock:
                 self._store.set(f"trace/{self._rank}", path or "")
 
-    def explain(self, error: BaseException, *, advice: str) -> LostPeersError:
+    def explain(self, error: BaseException) -> LostPeersError:
         """Raise the alarm after a collective raised ``error``, and find the missing ranks.
 
-        From then on, this process ignores SIGTERM, SIGINT, SIGUSR1 and SIGHUP, and does not answer
-        alarms.
+        From then on, this process ignores ``STOP_SIGNALS``, and does not answer alarms.
 
         Returns:
             On one rank, an error with one line. It names the ranks that are missing or hang, and
-            ends with ``advice``. On the other ranks, an error without lines. If the store is gone,
+            ends with the advice. On the other ranks, an error without lines. If the store is gone,
             the ranks cannot choose a speaker: then the first rank of each node has a line. If the
             launcher can name all missing ranks, there is no line.
         """
+        advice = self._advice()
         # torchrun sends SIGTERM to the remaining ranks, and kills them some time later. The SIGTERM
         # must not end the search.
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
         self._is_over.set()
-        explanations: list[LostPeersError] = []
-
-        def search() -> None:
-            explanations.append(self._search(error, advice))
-
-        # If the host of the store is gone, a call to the store may never return. So the search has
-        # a thread of its own.
-        thread = threading.Thread(target=search, daemon=True)
-        thread.start()
-        thread.join(2 * self._every_s + 4 * GRACE_S)
-        return explanations[0] if explanations else self._store_is_gone(advice)
+        # If the host of the store is gone, a call to the store may never return.
+        limit_s = 2 * self._every_s + 4 * GRACE_S
+        found = _in_time(partial(self._search, error, advice), limit_s)
+        return self._store_is_gone(advice) if found is None else found
 
     def _store_is_gone(self, advice: str) -> LostPeersError:
         line = f"the job's store does not answer: {self._store_host} has ended; {advice}"
@@ -202,7 +216,10 @@ class PeerWatch:
                 return LostPeersError([])
             situations, ended = self._collect_situations()
             finding = self._find(situations, ended, first_error.text)
-            report = self._in_time(partial(self._report, finding, situations, ended, advice))
+            # The file system may be what hangs. The line on the console must come all the same.
+            report = _in_time(
+                partial(self._report, finding, situations, ended, advice), 2 * GRACE_S
+            )
             with self._lock:
                 self._store.set("spoken", "1")
         except Exception:
@@ -234,22 +251,6 @@ class PeerWatch:
             )
             return f"a collective failed: {shown} did not join it ({cause})"
         return f"a collective failed, although all ranks are running ({cause})"
-
-    def _in_time(self, report: Callable[[], str | None]) -> str | None:
-        """Return the path of the report, or None if ``report`` fails or takes too long.
-
-        The file system may be what hangs. The line on the console must come all the same.
-        """
-        paths: list[str | None] = []
-
-        def write() -> None:
-            with suppress(Exception):
-                paths.append(report())
-
-        thread = threading.Thread(target=write, daemon=True)
-        thread.start()
-        thread.join(2 * GRACE_S)
-        return paths[0] if paths else None
 
     def _report(
         self,
@@ -368,60 +369,20 @@ class PeerWatch:
             }
 
 
+def _in_time(function: Callable[[], T], limit_s: float) -> T | None:
+    """Return the value of ``function``, or None if it fails or takes longer than ``limit_s``."""
+    values: list[T] = []
+
+    def call() -> None:
+        with suppress(Exception):
+            values.append(function())
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return values[0] if values else None
+
+
 def _first_line(error: BaseException) -> str:
     # The error comes first, and then its notes.
     return traceback.format_exception_only(error)[0].strip().splitlines()[0]
-
-
-@contextmanager
-def explain_lost_peers(
-    store: dist.Store,
-    *,
-    rank: int,
-    size: int,
-    describe: Callable[[int], str],
-    advice: Callable[[], str],
-    write_report: WriteReport | None = None,
-    store_host: str = "the agent of its node",
-    is_first_of_node: bool = True,
-    write_trace: WriteTrace | None = None,
-    has_launcher: bool = False,
-) -> Iterator[None]:
-    """Turn the failure of a collective into a LostPeersError that names the missing ranks.
-
-    Args:
-        store: a client of the job's store for this context alone, because a thread uses it.
-        rank: the rank of this process.
-        size: the number of ranks; with one, nothing is done.
-        describe: returns the description of a rank.
-        advice: returns the end of the error's line: what the user should do next.
-        write_report, store_host, is_first_of_node, write_trace, has_launcher: as in ``PeerWatch``.
-
-    Raises:
-        LostPeersError: a collective or the store failed inside the context. Which ranks have a line
-            is said in ``PeerWatch.explain``. Any other error passes unchanged.
-    """
-    if size == 1:
-        yield
-        return
-    watch = PeerWatch(
-        store,
-        rank=rank,
-        size=size,
-        describe=describe,
-        write_report=write_report,
-        store_host=store_host,
-        is_first_of_node=is_first_of_node,
-        write_trace=write_trace,
-        has_launcher=has_launcher,
-    )
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        if not is_lost_peer(error):
-            raise
-        raise watch.explain(error, advice=advice()) from error
-    finally:
-        watch.close()

@@ -93,6 +93,9 @@ _LIBRARIES = str(Path(_PACKAGE).parent)
 _LONGEST_TEXT = 500
 _MOST_FRAMES = 60  # of a thread, the innermost ones
 
+# Frames and the lines that they run, outermost first.
+_Stack = list[tuple[FrameType, int]]
+
 
 class Situation(NamedTuple):
     """What a process does.
@@ -131,7 +134,7 @@ def parse(text: str) -> Situation:
 def situation_of(main_thread: int) -> Situation:
     """Describe this process, whose main thread has the identity ``main_thread``."""
     frames = sys._current_frames()
-    main = list(_walk(frames.get(main_thread)))
+    main = _walk(frames.get(main_thread))
     place = _place_of(main)
     return Situation(
         host=platform.node(),
@@ -142,12 +145,12 @@ def situation_of(main_thread: int) -> Situation:
     )
 
 
-def _walk(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
-    """Yield the frames of a stack and their lines, outermost first."""
-    return iter(list(traceback.walk_stack(frame))[::-1]) if frame is not None else iter(())
+def _walk(frame: FrameType | None) -> _Stack:
+    """Return the frames of a stack and their lines, outermost first."""
+    return [] if frame is None else list(traceback.walk_stack(frame))[::-1]
 
 
-def _place_of(stack: list[tuple[FrameType, int]]) -> str:
+def _place_of(stack: _Stack) -> str:
     own = [number for number, (frame, _) in enumerate(stack) if _is_own(frame)]
     if not own:
         return ""
@@ -164,7 +167,7 @@ def _place_of(stack: list[tuple[FrameType, int]]) -> str:
     return f"{Path(frame.f_code.co_filename).relative_to(_PACKAGE)}:{line}"
 
 
-def _details_of(stack: list[tuple[FrameType, int]]) -> Iterator[str]:
+def _details_of(stack: _Stack) -> Iterator[str]:
     for frame, _ in stack:
         for (file, function), describe in _DETAILS.items():
             code = frame.f_code
@@ -175,7 +178,7 @@ def _details_of(stack: list[tuple[FrameType, int]]) -> Iterator[str]:
                     yield describe(frame.f_locals)[:_LONGEST_TEXT]
 
 
-def _wait_of(stack: list[tuple[FrameType, int]]) -> str:
+def _wait_of(stack: _Stack) -> str:
     codes = [frame.f_code for frame, _ in reversed(stack)]
     collectives = (
         code.co_name
@@ -192,11 +195,15 @@ def _stacks_of(frames: Mapping[int, FrameType]) -> dict[str, list[str]]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = {}
     for identity, frame in frames.items():
-        stack = list(_walk(frame))
+        stack = _walk(frame)
         if identity != threading.get_ident() and any(_is_own(frame) for frame, _ in stack):
-            lines = [f"{_file_of(frame)}:{line} in {frame.f_code.co_name}" for frame, line in stack]
-            stacks[names.get(identity, str(identity))] = lines[-_MOST_FRAMES:]
+            stacks[names.get(identity, str(identity))] = _lines_of(stack)
     return stacks
+
+
+def _lines_of(stack: _Stack) -> list[str]:
+    innermost = stack[-_MOST_FRAMES:]
+    return [f"{_file_of(frame)}:{line} in {frame.f_code.co_name}" for frame, line in innermost]
 
 
 def _is_own(frame: FrameType) -> bool:
@@ -214,12 +221,11 @@ def _file_of(frame: FrameType) -> str:
 
 def situation_of_error(error: BaseException) -> Situation:
     """Describe this process at the place where its main thread raised ``error``."""
-    stack = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    lines = [f"{_file_of(frame)}:{line} in {frame.f_code.co_name}" for frame, line in stack]
+    stack = list(traceback.walk_tb(error.__traceback__))
     return Situation(
         host=platform.node(),
         place="",
         details=", ".join(_details_of(stack)),
         waits_for=_wait_of(stack),
-        threads={"MainThread": lines[-_MOST_FRAMES:]},
+        threads={"MainThread": _lines_of(stack)},
     )

@@ -25,7 +25,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 from composer3d.facts.files import MIB, open_plain, parse_json, read_json, read_plain
 from composer3d.facts.tags import tag_of
@@ -160,16 +160,6 @@ class _Point(NamedTuple):
     values: dict[str, float]
 
 
-class _Service(Protocol):
-    """A run at a service, whose id is ``run_id``."""
-
-    run_id: str
-
-    def send(self, points: list[_Point]) -> None: ...
-
-    def finish(self, *, is_whole: bool) -> None: ...
-
-
 class _Wandb:
     """A run at Weights & Biases. Its library sends in the background, and keeps its own files."""
 
@@ -286,7 +276,7 @@ def _send_all(task: _Task) -> None:
     text = read_plain(run_dir / "recipe.toml", limit=MIB, follow_links=False).decode()
     recipe = {key: value for key, value in values_of(text).items() if value is not None}
 
-    service: _Service = _SERVICES[task.service](folder, run_dir.name, run_id, recipe)
+    service = _SERVICES[task.service](folder, run_dir.name, run_id, recipe)
     _write_state(folder, service.run_id, sent_bytes)
     with open_plain(run_dir / _METRICS, follow_links=False) as file:
         file.seek(sent_bytes)

@@ -4,7 +4,6 @@ import os
 import time
 from typing import Any
 
-import pytest
 import torch
 
 from composer3d.doctor import measure, rank
@@ -12,6 +11,7 @@ from composer3d.doctor.report import DoctorReport
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import open_store, pool_world
+from composer3d.runtime.torch_private import fake_world
 from tools.prove.paths import RECIPE
 
 
@@ -90,39 +90,35 @@ def examine_wrong() -> DoctorReport | None:
     return examine(["mesh.tp=2"], slow_rank=-1, nodes=1)
 
 
-def compare_clocks(ahead_s: float) -> measure.Clock | None:
-    """A task: the clock of rank 2 is ahead."""
+def compare_clocks(ahead_s: dict[int, float]) -> measure.Clock | None:
+    """A task: the clocks of some ranks are ahead."""
     own = int(os.environ["RANK"])
     store = open_store()
     with pool_world():
         if own == 1:
             return None
-        now = (lambda: time.time() + ahead_s) if own == 2 else time.time
-        return measure.measure_clock(store, own, [2, 3], now)
+        return measure.measure_clock(
+            store, own, list(ahead_s), lambda: time.time() + ahead_s.get(own, 0.0)
+        )
 
 
-@pytest.mark.parametrize("ahead_s", [0.0, 5.0, -3.0])
-def test_a_clock_that_is_ahead_is_measured(pool: Pool, ahead_s: float) -> None:
-    clocks = pool.run(compare_clocks, {"ahead_s": ahead_s}, world_size=4)
-    assert clocks[:2] == [None, None]
-    assert abs(clocks[2].ahead_s - ahead_s) <= clocks[2].error_s < 0.5
-    assert abs(clocks[3].ahead_s) <= clocks[3].error_s < 0.5
+def test_a_clock_that_is_ahead_is_measured(pool: Pool) -> None:
+    ahead_s = {2: 5.0, 3: -3.0, 4: 0.0}
+    first, second, *clocks = pool.run(compare_clocks, {"ahead_s": ahead_s}, world_size=5)
+    assert first is second is None
+    for clock, expected_s in zip(clocks, ahead_s.values(), strict=True):
+        assert abs(clock.ahead_s - expected_s) <= clock.error_s < 0.5
 
 
-def groups_of_nodes(nodes: list[int]) -> dict[str, list[int]]:
-    """A task: the groups of links of this rank."""
-    with pool_world():
-        own = int(os.environ["RANK"])
-        return {entry.axis: entry.ranks for entry in measure.node_groups(own, nodes)}
+def links_of(nodes: list[int], rank: int) -> dict[str, list[int]]:
+    with fake_world(rank, len(nodes)):
+        return {entry.axis: entry.ranks for entry in measure.node_groups(rank, nodes)}
 
 
-def test_links_are_measured_where_there_are_partners(pool: Pool) -> None:
-    found = pool.run(groups_of_nodes, {"nodes": [0, 0, 1, 1]}, world_size=4)
-    assert found[1] == {"node": [0, 1], "between nodes": [1, 3]}
+def test_links_are_measured_where_there_are_partners() -> None:
+    assert links_of([0, 0, 1, 1], 1) == {"node": [0, 1], "between nodes": [1, 3]}
     # One node has nothing between nodes, and one rank a node nothing inside.
-    assert pool.run(groups_of_nodes, {"nodes": [0, 0]}, world_size=2)[1] == {"node": [0, 1]}
-    assert pool.run(groups_of_nodes, {"nodes": [0, 1]}, world_size=2)[1] == {
-        "between nodes": [0, 1]
-    }
+    assert links_of([0, 0], 1) == {"node": [0, 1]}
+    assert links_of([0, 1], 1) == {"between nodes": [0, 1]}
     # A rank without a partner on the other node would wait.
-    assert pool.run(groups_of_nodes, {"nodes": [0, 0, 1]}, world_size=3) == [{}, {}, {}]
+    assert [links_of([0, 0, 1], rank) for rank in range(3)] == [{}, {}, {}]

@@ -1,6 +1,6 @@
 """What a careless change would add to a block, as ``counts.Job.prepare``.
 
-Each makes the attention of every block do one thing more.
+Each makes the attention of every block do something more.
 """
 
 from collections.abc import Callable
@@ -13,24 +13,15 @@ from composer3d.models.layers.attention import Attention
 from composer3d.parallel.context import segment_kernel
 
 
-def read_an_item() -> None:
+def copy_and_read() -> None:
     _before_attention(lambda x: x.sum().item())
-
-
-def read_a_list() -> None:
     _before_attention(lambda x: x[0, 0, :2].tolist())
+    _before_attention(lambda x: torch.ones(2).to(x.device))
+    _before_attention(lambda x: x.detach().cpu())
 
 
 def search_a_mask() -> None:
     _before_attention(lambda x: torch.nonzero(x[0, 0] > 0))
-
-
-def copy_from_the_host() -> None:
-    _before_attention(lambda x: torch.ones(2).to(x.device))
-
-
-def copy_to_the_host() -> None:
-    _before_attention(lambda x: x.detach().cpu())
 
 
 def make_a_clone() -> None:

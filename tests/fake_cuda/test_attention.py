@@ -55,20 +55,17 @@ def layers(library: Path, pool: Pool) -> dict[Case, Layer]:
 
 
 @pytest.mark.parametrize("case", CALLS, ids=str)
-def test_few_operators(layers: dict[Case, Layer], case: Case) -> None:
+def test_few_operators_and_one_copy_for_all_layers_of_a_micro_batch(
+    layers: dict[Case, Layer], case: Case
+) -> None:
     layer, without = layers[case], layers[plain(case)]
     assert layer.forward[FORWARD] == layer.backward[BACKWARD] == CALLS[case]
     assert not without.forward[FORWARD]
     assert layer.forward.total() < 1.5 * without.forward.total()
     assert layer.backward.total() < 1.5 * without.backward.total()
-
-
-@pytest.mark.parametrize("case", CALLS, ids=str)
-def test_one_copy_for_all_layers_of_a_micro_batch(layers: dict[Case, Layer], case: Case) -> None:
-    """The two micro-batches have the same offsets if there is no more than one document."""
-    copies = 2 if case.documents > 1 else 1
-    assert layers[case].copies == Counter({OFFSETS: copies})
-    assert not layers[plain(case)].copies
+    # The two micro-batches have the same offsets if there is no more than one document.
+    assert layer.copies == Counter({OFFSETS: 2 if case.documents > 1 else 1})
+    assert not without.copies
 
 
 def test_one_rank_merges_nothing(layers: dict[Case, Layer]) -> None:

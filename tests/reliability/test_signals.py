@@ -2,14 +2,15 @@
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from composer3d.facts.interrupts import INSIST_S
+from composer3d.reliability import signals
 from composer3d.reliability.signals import stop_signals
+from composer3d.runtime.launch import run_ranks
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -26,17 +27,17 @@ def handlers() -> Iterator[None]:
 def test_signals_are_collected_and_handlers_come_back(is_stopped: bool) -> None:
     numbers = NUMBERS
     previous = [signal.getsignal(number) for number in numbers]
-    with stop_signals() as signals:
+    with stop_signals() as caught:
         # Before the first step, a signal ends the process.
         assert [signal.getsignal(number) for number in numbers] == previous
-        signals.catch()
-        signals.catch()
-        assert signals.received == []
+        caught.catch()
+        caught.catch()
+        assert caught.received == []
         # A terminal's Ctrl-C reaches a rank twice.
         sent = [signal.SIGTERM, signal.SIGINT, signal.SIGINT] if is_stopped else []
         for number in sent:
             os.kill(os.getpid(), number)
-        assert signals.received == sent
+        assert caught.received == sent
     assert ([signal.getsignal(number) for number in numbers] == previous) != is_stopped
     if is_stopped:
         # The process is about to end: nothing may change its status.
@@ -44,27 +45,27 @@ def test_signals_are_collected_and_handlers_come_back(is_stopped: bool) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-INSIST = """
-import os, signal
-from composer3d.reliability import signals
-
-seconds = iter([100.0, {second_s}])
-signals.time.monotonic = lambda: next(seconds)
-with signals.stop_signals() as caught:
-    caught.catch()
-    os.kill(os.getpid(), signal.SIGUSR1)
-    os.kill(os.getpid(), signal.{second})
-    print(len(caught.received))
-"""
+def be_stopped_twice(second: int, second_s: float) -> int:
+    """As a rank, return how many signals have come."""
+    seconds = iter([100.0, second_s])
+    signals.time = SimpleNamespace(monotonic=lambda: next(seconds))  # type: ignore[assignment]
+    with stop_signals() as caught:
+        caught.catch()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), second)
+        return len(caught.received)
 
 
 @pytest.mark.parametrize(
     ("second", "waits", "ends"),
-    [("SIGINT", False, False), ("SIGINT", True, True), ("SIGTERM", True, False)],
+    [
+        (signal.SIGINT, False, False),
+        (signal.SIGINT, True, True),
+        (signal.SIGTERM, True, False),
+    ],
 )
-def test_only_a_later_ctrl_c_ends_the_process(second: str, waits: bool, ends: bool) -> None:
+def test_only_a_later_ctrl_c_ends_the_process(second: int, waits: bool, ends: bool) -> None:
     second_s = 100.0 + INSIST_S + (0.1 if waits else -0.1)
-    command = [sys.executable, "-c", INSIST.format(second=second, second_s=second_s)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == (130 if ends else 0), result.stderr
-    assert result.stdout == ("" if ends else "2\n")
+    arguments = {"second": second, "second_s": second_s}
+    result = run_ranks(be_stopped_twice, arguments, processes=1)
+    assert (result.status, result.died) == ((1, {0: -130}) if ends else (2, {}))

@@ -16,19 +16,13 @@ class Circle:
         self.itself = self
 
 
-def test_it_is_paused_and_goes_on() -> None:
+def test_it_is_paused_and_is_as_it_was_afterwards() -> None:
     with collector.paused():
         assert not gc.isenabled()
     assert gc.isenabled()
-
-
-def test_it_goes_on_after_an_error() -> None:
     with pytest.raises(ValueError, match="x"), collector.paused():
         raise ValueError("x")
     assert gc.isenabled()
-
-
-def test_it_stays_off_if_it_was() -> None:
     gc.disable()
     try:
         with collector.paused():

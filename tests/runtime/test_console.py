@@ -24,20 +24,19 @@ with open(sys.argv[1], "w") as file:
 
 
 @pytest.mark.parametrize(
-    ("redirection", "error"),
+    ("redirection", "delay_s", "error"),
     [
-        (">&- 2>&-", "None"),
-        ("<&- >&- 2>&-", "None"),
-        (">/dev/full 2>/dev/full", "28"),
-        ("> >(:) 2> >(:)", "32"),
-        (">/dev/null 2>/dev/null", "None"),
+        ("<&- >&- 2>&-", 0, "None"),
+        (">/dev/full 2>/dev/full", 0, "28"),
+        # The process that would read has ended before the first line is printed.
+        ("> >(:) 2> >(:)", 0.5, "32"),
+        (">/dev/null 2>/dev/null", 0, "None"),
     ],
 )
 def test_a_process_ends_well_whatever_its_output_is(
-    tmp_path: Path, redirection: str, error: str
+    tmp_path: Path, redirection: str, delay_s: float, error: str
 ) -> None:
-    # The process that would read has ended before the first line is printed.
-    command = f'(sleep 0.5; exec "$0" -c "$1" "$2") {redirection}'
+    command = f'(sleep {delay_s}; exec "$0" -c "$1" "$2") {redirection}'
     arguments = [sys.executable, CHILD, str(tmp_path / "told")]
     done = subprocess.run(
         ["bash", "-c", command, *arguments],

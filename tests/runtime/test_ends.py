@@ -25,14 +25,16 @@ MESH = MeshTable(dp_shard=16)
         (signal.SIGRTMIN + 1, 1, f"was ended by signal {signal.SIGRTMIN + 1} (a real-time signal)"),
         (-4, 2, "ended with status 4"),
         (0, 1, "ended with status 0"),
+        (
+            signal.SIGKILL,
+            1,
+            "was ended by signal 9 (SIGKILL; the kernel often sends it when memory runs out: see "
+            "dmesg)",
+        ),
     ],
 )
 def test_an_end_is_a_signal_or_a_status(end: int, processes: int, words: str) -> None:
     assert describe_end(end, processes) == words
-
-
-def test_a_kill_says_where_to_look() -> None:
-    assert describe_end(signal.SIGKILL).endswith("when memory runs out: see dmesg)")
 
 
 def test_ranks_that_ended_in_one_way_have_one_line() -> None:

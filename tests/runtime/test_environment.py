@@ -3,17 +3,16 @@
 import os
 import re
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from composer3d import cli
-from composer3d.facts.errors import LaunchError
+from composer3d.facts.errors import LaunchError, MeshError, UserError
 from composer3d.runtime import environment
+from composer3d.runtime.launch import Pool, WorkerError
+from composer3d.runtime.process_group import open_store
 
 RANK = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 ODD_NUMBERS = ("", "abc", "1.5", " 1", "1 ", "0x1", "+1", "-1", "1_0", "\u0661", "9" * 30, "\udcff")
@@ -154,25 +153,29 @@ def test_every_command_that_can_be_a_rank_refuses_a_wrong_one(
     assert captured.out.startswith('{"ok": false' if "--json" in command else "")
 
 
-def start(rank: int, variables: dict[str, str]) -> "subprocess.Popen[str]":
-    code = """
-import sys
-from composer3d.runtime.process_group import open_store
-from composer3d.facts.errors import MeshError
-try:
-    open_store(timeout_s=float(sys.argv[1]))
-except MeshError as error:
-    print(error)
-    sys.exit(2)
-"""
-    return subprocess.Popen(
-        [sys.executable, "-c", code, "20" if "WORLD_SIZE" in variables else "2"],
-        env=os.environ | RANK | {"RANK": str(rank)} | variables,
-        cwd=Path(cli.__file__).parents[1],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def open_own_store(variables: list[dict[str, str]], timeout_s: float, errors: Path) -> None:
+    """A task: open the store of a rank with the variables of a script instead of the pool's.
+
+    Standard error goes to a file.
+    """
+    own = variables[int(os.environ["RANK"])]
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    del os.environ[environment.STORE_VARIABLE]
+    os.environ |= RANK | own
+    open_store(timeout_s=timeout_s)
+
+
+def refusals(
+    pool: Pool, folder: Path, variables: list[dict[str, str]], timeout_s: float
+) -> Mapping[int, UserError | str]:
+    """Return the errors of ranks with these variables, which print nothing, by their place."""
+    errors = folder / "errors"
+    arguments = {"variables": variables, "timeout_s": timeout_s, "errors": errors}
+    with pytest.raises(WorkerError) as caught:
+        pool.run(open_own_store, arguments, world_size=len(variables))
+    # No frames of C++.
+    assert errors.read_text() == ""
+    return caught.value.failures
 
 
 def free_port() -> str:
@@ -186,38 +189,29 @@ def free_port() -> str:
     [
         ((0, 1, 1), (3, 3, 3), "RANK = 1 is set for two processes, process "),
         ((0, 1), (2, 3), "WORLD_SIZE = 2 on rank 0, but 3 on rank 1: "),
+        # The other one waits, for longer than the pool.
         ((0, 0), (2, 2), "rank 0 cannot open the job's store at 127.0.0.1:"),
     ],
 )
 def test_ranks_that_contradict_each_other_are_refused(
-    ranks: tuple[int, ...], sizes: tuple[int, ...], told: str
+    pool: Pool, tmp_path: Path, ranks: tuple[int, ...], sizes: tuple[int, ...], told: str
 ) -> None:
     port = free_port()
-    begin_s = time.monotonic()
-    jobs = [
-        start(rank, {"WORLD_SIZE": str(size), "MASTER_PORT": port})
+    variables = [
+        {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": port}
         for rank, size in zip(ranks, sizes, strict=True)
     ]
-    try:
-        ended: list[subprocess.Popen[str]] = []
-        while not ended:
-            ended = [job for job in jobs if job.poll() is not None]
-            assert time.monotonic() - begin_s < 100
-            time.sleep(0.1)
-        if ranks != (0, 0):
-            ended = jobs
-        for job in ended:
-            out, err = job.communicate(timeout=60)
-            assert out.startswith(told), err
-            assert (job.returncode, err) == (2, "")
-    finally:
-        for job in jobs:
-            job.kill()
-            job.communicate()
+    refused = refusals(pool, tmp_path, variables, timeout_s=60.0)
+    assert len(refused) == (1 if ranks == (0, 0) else len(ranks))
+    for error in refused.values():
+        assert isinstance(error, MeshError)
+        assert str(error).startswith(told)
 
 
 @pytest.mark.parametrize("case", ["unknown name", "nobody listens", "another service"])
-def test_a_store_that_nobody_opens_is_named_within_the_time_out(case: str) -> None:
+def test_a_store_that_nobody_opens_is_named_within_the_time_out(
+    pool: Pool, tmp_path: Path, case: str
+) -> None:
     with socket.socket() as service:
         service.bind(("127.0.0.1", 0))
         service.listen()
@@ -226,18 +220,18 @@ def test_a_store_that_nobody_opens_is_named_within_the_time_out(case: str) -> No
             variables["MASTER_ADDR"] = "nohost.invalid"
         if case == "another service":
             variables["MASTER_PORT"] = str(service.getsockname()[1])
-        job = start(1, variables)
-        out, err = job.communicate(timeout=100)
+        refused = refusals(pool, tmp_path, [variables], timeout_s=2.0)
     shown = f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
-    assert out.startswith(f"rank 1 did not meet all 2 ranks within 2 s at {shown}, the job's store")
     reasons = {
         "unknown name": "nohost.invalid is not known (",
         "nobody listens": "nobody listens there (",
         "another service": "what listens there is not the store of a job",
     }
-    assert reasons[case] in out
-    # No frames of C++.
-    assert (job.returncode, err) == (2, "")
+    line = str(refused[0])
+    assert line.startswith(
+        f"rank 1 did not meet all 2 ranks within 2 s at {shown}, the job's store"
+    )
+    assert reasons[case] in line
 
 
 def test_the_variables_of_ranks_are_read_in_one_place() -> None:

@@ -1,12 +1,10 @@
 """Wrong groups and wrong values of collectives are named by rank, axis and collective."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from composer3d.facts.errors import ExchangeError
 from composer3d.recipe.schema import MeshTable, ParallelTable
@@ -29,16 +27,14 @@ def check(
     table: MeshTable,
     *,
     wrong_group: tuple[int, str, str] | None = None,
-    wrong_call: tuple[int, str, str] | None = None,
-    is_short: bool = False,
+    wrong_calls: Sequence[tuple[str, str]] = (),
 ) -> list[str]:
     """A task: check a mesh; return the axes that are checked.
 
     Args:
         table: the sizes of the mesh.
         wrong_group: a rank, an axis, and the axis whose group it has instead.
-        wrong_call: a rank, an axis and a collective that returns something else there.
-        is_short: whether to check what a training uses.
+        wrong_calls: axes and collectives that return something else on rank 3.
     """
     with pool_world() as device:
         mesh = Mesh.build(table, device)
@@ -51,14 +47,13 @@ def check(
                 else entry
                 for entry in groups
             ]
-        if wrong_call is not None and mesh.rank == wrong_call[0]:
-            plant(wrong_call[1], wrong_call[2])
-        of_axis = collectives_of_training if is_short else all_collectives
-        check_exchanges(mesh, groups, lambda axis: of_axis(axis, PARALLEL))
+        if mesh.rank == 3:
+            plant(wrong_calls)
+        check_exchanges(mesh, groups, lambda axis: all_collectives(axis, PARALLEL))
         return [entry.axis for entry in groups]
 
 
-def plant(axis: str, collective: str) -> None:
+def plant(wrong_calls: Sequence[tuple[str, str]]) -> None:
     right, right_values = exchanges.call, exchanges._values
     axes: list[str] = []
 
@@ -68,7 +63,7 @@ def plant(axis: str, collective: str) -> None:
 
     def wrong(name: Any, x: torch.Tensor, out: torch.Tensor, group: Any) -> None:
         right(name, x, out, group)
-        if (axes[-1], name) == (axis, collective):
+        if (axes[-1], name) in wrong_calls:
             out.copy_(out.roll(1) if len(out) > 1 and name != "all_reduce" else out + 1)
 
     exchanges.call, exchanges._values = wrong, values
@@ -79,7 +74,6 @@ RING = MeshTable(dp_replicate=2, dp_shard=1, cp=2, tp=2)
 EXPERTS = MeshTable(dp_shard=2, tp=2, ep=2)
 
 
-@pytest.mark.parametrize("is_short", [False, True])
 @pytest.mark.parametrize(
     ("table", "axes"),
     [
@@ -90,8 +84,8 @@ EXPERTS = MeshTable(dp_shard=2, tp=2, ep=2)
         (MeshTable(dp_shard=1), set()),
     ],
 )
-def test_a_right_mesh_passes(pool: Pool, table: MeshTable, axes: set[str], is_short: bool) -> None:
-    ranks = pool.run(check, {"table": table, "is_short": is_short}, world_size=table.world_size)
+def test_a_right_mesh_passes(pool: Pool, table: MeshTable, axes: set[str]) -> None:
+    ranks = pool.run(check, {"table": table}, world_size=table.world_size)
     assert [set(found) for found in ranks] == [axes] * table.world_size
 
 
@@ -112,26 +106,35 @@ def test_a_wrong_group_is_named_before_any_rank_waits(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "axis", "collective", "end"),
+    ("table", "ends"),
     [
-        (CUBE, "tp", "all_reduce", "over tp (ranks 2-3) gave the sum 117, which must be 116"),
-        (CUBE, "fsdp", "all_gather", "(ranks 1, 3) gave the value of rank 3 in place of that of "
-         "rank 1 (pp0 dp0 cp0 tp1)"),
-        (CUBE, "world", "reduce_scatter", "gave the sum"),
-        (CUBE, "pp", "send_recv", "over pp (ranks 3, 7) gave 129 in place of that of rank 7 "
-         "(pp1 dp1 cp0 tp1)"),
-        (RING, "cp", "all_to_all", "over cp (ranks 1, 3) gave the value of rank 3 in place of that "
-         "of rank 1 (pp0 dp0 cp0 tp1)"),
-        (EXPERTS, "ep", "all_to_all", "over ep (ranks 2-3) gave"),
+        (
+            CUBE,
+            {
+                ("pp", "send_recv"): "(ranks 3, 7) gave 129 in place of that of rank 7 "
+                "(pp1 dp1 cp0 tp1)",
+                ("fsdp", "all_gather"): "(ranks 1, 3) gave the value of rank 3 in place of that "
+                "of rank 1 (pp0 dp0 cp0 tp1)",
+                ("tp", "all_reduce"): "(ranks 2-3) gave the sum 117, which must be 116",
+                ("world", "reduce_scatter"): "(ranks 0-7) gave the sum 2401, which must be 2400",
+            },
+        ),
+        (
+            RING,
+            {
+                ("cp", "all_to_all"): "(ranks 1, 3) gave the value of rank 3 in place of that "
+                "of rank 1 (pp0 dp0 cp0 tp1)",
+            },
+        ),
     ],
-)  # fmt: skip
-def test_a_wrong_value_is_named(
-    pool: Pool, table: MeshTable, axis: str, collective: str, end: str
+)
+def test_wrong_values_are_named(
+    pool: Pool, table: MeshTable, ends: dict[tuple[str, str], str]
 ) -> None:
-    (line,) = lines_of(pool, table, wrong_call=(3, axis, collective))
-    assert line.startswith("rank 3 (")
-    assert f": {collective} over {axis} (" in line
-    assert end in line
+    lines = lines_of(pool, table, wrong_calls=list(ends))
+    assert all(line.startswith("rank 3 (") for line in lines)
+    expected = [f"{collective} over {axis} {end}" for (axis, collective), end in ends.items()]
+    assert [line.partition(": ")[2] for line in lines] == expected
 
 
 def test_a_training_has_a_collective_for_each_axis() -> None:
@@ -161,29 +164,3 @@ def test_ranks_of_a_group_differ_on_their_axis_alone(table: MeshTable) -> None:
                 if all(own[a] == c for a, c in coordinates(peer, table).items() if a not in varied)
             ]
             assert group_ranks(name, rank, table) == expected
-
-
-def hang() -> None:
-    """A task: rank 1 does not join the second collective of tp."""
-    from composer3d.runtime import peers
-    from composer3d.runtime.process_group import open_store
-
-    peers.GRACE_S = 1.0
-    rank = int(os.environ["RANK"])
-    watch = peers.explain_lost_peers(
-        open_store(), rank=rank, size=2, describe=lambda peer: f"rank {peer}", advice=lambda: "look"
-    )
-    with watch, pool_world(timeout_s=3.0) as device:
-        mesh = Mesh.build(MeshTable(dp_shard=1, tp=2), device)
-        groups = groups_of(mesh, has_experts=False)
-        if rank == 1:
-            exchanges.call = lambda *_: dist.distributed_c10d.time.sleep(60)
-        check_exchanges(mesh, groups, lambda axis: ("all_reduce",))
-
-
-def test_a_rank_that_does_not_join_is_named(pool: Pool) -> None:
-    with pytest.raises(WorkerError) as caught:
-        pool.run(hang, {}, world_size=2, limit_s=60.0)
-    assert caught.value.user_error is not None
-    (line,) = caught.value.user_error.lines
-    assert line.startswith("a collective failed: rank 1 at runtime/exchanges.py:")

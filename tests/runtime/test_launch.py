@@ -23,10 +23,7 @@ from composer3d.runtime import launch
 from composer3d.runtime.launch import LOST_PEERS, Pool, WorkerError, run_ranks
 from composer3d.runtime.process_group import pool_world
 from composer3d.runtime.starter import REMOVE_AT_END, REQUEST
-
-
-def answer(base: int) -> tuple[int, str, str]:
-    return base + int(os.environ["RANK"]), os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]
+from tests.runtime import light_tasks, sockets
 
 
 def refuse() -> None:
@@ -93,9 +90,9 @@ def failing(
 
 def test_answers_come_by_rank(pool: Pool) -> None:
     expected = [(10 + rank, "4", str(rank)) for rank in range(4)]
-    assert pool.run(answer, {"base": 10}, world_size=4) == expected
+    assert pool.run(light_tasks.answer, {"base": 10}, world_size=4) == expected
     # By name, the function's module is not imported here.
-    assert pool.run(f"{__name__}:answer", {"base": 10}, world_size=4) == expected
+    assert pool.run(f"{light_tasks.__name__}:answer", {"base": 10}, world_size=4) == expected
 
 
 def test_a_user_error_keeps_its_kind_and_its_lines(pool: Pool) -> None:
@@ -142,7 +139,7 @@ def test_a_task_ends_at_its_limit_and_leaves_no_process(pool: Pool, tmp_path: Pa
     assert len(pids) == 2
     assert not any(map(is_running, pids))
     # The pool still works.
-    assert pool.run(answer, {"base": 0}, world_size=1) == [(0, "1", "0")]
+    assert pool.run(light_tasks.answer, {"base": 0}, world_size=1) == [(0, "1", "0")]
 
 
 def test_an_answer_that_cannot_be_sent_is_a_failure(pool: Pool) -> None:
@@ -165,8 +162,13 @@ def leave_with_2() -> int:
     ("function", "status", "prints"), [(crash_on_rank_1, 1, True), (leave_with_2, 2, False)]
 )
 def test_a_job_prints_the_reason_and_no_more(
-    function: Callable[[], int], status: int, prints: bool, capfd: pytest.CaptureFixture[str]
+    function: Callable[[], int],
+    status: int,
+    prints: bool,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(launch, "REPORT_S", 0.5)
     assert run_ranks(function, {}, processes=2).status == status
     lines = capfd.readouterr().err.splitlines()
     if prints:
@@ -181,8 +183,17 @@ def wait_to_be_ended() -> int:
     return 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_while_ranks_are_forked_reaches_all_of_them(number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "delays_s"),
+    [
+        (signal.SIGINT, (0.001, 0.02, 0.05, 0.2)),
+        (signal.SIGTERM, (0.02,)),
+        (signal.SIGHUP, (0.05,)),
+    ],
+)
+def test_a_signal_while_ranks_are_forked_reaches_all_of_them(
+    number: int, delays_s: tuple[float, ...]
+) -> None:
     """A new rank inherits that the starter ignores the signal. One that arrives then must count."""
     uncaught = signal.getsignal(number)
 
@@ -195,7 +206,7 @@ def test_a_signal_while_ranks_are_forked_reaches_all_of_them(number: int) -> Non
 
     previous = signal.signal(signal.SIGALRM, send)
     try:
-        for delay_s in (0.001, 0.02, 0.05, 0.2):
+        for delay_s in delays_s:
             signal.setitimer(signal.ITIMER_REAL, delay_s)
             begin_s = time.monotonic()
             result = run_ranks(wait_to_be_ended, {}, processes=4)
@@ -241,28 +252,21 @@ def test_a_collective_that_failed_on_all_ranks_is_a_loss_with_status_1() -> None
     assert (result.status, result.died, result.is_lost) == (1, {}, True)
 
 
-def test_nohup_reaches_ranks(tmp_path: Path) -> None:
+def test_nohup_reaches_ranks() -> None:
     code = (
-        "import os, signal, threading\n"
-        f"from {__name__} import hang_up\n"
-        "from composer3d.runtime.launch import run_ranks\n"
-        "print('status', run_ranks(hang_up, {}, processes=2).status)"
+        "from composer3d.runtime import launch\n"
+        "launch._PRELOAD = 'json'\n"
+        f"print(launch.run_ranks('{light_tasks.__name__}:hang_up', {{}}, processes=2))"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(
         ["nohup", sys.executable, "-c", code],
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
-        env=environment,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    assert "status 0" in result.stdout, result.stderr
-
-
-def hang_up() -> int:
-    os.kill(os.getpid(), signal.SIGHUP)
-    return 0
+    assert "status=0" in result.stdout, result.stderr
 
 
 def die_while_others_reduce() -> int:
@@ -340,28 +344,9 @@ def form_groups_and_listen() -> list[str]:
     with pool_world():
         dist.all_reduce(torch.ones(1))
         dist.new_group([0, 1])
-        addresses = listening_addresses()
+        addresses = sockets.addresses(sockets.LISTENING)
         dist.barrier()
     return addresses
-
-
-def listening_addresses() -> list[str]:
-    """The addresses at which this process listens, in the kernel's hexadecimal form."""
-    inodes = set()
-    for number in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            inodes.add(os.readlink(number))
-    rows = [
-        line.split()
-        for kind in ("tcp", "tcp6")
-        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
-    ]
-    address, state, inode, listens = 1, 3, 9, "0A"
-    return [
-        row[address].partition(":")[0]
-        for row in rows
-        if row[state] == listens and f"socket:[{row[inode]}]" in inodes
-    ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="listening sockets are read from Linux's /proc")
@@ -369,7 +354,7 @@ def test_ranks_listen_on_loopback_only(pool: Pool) -> None:
     loopback = "0100007F"
     addresses = pool.run(form_groups_and_listen, {}, world_size=2)
     assert [set(of_rank) for of_rank in addresses] == [{loopback}] * 2
-    assert listening_addresses() == []  # their owner does not listen at all
+    assert sockets.addresses(sockets.LISTENING) == []  # their owner does not listen at all
 
 
 OWNER = f"""
@@ -378,22 +363,14 @@ from pathlib import Path
 from composer3d.runtime import launch
 
 if __name__ == "__main__":
+    launch._PRELOAD = "json"
     with launch.Pool() as pool, launch.temporary_folder("composer3d-test-") as temporary:
         arguments = {{"pids": Path(sys.argv[1]), "temporary": temporary}}
-        pool.run("{__name__}:write_and_sleep", arguments, world_size=2)
+        pool.run("{light_tasks.__name__}:write_and_sleep", arguments, world_size=2)
 """
 
 
-def write_and_sleep(pids: Path, temporary: Path) -> None:
-    (temporary / "file").write_text("")
-    (pids / os.environ["RANK"]).write_text(str(os.getpid()))
-    if os.environ["RANK"] == "1":
-        # A stopped process cannot look whether its parent lives.
-        os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(100)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_workers_and_folders_end_with_their_owner(tmp_path: Path, number: int) -> None:
     (tmp_path / "owner.py").write_text(OWNER)
     pids, temporary = tmp_path / "pids", tmp_path / "tmp"
@@ -403,16 +380,11 @@ def test_workers_and_folders_end_with_their_owner(tmp_path: Path, number: int) -
     command = [sys.executable, str(tmp_path / "owner.py"), str(pids)]
     owner = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     workers = [int(text) for text in wait_until(lambda: texts(pids))]
-    assert [name[:16] for name in our_folders(temporary)] == ["composer3d-test-"]
+    assert [path.name[:16] for path in temporary.iterdir()] == ["composer3d-test-"]
     owner.send_signal(number)
     assert owner.wait(timeout=10) != 0
     wait_until(lambda: not any(map(is_running, workers)), limit_s=10.0)
-    wait_until(lambda: not our_folders(temporary), limit_s=5.0)
-
-
-def our_folders(temporary: Path) -> list[str]:
-    """The names of temporary folders, without the one that torch keeps for compiled code."""
-    return [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor")]
+    wait_until(lambda: not any(temporary.iterdir()), limit_s=5.0)
 
 
 def texts(folder: Path) -> list[str]:
@@ -429,24 +401,17 @@ def wait_until(condition: Callable[[], Any], limit_s: float = 150.0) -> Any:
     return value
 
 
-def test_workers_end_with_the_starter_and_the_next_world_has_another() -> None:
-    with Pool() as outer:
-        assert outer.run(kill_the_starter, {}, world_size=1, limit_s=200.0) == [None]
-
-
-def kill_the_starter() -> None:
-    """Kill the starter of this worker, which is not the one of the tests' pool."""
-    with Pool() as inner:
-        with pytest.raises(WorkerError) as caught:
-            inner.run(kill_my_parent, {}, world_size=2)
-        assert caught.value.failures == {0: "the process died", 1: "the process died"}
-        assert inner.run(answer, {"base": 1}, world_size=1) == [(1, "1", "0")]
-
-
-def kill_my_parent() -> None:
-    if os.environ["RANK"] == "1":
-        os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(100)
+def test_workers_end_with_the_starter_and_the_next_world_has_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    starter = launch._Starter()
+    monkeypatch.setattr(launch, "_PRELOAD", "json")
+    monkeypatch.setattr(launch, "_starter", starter)
+    with Pool() as pool:
+        error, _ = failing(pool, light_tasks.kill_my_parent, {}, world_size=2)
+        assert error.failures == {0: "the process died", 1: "the process died"}
+        assert pool.run(light_tasks.answer, {"base": 1}, world_size=1) == [(1, "1", "0")]
+    starter._close()
 
 
 def test_the_starter_ends_with_its_owner_while_it_imports(tmp_path: Path) -> None:

@@ -8,15 +8,25 @@ import torch.distributed as dist
 
 from composer3d.facts.errors import MeshError
 from composer3d.recipe.schema import MeshTable
-from composer3d.runtime.launch import Pool, WorkerError
+from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
+from composer3d.runtime.torch_private import fake_world
+
+CPU = torch.device("cpu")
+
+# Of 8 ranks, with two other axes outside and inside: the ranks of each one's pair.
+PAIRS = [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
 
 
-def build_mesh(table: MeshTable) -> dict[str, Any]:
-    """A task: return one rank's view of its mesh as plain data."""
-    with pool_world() as device:
-        mesh = Mesh.build(table, device)
+def meshes_of(table: MeshTable) -> list[dict[str, Any]]:
+    """Each rank's view of its mesh as plain data, in a world without other processes."""
+    return [view_of(table, rank) for rank in range(table.world_size)]
+
+
+def view_of(table: MeshTable, rank: int) -> dict[str, Any]:
+    with fake_world(rank, table.world_size):
+        mesh = Mesh.build(table, CPU)
         groups = {
             axis: dist.get_process_group_ranks(mesh.device_mesh.get_group(axis))
             for axis in ("pp", "fsdp", "tp")
@@ -44,29 +54,19 @@ def reduce_scalars() -> list[float]:
         )
 
 
-def test_a_world_of_another_size_is_refused_with_the_product_of_the_axes(pool: Pool) -> None:
-    with pytest.raises(WorkerError) as caught:
-        pool.run(build_mesh, {"table": MeshTable(pp=2, dp_shard=1, tp=3)}, world_size=2)
-    assert isinstance(caught.value.user_error, MeshError)
-    assert caught.value.user_error.lines == (
+def test_a_world_of_another_size_is_refused_with_the_product_of_the_axes() -> None:
+    with fake_world(0, 2), pytest.raises(MeshError) as caught:
+        Mesh.build(MeshTable(pp=2, dp_shard=1, tp=3), CPU)
+    assert caught.value.lines == (
         "mesh pp 2 x dp_replicate 1 x dp_shard 1 x cp 1 x tp 3 = 6 processes, but the world has 2; "
         "start 6 processes, or change an axis of [mesh]",
     )
 
 
-def test_groups_of_three_axes(pool: Pool) -> None:
-    ranks = pool.run(build_mesh, {"table": MeshTable(pp=2, dp_shard=2, tp=2)}, world_size=8)
+def test_groups_of_three_axes() -> None:
+    ranks = meshes_of(MeshTable(pp=2, dp_shard=2, tp=2))
     assert [rank["tp"] for rank in ranks] == [[r - r % 2, r - r % 2 + 1] for r in range(8)]
-    assert [rank["fsdp"] for rank in ranks] == [
-        [0, 2],
-        [1, 3],
-        [0, 2],
-        [1, 3],
-        [4, 6],
-        [5, 7],
-        [4, 6],
-        [5, 7],
-    ]
+    assert [rank["fsdp"] for rank in ranks] == PAIRS
     assert [rank["pp"] for rank in ranks] == [[r % 4, r % 4 + 4] for r in range(8)]
     assert all(rank["pp_group"] == rank["pp"] for rank in ranks)
     assert all(
@@ -78,40 +78,27 @@ def test_groups_of_three_axes(pool: Pool) -> None:
     assert {rank["stage_ranks"] for rank in ranks} == {4}
 
 
-def test_replicas_are_the_outer_dim_of_the_fsdp_mesh(pool: Pool) -> None:
-    ranks = pool.run(
-        build_mesh, {"table": MeshTable(dp_replicate=2, dp_shard=2, tp=2)}, world_size=8
-    )
+def test_replicas_are_the_outer_dim_of_the_fsdp_mesh() -> None:
+    ranks = meshes_of(MeshTable(dp_replicate=2, dp_shard=2, tp=2))
     assert ranks[0]["fsdp_mesh"] == [[0, 2], [4, 6]]
     assert ranks[7]["fsdp_mesh"] == [[1, 3], [5, 7]]
     assert [rank["batch"] for rank in ranks] == [(dp, 4) for dp in (0, 0, 1, 1, 2, 2, 3, 3)]
     assert {rank["stage_ranks"] for rank in ranks} == {8}
 
 
-def test_context_parallel_ranks_share_the_rows_of_a_batch(pool: Pool) -> None:
-    ranks = pool.run(
-        build_mesh, {"table": MeshTable(pp=1, dp_replicate=2, dp_shard=2, cp=2)}, world_size=8
-    )
+def test_context_parallel_ranks_share_the_rows_of_a_batch() -> None:
+    ranks = meshes_of(MeshTable(dp_replicate=2, dp_shard=2, cp=2))
     assert [rank["cp_group"] for rank in ranks] == [[r - r % 2, r - r % 2 + 1] for r in range(8)]
     assert [rank["batch"] for rank in ranks] == [(dp, 4) for dp in (0, 0, 1, 1, 2, 2, 3, 3)]
     assert ranks[5]["fsdp_mesh"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert ranks[5]["replicas"] == [[rank] for rank in range(8)]
-    ranks = pool.run(build_mesh, {"table": MeshTable(pp=2, dp_shard=1, cp=2, tp=2)}, world_size=8)
-    assert [rank["cp_group"] for rank in ranks] == [
-        [0, 2],
-        [1, 3],
-        [0, 2],
-        [1, 3],
-        [4, 6],
-        [5, 7],
-        [4, 6],
-        [5, 7],
-    ]
+    ranks = meshes_of(MeshTable(pp=2, dp_shard=1, cp=2, tp=2))
+    assert [rank["cp_group"] for rank in ranks] == PAIRS
     assert ranks[3]["replicas"] == [[1], [3]]
 
 
-def test_an_axis_of_one_has_no_mesh(pool: Pool) -> None:
-    for rank in pool.run(build_mesh, {"table": MeshTable(pp=2, dp_shard=1)}, world_size=2):
+def test_an_axis_of_one_has_no_mesh() -> None:
+    for rank in meshes_of(MeshTable(pp=2, dp_shard=1)):
         assert rank["fsdp_mesh"] is None
         assert rank["cp_group"] is None
         assert rank["tp_mesh"] is None

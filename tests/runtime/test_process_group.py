@@ -5,8 +5,9 @@ import re
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from composer3d.checkpoint import Store
 from composer3d.checkpoint.manifest import TensorSpec
 from composer3d.checkpoint.store import global_specs
-from composer3d.facts.errors import DataError, DeviceError, MeshError
+from composer3d.facts.errors import DataError, DeviceError, MeshError, UserError
 from composer3d.runtime import devices, process_group
 from composer3d.runtime.devices import Gpu
 from composer3d.runtime.launch import Pool, WorkerError
@@ -37,25 +38,32 @@ from composer3d.runtime.process_group import (
     world,
 )
 from composer3d.runtime.starter import STORE_VARIABLE
+from tests.runtime import sockets
 
 
-def compare(values: list[object]) -> None:
+def errors_of(functions: Sequence[Callable[[int], object]]) -> list[tuple[type, tuple[str, ...]]]:
+    """Call functions with the rank, in a world; return the kinds and lines of their errors."""
+    errors = []
     with pool_world():
-        check_same("the data", values[dist.get_rank()])
+        for function in functions:
+            with pytest.raises(UserError) as caught:
+                function(dist.get_rank())
+            errors.append((caught.type, caught.value.lines))
+    return errors
+
+
+def compare() -> list[tuple[type, tuple[str, ...]]]:
+    return errors_of([lambda rank: check_same("the data", ["a", "b", "a"][rank])])
 
 
 def test_ranks_with_different_values_are_named(pool: Pool) -> None:
-    pool.run(compare, {"values": [{"train": "a"}] * 2}, world_size=2)
-    with pytest.raises(WorkerError) as caught:
-        pool.run(compare, {"values": ["a", "b", "a"]}, world_size=3)
-    error = caught.value
-    assert set(error.failures) == {0, 1, 2}  # no rank goes on alone
-    assert isinstance(error.user_error, MeshError)
-    assert error.user_error.lines == (
+    lines = (
         "the data must be the same on every rank; give all nodes the same files",
         "ranks 0, 2 see 'a'",
         "ranks 1 see 'b'",
     )
+    # No rank goes on alone.
+    assert pool.run(compare, {}, world_size=3) == [[(MeshError, lines)]] * 3
 
 
 def time_outs(folder: Path) -> list[float]:
@@ -114,7 +122,7 @@ def start_ranks(store: dist.Store, ranks: list[int], size: int) -> dict[int, str
     return rounds
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]])
 def test_each_start_of_a_job_has_a_round_of_its_own(order: list[int]) -> None:
     store = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
@@ -141,43 +149,47 @@ def test_a_failed_start_does_not_hinder_the_next_one() -> None:
     assert len(set(found.values())) == 1
 
 
-def fail_on_some(failing_ranks: dict[int, str]) -> int:
-    """A task: ranks in ``failing_ranks`` fail with that line, or with an OSError if it is empty."""
-    with pool_world():
-        rank = dist.get_rank()
+# By the rank that fails: the line of its error, or "" for an OSError. And what all ranks report.
+FAILURES: list[tuple[dict[int, str], tuple[str, ...]]] = [
+    ({1: "wrong"}, ("rank 1: wrong", "rank 1: another line")),
+    ({0: "wrong", 2: "wrong"}, ("rank 0, 2: wrong", "rank 0, 2: another line")),
+    ({0: "wrong", 1: "wrong", 2: "wrong"}, ("wrong", "another line")),
+    (
+        {1: "wrong", 2: ""},
+        (
+            "rank 1: wrong",
+            "rank 1: another line",
+            "rank 2: data: [Errno 2] No such file or directory: 'x.bin'",
+        ),
+    ),
+]
 
-        def work() -> int:
-            if rank in failing_ranks and not failing_ranks[rank]:
-                raise FileNotFoundError(2, "No such file or directory", "x.bin")
-            if rank in failing_ranks:
-                raise DataError([failing_ranks[rank], "another line"])
-            return rank
 
-        return on_all("data", work)
+def fail_on_some(failing_ranks: dict[int, str], rank: int) -> int:
+    def work() -> int:
+        if rank in failing_ranks and not failing_ranks[rank]:
+            raise FileNotFoundError(2, "No such file or directory", "x.bin")
+        if rank in failing_ranks:
+            raise DataError([failing_ranks[rank], "another line"])
+        return rank
+
+    return on_all("data", work)
+
+
+def fail_in_turn() -> list[tuple[type, tuple[str, ...]]]:
+    """A task: each of ``FAILURES``, and one of rank 0 alone."""
+    return errors_of(
+        [
+            *(partial(fail_on_some, failing_ranks) for failing_ranks, _ in FAILURES),
+            lambda rank: on_main("data", lambda: Path(f"missing-{rank}").stat()),
+        ]
+    )
 
 
 def test_a_failure_on_one_rank_is_raised_on_all(pool: Pool) -> None:
-    assert pool.run(fail_on_some, {"failing_ranks": {}}, world_size=3) == [0, 1, 2]
-    lines_of_cases = [
-        ({1: "wrong"}, ("rank 1: wrong", "rank 1: another line")),
-        ({0: "wrong", 2: "wrong"}, ("rank 0, 2: wrong", "rank 0, 2: another line")),
-        ({0: "wrong", 1: "wrong", 2: "wrong"}, ("wrong", "another line")),
-        (
-            {1: "wrong", 2: ""},
-            (
-                "rank 1: wrong",
-                "rank 1: another line",
-                "rank 2: data: [Errno 2] No such file or directory: 'x.bin'",
-            ),
-        ),
-    ]
-    for failing_ranks, lines in lines_of_cases:
-        with pytest.raises(WorkerError) as caught:
-            pool.run(fail_on_some, {"failing_ranks": failing_ranks}, world_size=3)
-        assert set(caught.value.failures) == {0, 1, 2}
-        for error in caught.value.failures.values():
-            assert isinstance(error, DataError)
-            assert error.lines == lines
+    of_main = ("data: [Errno 2] No such file or directory: 'missing-0'",)
+    expected = [(DataError, lines) for _, lines in FAILURES] + [(UserError, of_main)]
+    assert pool.run(fail_in_turn, {}, world_size=3) == [expected] * 3
 
 
 def test_the_device_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,27 +232,17 @@ def gather_over_a_part() -> None:
         dist.barrier()  # the ranks of the group may still form it
 
 
-def connections() -> int:
-    """Count the established TCP connections of this process."""
-    inodes = set()
-    for path in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # the descriptor of the list itself
-            inodes.add(os.readlink(path).removeprefix("socket:[").removesuffix("]"))
-    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    return sum(row[3] == "01" and row[9] in inodes for row in rows)
-
-
 def settled_connections() -> int:
-    """Count them once their number has stood for half a second.
+    """Count the connections of this process once their number has stood for half a second.
 
     A rank whose peer connects to it holds the connection only when its own thread accepts it, which
     no collective waits for.
     """
-    count, since = connections(), time.monotonic()
+    count, since = 0, time.monotonic()
     while time.monotonic() - since < 0.5:
-        time.sleep(0.02)
-        if (now := connections()) != count:
+        if (now := len(sockets.addresses(sockets.CONNECTED))) != count:
             count, since = now, time.monotonic()
+        time.sleep(0.02)
     return count
 
 
@@ -296,7 +298,7 @@ def test_groups_are_formed_only_by_functions_that_connect_them() -> None:
 def exchange_objects() -> list[object]:
     """A task: send values of different sizes, and return what this rank gets."""
     with pool_world():
-        return _exchanged()
+        return [*_exchanged(), *gather_bytes()]
 
 
 def _exchanged() -> list[object]:
@@ -310,28 +312,21 @@ def _exchanged() -> list[object]:
     ]
 
 
-def test_objects_reach_only_the_ranks_that_need_them(pool: Pool) -> None:
-    first, second, third = pool.run(exchange_objects, {}, world_size=3)
-    assert first == [["", "x" * 100, "x" * 200], {"from": 2}, [0], ["b", "a"], 0]
-    assert second == [None, {"from": 2}, None, ["b", "a"], 0]
-    assert third == [None, {"from": 2}, [0], ["b", "a"], 0]
-
-
 def gather_bytes() -> list[object]:
-    """A task: bytes travel to rank 0 while other collectives run."""
-    with pool_world():
-        rank = dist.get_rank()
-        gathering = process_group.Gathering(bytes([rank, 255]))
-        same = torch.ones(())
-        dist.all_reduce(same)
-        values: list[object] = [gathering.await_contents(), gathering.has_arrived(), same.item()]
-    return values
+    """Gather bytes on rank 0 while another collective runs."""
+    gathering = process_group.Gathering(bytes([dist.get_rank(), 255]))
+    same = torch.ones(())
+    dist.all_reduce(same)
+    return [gathering.await_contents(), gathering.has_arrived(), same.item()]
 
 
-def test_bytes_are_gathered_beside_other_collectives(pool: Pool) -> None:
-    first, *others = pool.run(gather_bytes, {}, world_size=3)
-    assert first == [[b"\x00\xff", b"\x01\xff", b"\x02\xff"], True, 3.0]
-    assert others == [[None, True, 3.0], [None, True, 3.0]]
+def test_objects_and_bytes_reach_only_the_ranks_that_need_them(pool: Pool) -> None:
+    first, second, third = pool.run(exchange_objects, {}, world_size=3)
+    contents = [b"\x00\xff", b"\x01\xff", b"\x02\xff"]
+    texts = ["", "x" * 100, "x" * 200]
+    assert first == [texts, {"from": 2}, [0], ["b", "a"], 0, contents, True, 3.0]
+    assert second == [None, {"from": 2}, None, ["b", "a"], 0, None, True, 3.0]
+    assert third == [None, {"from": 2}, [0], ["b", "a"], 0, None, True, 3.0]
 
 
 def form_like_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> object:
@@ -339,12 +334,17 @@ def form_like_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) 
     return FakeProcessGroup._create_internal(rank, size)
 
 
-def exchange_beside_gpus(folder: Path) -> list[object]:
-    """A task: exchange objects where the default group takes no tensor in host memory."""
+def form_on_gpus(gpus: list[Gpu], folder: Path) -> list[object]:
+    """A task: form the world of GPUs that exist in name only, and use its group for objects."""
     dist.Backend.register_backend("gpus", form_like_nccl, devices=["cuda"])
-    process_group._BACKENDS["cpu"] = "gpus"
-    with pool_world():
-        rank = dist.get_rank()
+    process_group._BACKENDS["cuda"] = "gpus"
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device = lambda device: None
+    torch.accelerator.current_accelerator = lambda *_: torch.device("cuda")
+    torch.accelerator.device_count = lambda: 1
+    devices.gpu_of = lambda device: gpus[rank]
+    with world(torch.device("cuda", 0), timeout_s=20.0):
+        assert dist.get_backend() == "gpus"
         values = _exchanged()
         with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
             dist.all_reduce(torch.ones(()))
@@ -365,11 +365,11 @@ def fail() -> None:
     raise DataError("wrong")
 
 
-def test_objects_travel_beside_a_group_that_takes_no_tensors_of_the_host(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_the_world_of_gpus_has_a_group_for_objects(pool: Pool, tmp_path: Path) -> None:
+    """The default group takes no tensors of the host, as that of NCCL."""
+    gpus = [Gpu("a", "1"), Gpu("a", "2"), Gpu("b", "1")]
     specs = {f"weight-{rank}": TensorSpec((rank, 2), "float32") for rank in range(3)}
-    seen = pool.run(exchange_beside_gpus, {"folder": tmp_path}, world_size=3)
+    seen = pool.run(form_on_gpus, {"gpus": gpus, "folder": tmp_path}, world_size=3)
     for rank, values in enumerate(seen):
         kept = [0] if rank != 1 else None
         gathered = ["", "x" * 100, "x" * 200] if rank == 0 else None
@@ -377,28 +377,6 @@ def test_objects_travel_beside_a_group_that_takes_no_tensors_of_the_host(
             *[gathered, {"from": 2}, kept, ["b", "a"], 0],
             *[[2.0, 0.0], rank, None, specs],
         ]
-
-
-def form_on_gpus(gpus: list[Gpu], folder: Path) -> list[object]:
-    """A task: form the world of GPUs that exist in name only, and use the groups for objects."""
-    dist.Backend.register_backend("gpus", form_like_nccl, devices=["cuda"])
-    process_group._BACKENDS["cuda"] = "gpus"
-    rank = int(os.environ["RANK"])
-    torch.cuda.set_device = lambda device: None
-    torch.accelerator.current_accelerator = lambda *_: torch.device("cuda")
-    torch.accelerator.device_count = lambda: 1
-    devices.gpu_of = lambda device: gpus[rank]
-    with world(torch.device("cuda", 0), timeout_s=20.0):
-        assert dist.get_backend() == "gpus"
-        assert Store(folder, keep=1).newest_whole() is None
-        return _exchanged()
-
-
-def test_the_world_of_gpus_has_a_group_for_objects(pool: Pool, tmp_path: Path) -> None:
-    gpus = [Gpu("a", "1"), Gpu("a", "2"), Gpu("b", "1")]
-    seen = pool.run(form_on_gpus, {"gpus": gpus, "folder": tmp_path}, world_size=3)
-    assert seen[0] == [["", "x" * 100, "x" * 200], {"from": 2}, [0], ["b", "a"], 0]
-    assert [values[1] for values in seen] == [{"from": 2}] * 3
 
 
 def test_a_world_whose_ranks_share_a_gpu_is_not_formed(pool: Pool, tmp_path: Path) -> None:
@@ -410,22 +388,6 @@ def test_a_world_whose_ranks_share_a_gpu_is_not_formed(pool: Pool, tmp_path: Pat
         range(3), DeviceError
     )
     assert "ranks 1 and 2 would share the GPU 2 of a" in str(errors[0])
-
-
-def fail_on_main() -> None:
-    with pool_world():
-        rank = dist.get_rank()
-        on_main("data", lambda: Path(f"missing-{rank}").stat())
-
-
-def test_a_failure_of_rank_0_is_raised_on_all(pool: Pool) -> None:
-    with pytest.raises(WorkerError) as caught:
-        pool.run(fail_on_main, {}, world_size=2)
-    assert set(caught.value.failures) == {0, 1}
-    assert caught.value.user_error is not None
-    assert caught.value.user_error.lines == (
-        "data: [Errno 2] No such file or directory: 'missing-0'",
-    )
 
 
 def test_objects_are_not_gathered_over_a_part_of_the_ranks(pool: Pool) -> None:

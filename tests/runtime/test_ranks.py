@@ -19,14 +19,6 @@ def test_coordinates_are_row_major_with_tp_innermost(sizes: dict[str, int]) -> N
         assert world[tuple(coords.values())].item() == rank
 
 
-def test_adjacent_ranks_share_tp() -> None:
-    table = MeshTable(pp=2, dp_replicate=1, dp_shard=2, cp=2, tp=2)
-    coords = [coordinates(rank, table) for rank in range(16)]
-    assert [rank["tp"] for rank in coords] == [0, 1] * 8
-    assert [rank["cp"] for rank in coords] == [0, 0, 1, 1] * 4
-    assert [rank["pp"] for rank in coords] == [0] * 8 + [1] * 8
-
-
 def test_the_identity_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     table = MeshTable(pp=2, dp_replicate=1, dp_shard=2, cp=2, tp=2)
     monkeypatch.delenv("GROUP_RANK", raising=False)

@@ -276,10 +276,7 @@ def test_one_unit_shards_a_parameter_over_a_mesh_of_its_own() -> None:
     assert (bias.device_mesh, bias.placements) == (mesh["outer"], (Shard(0),))
     assert bias.to_local().shape == (4,)
 
-
-@pytest.mark.usefixtures("fake_world")
-def test_a_mesh_of_two_dims_replicates_over_the_first() -> None:
-    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("outer", "inner"))
+    # A mesh of two dims replicates over the first.
     unit = nn.Linear(12, 8, bias=False)
     of_weight = torch_private.shard_over(mesh, 1)
     fully_shard(unit, mesh=mesh["outer"], shard_placement_fn=lambda _: of_weight)
@@ -417,32 +414,34 @@ def test_propagation_of_shapes_is_surrounded() -> None:
     assert notes
 
 
-def test_the_start_of_a_pipeline_is_surrounded(pool: Pool) -> None:
-    for starts in pool.run(count_pipeline_starts, {}, world_size=2):
-        # The start is a part of every step; only the first one does something.
-        assert starts == [["begin", "end"], ["begin", "end"] * 2]
-
-
-def test_the_work_of_a_pipeline_is_surrounded(pool: Pool) -> None:
-    for rank, (inside, remains) in enumerate(pool.run(note_pipeline_work, {}, world_size=2)):
+def test_the_start_and_the_work_of_a_pipeline_are_surrounded(pool: Pool) -> None:
+    for rank, work in enumerate(pool.run(note_pipeline_work, {}, world_size=2)):
+        inside, remains, starts = work
         actions = [name for name in inside if name not in ("messages", "gradients")]
         assert actions == [f"{rank}{kind}{index}" for kind in "FB" for index in range(2)]
         # A message in each direction for each micro-batch, at the sender and at the receiver.
         assert inside.count("messages") == 4
         assert inside.count("gradients") == 1
         assert not remains
+        # The start is a part of every step; only the first one does something.
+        assert starts == ["begin", "end"] * 3
 
 
-def note_pipeline_work() -> tuple[list[str], bool]:
-    """The work in a step of a pipeline of two stages, and whether something is still replaced."""
+def note_pipeline_work() -> tuple[list[str], bool, list[str]]:
+    """Run three steps of a pipeline of two stages.
+
+    Returns:
+        The work in the second one, whether something is still replaced, and the starts of all.
+    """
     names: list[str] = []
+    starts: list[str] = []
 
     @contextmanager
     def noted_name(name: str) -> Iterator[None]:
         names.append(name)
         yield
 
-    with pool_world() as device:
+    with pool_world() as device, torch_private.around_pipeline_start(lambda: noted(starts)):
         rank = dist.get_rank()
         x = torch.ones(2, 3)
         example = torch.ones(1, 3, requires_grad=True)
@@ -457,32 +456,7 @@ def note_pipeline_work() -> tuple[list[str], bool]:
             with around if is_noted else nullcontext():
                 schedule.step(*((x,) if rank == 0 else ()), target=x if rank else None)
     is_replaced = torch_private.schedules._wait_batch_p2p is not wait
-    return names, is_replaced or bool(set(vars(stage)) - methods)
-
-
-def count_pipeline_starts() -> list[list[str]]:
-    """The notes after each of two steps of a pipeline of two stages."""
-    notes: list[str] = []
-    after = []
-    with pool_world() as device:
-        x = torch.ones(2, 3, requires_grad=True)
-        stage = PipelineStage(
-            nn.Linear(3, 3),
-            dist.get_rank(),
-            2,
-            device,
-            input_args=(x[:1].detach().requires_grad_(),),
-            output_args=(x[:1].detach().requires_grad_(),),
-        )
-        schedule = ScheduleGPipe(stage, 2, loss_fn=lambda out, _: out.sum())
-        with torch_private.around_pipeline_start(lambda: noted(notes)):
-            for _ in range(2):
-                inputs = (x.detach(),) if dist.get_rank() == 0 else ()
-                target = x.detach() if dist.get_rank() == 1 else None
-                schedule.step(*inputs, target=target)
-                after.append(list(notes))
-    # The second step starts nothing.
-    return after
+    return names, is_replaced or bool(set(vars(stage)) - methods), starts
 
 
 def wait_in_threads() -> tuple[list[float], bool]:
@@ -555,16 +529,6 @@ def test_modules_that_are_sharded_together_are_one_unit() -> None:
     stage(torch.ones(2, 8))
     assert torch_private.gathered_parameters(first) == torch_private.gathered_parameters(second)
     assert len(torch_private.gathered_parameters(first)) == 2
-
-
-def configured_allocator() -> tuple[str, str]:
-    before = torch._C._accelerator_getAllocatorSettings()
-    torch_private.set_allocator("expandable_segments:True")
-    return before, torch._C._accelerator_getAllocatorSettings()
-
-
-def test_the_allocator_takes_settings_in_a_process_that_runs(pool: Pool) -> None:
-    assert pool.run(configured_allocator, {}, world_size=1) == [("", "expandable_segments:True")]
 
 
 def test_the_flight_recorder_of_nccl_is_a_pickle(monkeypatch: pytest.MonkeyPatch) -> None:

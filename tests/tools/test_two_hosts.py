@@ -1,35 +1,67 @@
-"""Two hosts: ``doctor`` and ``verify --here`` under torchrun, on a slow link and with a fault."""
+"""Two hosts: ``doctor``, ``verify --here`` and ``train`` under torchrun, on a slow link."""
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from tools.prove.paths import ROOT
-from tools.two_hosts import Host, run_job
+from tools.two_hosts import NoHostsError, run_job, two_hosts
 
-COMPOSER3D = ["-m", "composer3d"]
-SWAPPED = [str(Path(__file__).with_name("swap_groups.py"))]
-RECIPE = str(ROOT / "recipes" / "debug-4-dp-tp.toml")
+# The first test waits for five commands.
+pytestmark = pytest.mark.timeout(480)
+
+PROGRAM = str(Path(__file__).with_name("commands_in_turn.py"))
+RECIPE = [str(ROOT / "recipes" / "debug-4-dp-tp.toml"), "--set", "run.device=cpu"]
+RANKS = range(4)
 
 
-def run(
-    hosts: tuple[Host, Host], program: list[str], command: str, *options: str
-) -> tuple[list[int], dict[str, Any], str]:
-    """Run a command on 4 ranks; returns the statuses, what it says as JSON, and its errors."""
-    arguments = [*program, command, RECIPE, "--set", "run.device=cpu", "--json", *options]
-    ended = run_job(hosts, 2, arguments, environment={"PYTHONPATH": str(ROOT)})
-    outputs = [line for host in ended for line in host.output.splitlines()]
+class Ended(NamedTuple):
+    """The status of each rank, what rank 0 says as JSON, and the errors of all ranks."""
+
+    statuses: list[int]
+    answer: dict[str, Any] | None
+    errors: str
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """How each command ended on 4 ranks, two on each host, by its name."""
+    folder = tmp_path_factory.mktemp("two_hosts")
+    commands = {
+        "verify": ["verify", *RECIPE, "--here", "--json"],
+        "doctor": ["doctor", *RECIPE, "--json", "--write", str(folder / "row.toml")],
+        "verify-swapped": ["verify", *RECIPE, "--here", "--json"],
+        "doctor-swapped": ["doctor", *RECIPE, "--json"],
+        "train-swapped": ["train", *RECIPE, "--set", f"run.out_dir={folder}"],
+    }
+    arguments = [PROGRAM, str(folder), json.dumps(commands)]
+    try:
+        with two_hosts(400.0) as hosts:
+            environment = {"PYTHONPATH": str(ROOT)}
+            jobs = run_job(hosts, 2, arguments, environment=environment, limit_s=400.0)
+    except NoHostsError as error:
+        pytest.skip(str(error))
+    assert [job.status for job in jobs] == [0, 0], jobs
+    return {name: read_end(folder, name) for name in commands}
+
+
+def read_end(folder: Path, name: str) -> Ended:
+    def texts(kind: str) -> list[str]:
+        return [(folder / f"{name}-{rank}.{kind}").read_text() for rank in RANKS]
+
+    outputs = [line for text in texts("out") for line in text.splitlines()]
     answers = [json.loads(line) for line in outputs if line.startswith("{")]
-    errors = "".join(host.errors for host in ended)
-    assert len(answers) == 1, (outputs, errors)
-    return [host.status for host in ended], answers[0], errors
+    errors = "".join(texts("err"))
+    assert len(answers) == (not name.startswith("train")), (outputs, errors)
+    return Ended([int(text) for text in texts("status")], *(answers or [None]), errors)
 
 
-def test_a_mesh_is_proven_where_it_runs(hosts: tuple[Host, Host]) -> None:
-    statuses, verdict, _ = run(hosts, COMPOSER3D, "verify", "--here")
-    assert statuses == [0, 0]
+def test_a_mesh_is_proven_where_it_runs(ended: dict[str, Ended]) -> None:
+    statuses, verdict, errors = ended["verify"]
+    assert statuses == [0] * 4, errors
+    assert verdict is not None
     assert verdict["passed"]
     assert verdict["world_size"] == 4
     assert verdict["layout"].startswith("here: dp_shard 2 tp 2 ")
@@ -37,34 +69,23 @@ def test_a_mesh_is_proven_where_it_runs(hosts: tuple[Host, Host]) -> None:
 
 
 @pytest.mark.parametrize("command", ["verify", "doctor", "train"])
-def test_a_rank_with_wrong_groups_is_named(
-    hosts: tuple[Host, Host], command: str, tmp_path: Path
-) -> None:
+def test_a_rank_with_wrong_groups_is_named(ended: dict[str, Ended], command: str) -> None:
+    statuses, answer, errors = ended[f"{command}-swapped"]
+    assert statuses == [1] * 4
+    lines = errors.splitlines()
+    if answer is not None:
+        assert not answer["passed"]
+        problems = answer["problems"] if command == "doctor" else answer["error"].split(" | ")
+        lines = problems
     tp = ": its group of tp has ranks 1, 3; it must have ranks 2-3, in this order"
-    if command == "train":
-        sets = ["--set", "run.device=cpu", "--set", f"run.out_dir={tmp_path}"]
-        arguments = [*SWAPPED, "train", RECIPE, *sets]
-        ended = run_job(hosts, 2, arguments, environment={"PYTHONPATH": str(ROOT)})
-        assert [host.status for host in ended] == [1, 1]
-        errors = "".join(host.errors for host in ended)
-        lines = [line for line in errors.splitlines() if line.endswith(tp)]
-        assert len(lines) == 1, errors
-        assert lines[0].startswith("rank 3 (pp0 dp1 cp0 tp1, node ")
-        return
-    options = ["--here"] if command == "verify" else []
-    statuses, answer, _ = run(hosts, SWAPPED, command, *options)
-    assert statuses == [1, 1]
-    assert not answer["passed"]
-    error = answer["error"] if command == "verify" else " | ".join(answer["problems"])
-    assert "rank 3 (pp0 dp1 cp0 tp1, node " in error
-    assert tp in error
+    (line,) = [line for line in lines if tp in line]
+    assert line.startswith("rank 3 (pp0 dp1 cp0 tp1, node ")
 
 
-@pytest.mark.parametrize("hosts", [400.0], indirect=True)
-def test_the_link_between_hosts_is_measured(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    options = ["--write", str(tmp_path / "row.toml")]
-    statuses, answer, errors = run(hosts, COMPOSER3D, "doctor", *options)
-    assert statuses == [0, 0], errors
+def test_the_link_between_hosts_is_measured(ended: dict[str, Ended]) -> None:
+    statuses, answer, errors = ended["doctor"]
+    assert statuses == [0] * 4, errors
+    assert answer is not None
     assert answer["nodes"] == 2
     assert answer["axes"]["tp"]["nodes"] == 1
     assert answer["axes"]["fsdp"]["nodes"] == 2

@@ -32,7 +32,7 @@ def train_until_a_rank_is_lost(folder: str, event: str) -> None:
         Path("report.txt").write_text(text)
         return "report.txt"
 
-    watch = peers.explain_lost_peers(
+    watch = peers.PeerWatch(
         open_store(),
         rank=rank,
         size=size,

@@ -42,23 +42,19 @@ def build(folder: Path) -> Path:
     return library
 
 
+def _nothing(*arguments: Any, **keywords: Any) -> None:
+    pass
+
+
+def _yes(*arguments: Any) -> bool:
+    return True
+
+
 class _Event:
     """An event that has happened as soon as it is recorded: nothing runs beside the host."""
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        pass
-
-    def record(self, stream: Any = None) -> None:
-        pass
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
+    __init__ = record = wait = synchronize = _nothing
+    query = _yes
 
 
 class _Stream:
@@ -67,32 +63,13 @@ class _Stream:
     device = torch.device("cuda", 0)
     stream_id = device_index = 0
     device_type = 1  # CUDA, in C++
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
+    __init__ = wait_stream = wait_event = synchronize = _nothing
 
     def record_event(self, event: Any = None) -> _Event:
         return event or _Event()
 
-    def synchronize(self) -> None:
-        pass
-
 
 _STREAM = _Stream()
-
-
-def _nothing(*arguments: Any, **keywords: Any) -> None:
-    pass
-
-
-def _yes(*arguments: Any) -> bool:
-    return True
 
 
 def _current_stream(*arguments: Any) -> _Stream:
