@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from composer3d.commands import job
-from composer3d.commands.arguments import add_json, add_recipe
-from composer3d.commands.parser import Parser
+from composer3d.commands.arguments import (
+    argument,
+    json_option,
+    recipe_argument,
+    set_option,
+)
 from composer3d.doctor.report import DoctorReport, as_json_of, text_of
 from composer3d.doctor.row import row_of, toml_of
 from composer3d.facts.errors import UserError
@@ -27,28 +31,14 @@ EXAMPLES = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the user asks for.
+    """The arguments of the command."""
 
-    Attributes:
-        recipe: the recipe's file.
-        sets: overrides, each ``table.key=value``.
-        write: a file to make, with a row of hardware for ``plan --gpu``; None makes none.
-        as_json: whether to print one JSON object as the last line.
-    """
-
-    recipe: str
-    sets: Sequence[str]
-    write: str | None
-    as_json: bool
-
-
-def add_arguments(command: Parser) -> None:
-    """Add the arguments, whose names are those of ``Options``."""
-    add_recipe(command)
-    add_json(command)
-    command.add_argument(
+    recipe: str = recipe_argument()
+    sets: Sequence[str] = set_option()
+    as_json: bool = json_option()
+    write: str | None = argument(
         "--write",
         metavar="FILE.toml",
         help="make FILE.toml, a row of hardware with the measured rates, for plan --gpu FILE.toml",

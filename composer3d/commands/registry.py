@@ -4,8 +4,8 @@ A command is a module of this folder, which owns its options:
 
 - ``EXAMPLES``: one to three command lines for its help. A test parses them;
 - ``DETAILS``, if it has any: sentences for its own help, after the description;
-- ``add_arguments``, which adds its arguments to a parser;
-- ``Options``, a frozen dataclass of their values;
+- ``Options``, a frozen dataclass of its arguments, each declared by ``arguments.argument``;
+- ``add_arguments``, if its parser needs more than that;
 - ``run``, which takes the options, and returns the exit status.
 
 A module is imported only when its command is parsed, and none imports torch before it runs.
@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 import composer3d
+from composer3d.commands.arguments import add_arguments
 from composer3d.commands.parser import Parser, TopParser
 
 # The groups of commands in the help.
@@ -160,7 +161,10 @@ def make_parser(names: Collection[str] = tuple(COMMANDS)) -> TopParser:
             examples=module.EXAMPLES,
         )
         command.set_defaults(command=name)
-        module.add_arguments(command)
+        if hasattr(module, "add_arguments"):
+            module.add_arguments(command)
+        else:
+            add_arguments(command, module.Options)
     return parser
 
 

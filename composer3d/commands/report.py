@@ -5,9 +5,8 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from composer3d.commands.arguments import add_json, positive
+from composer3d.commands.arguments import argument, gpus_per_node_option, json_option
 from composer3d.commands.layout import mesh_words, note_of
-from composer3d.commands.parser import Parser
 from composer3d.commands.plan import find_device
 from composer3d.commands.timeline import MOST_ACTIONS, UNIT_NOTE, of_recipe, page_of_run
 from composer3d.draw import layout_svg, timeline
@@ -39,50 +38,28 @@ EXAMPLES = (
 DETAILS = f"It says tokens/s and the tokens seen. {COUNTED_TOKENS}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the user asks for.
+    """The arguments of the command."""
 
-    Attributes:
-        run: the folder of a run.
-        other: the folder of another run; None: there is nothing to compare.
-        out: the HTML file to write; None: ``report.html`` in the folder of the run, or
-            ``compare-NAME.html`` there, where NAME is that of the other run.
-        gpu: the device whose speed is predicted; None: that of the run.
-        gpus_per_node: devices that share a node.
-        as_json: whether to print one JSON object instead of text.
-    """
-
-    run: str
-    other: str | None
-    out: str | None
-    gpu: str | None
-    gpus_per_node: int
-    as_json: bool
-
-
-def add_arguments(command: Parser) -> None:
-    """Add the arguments, whose names are those of ``Options``."""
-    add_json(command)
-    command.add_argument("run", metavar="RUN", help="the folder of a run")
-    command.add_argument(
-        "other", metavar="RUN", nargs="?", help="the folder of another run, to compare them"
+    as_json: bool = json_option()
+    run: str = argument(metavar="RUN", help="the folder of a run")
+    other: str | None = argument(
+        metavar="RUN", nargs="?", help="the folder of another run, to compare them"
     )
-    command.add_argument(
+    out: str | None = argument(
         "-o",
         "--out",
         metavar="FILE.html",
         help="default: report.html in the folder of the run, or compare-NAME.html, where NAME is "
         "that of the other run",
     )
-    command.add_argument(
+    gpu: str | None = argument(
         "--gpu",
         metavar="NAME|FILE",
         help="the device whose speed is predicted, as in plan; default: that of the run",
     )
-    command.add_argument(
-        "--gpus-per-node", metavar="N", type=positive, default=8, help="default: %(default)s"
-    )
+    gpus_per_node: int = gpus_per_node_option()
 
 
 def run(options: Options) -> int:

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.checkpoint import manifest as manifests
 from composer3d.commands import job
-from composer3d.commands.arguments import add_recipe
-from composer3d.commands.parser import Parser
+from composer3d.commands.arguments import recipe_argument, set_option
 from composer3d.facts import events
 from composer3d.facts.errors import RecipeError, UserError
 from composer3d.facts.interrupts import ending_at_once
@@ -49,22 +48,12 @@ EXAMPLES = (
 DETAILS = f"Of each logged step, it prints tok/s of all ranks together. {COUNTED_TOKENS}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the user asks for.
+    """The arguments of the command."""
 
-    Attributes:
-        recipe: the recipe's file.
-        sets: overrides, each ``table.key=value``.
-    """
-
-    recipe: str
-    sets: Sequence[str]
-
-
-def add_arguments(command: Parser) -> None:
-    """Add the arguments, whose names are those of ``Options``."""
-    add_recipe(command)
+    recipe: str = recipe_argument()
+    sets: Sequence[str] = set_option()
 
 
 def run(options: Options) -> int:
