@@ -34,7 +34,7 @@ _MICRO_BATCHES_PER_STAGE = 4
 EXAMPLES = ("composer3d eval runs/quickstart data/held-out",)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Options:
     """The arguments of the command."""
 

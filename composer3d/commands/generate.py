@@ -66,7 +66,7 @@ def _probability(text: str) -> float:
     return value
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Options:
     """The arguments of the command."""
 

@@ -26,7 +26,7 @@ def _samples(text: str) -> int:
     return int(text)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Options:
     """The arguments of the command."""
 

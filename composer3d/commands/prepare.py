@@ -42,7 +42,7 @@ def _share(text: str) -> float:
     return value
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Options:
     """The arguments of the command."""
 

@@ -38,7 +38,7 @@ EXAMPLES = (
 DETAILS = f"It says tokens/s and the tokens seen. {COUNTED_TOKENS}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Options:
     """The arguments of the command."""
 

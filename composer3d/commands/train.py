@@ -48,7 +48,7 @@ EXAMPLES = (
 DETAILS = f"Of each logged step, it prints tok/s of all ranks together. {COUNTED_TOKENS}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Options:
     """The arguments of the command."""
 

@@ -4,16 +4,20 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
+import tempfile
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from composer3d import cli
+from composer3d.commands.train import train_rank
 from composer3d.recipe.resolve import load
 from composer3d.reliability import signals
 from composer3d.reliability.report import Report
+from composer3d.runtime.environment import STORE_VARIABLE
+from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
 from composer3d.training import loop, saving
 from composer3d.training.build import build
@@ -38,7 +42,7 @@ source = "text"
 path = "corpus.txt"
 seq_len = 32
 global_batch = 8
-micro_batch = 1
+micro_batch = 2
 
 [optim]
 lr = 1e-3
@@ -58,16 +62,48 @@ DATA = "dp_shard = 2"
 CUBE = "pp = 2\ndp_shard = 2\ntp = 2"
 
 
-def train(
-    folder: Path, *sets: str, launcher: tuple[str, ...] = ("-m",)
-) -> subprocess.CompletedProcess[str]:
-    """Run ``composer3d train`` in ``folder`` with these overrides."""
-    command = [sys.executable, *launcher, "composer3d", "train", "recipe.toml"]
-    for override in sets:
-        command += ["--set", override]
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=200, check=False
-    )
+class Ended(NamedTuple):
+    """How a training has ended.
+
+    Attributes:
+        returncode: the exit status, the same on all ranks.
+        stderr: what the ranks wrote to standard error, one after the other.
+    """
+
+    returncode: int
+    stderr: str
+
+
+def train(pool: Pool, folder: Path, *sets: str, **variables: str) -> Ended:
+    """Train the recipe in ``folder`` as ``composer3d train`` does, in workers that have torch.
+
+    Args:
+        sets: overrides, each ``table.key=value``.
+        variables: of the environment.
+    """
+    recipe = load(folder / "recipe.toml", sets, check_files=False).recipe
+    arguments = {"folder": str(folder), "sets": sets, "variables": variables}
+    ranks = pool.run(train_as_rank, arguments, world_size=recipe.world_size)
+    (status,) = {rank.returncode for rank in ranks}
+    return Ended(status, "".join(rank.stderr for rank in ranks))
+
+
+def train_as_rank(folder: str, sets: Sequence[str], variables: Mapping[str, str]) -> Ended:
+    """A task: run the command if this process is alone, or else train as one of its ranks."""
+    os.chdir(folder)
+    os.environ |= variables
+    with tempfile.TemporaryFile("w+") as errors:
+        os.dup2(errors.fileno(), sys.stderr.fileno())
+        if os.environ["WORLD_SIZE"] == "1":
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+                os.environ.pop(name, None)
+            os.environ.pop(STORE_VARIABLE)
+            status = cli.main(["train", "recipe.toml", *(f"--set={text}" for text in sets)])
+        else:
+            status = train_rank("recipe.toml", sets)
+        sys.stderr.flush()
+        errors.seek(0)
+        return Ended(status, errors.read())
 
 
 def losses(folder: Path, out_dir: str) -> dict[int, float]:
