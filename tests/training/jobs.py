@@ -106,6 +106,11 @@ def train_as_rank(folder: str, sets: Sequence[str], variables: Mapping[str, str]
         return Ended(status, errors.read())
 
 
+def is_imported(name: str) -> bool:
+    """A task: return whether a module has been imported."""
+    return name in sys.modules
+
+
 def losses(folder: Path, out_dir: str) -> dict[int, float]:
     """The loss of each logged step."""
     lines = (folder / out_dir / "small" / "metrics.jsonl").read_text().splitlines()

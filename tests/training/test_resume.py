@@ -296,7 +296,9 @@ def test_the_weights_of_another_run_start_a_new_one(
     assert "was made with model.ffn = " in other.stderr
 
 
-def test_changes_of_the_recipe_are_logged_and_the_former_recipe_is_kept(pool: Pool, trained: Path) -> None:
+def test_changes_of_the_recipe_are_logged_and_the_former_recipe_is_kept(
+    pool: Pool, trained: Path
+) -> None:
     folder = trained / "runs/small"
     former = (folder / "recipe.toml").read_bytes()
     result = train(pool, trained, "run.steps=6", "optim.lr=2e-3", "data.packing=documents")

@@ -55,7 +55,7 @@ def test_losses_are_the_same_with_a_trace(folder: Path, pool: Pool) -> None:
         "pp0.jsonl",
         "pp1.jsonl",
     ]
-    planned = actions(SCHEDULE, 2, 2, 8)
+    planned = actions(SCHEDULE, 2, 2, 4)
     for step in (2, 3):
         found = trace.read(run, step)
         for row, cells in zip(found.events, planned, strict=True):
@@ -127,19 +127,19 @@ def steps_around_a_trace(recipe_file: str, sets: list[str]) -> list[dict[str, An
 
 def test_only_the_ranks_of_one_pipeline_trace(folder: Path, pool: Pool) -> None:
     (folder / "recipe.toml").write_text(RECIPE.format(mesh=MESH))
-    arguments = {"folder": str(folder), "steps": "[1, 1]"}
     # The ranks of pp 0 and pp 1, with two data-parallel ranks each.
-    assert pool.run(has_timeline, arguments, world_size=4) == [True, False, True, False]
-    arguments = {"folder": str(folder), "steps": None}
-    assert pool.run(has_timeline, arguments, world_size=4) == [False] * 4
+    assert pool.run(has_timeline, {"folder": str(folder)}, world_size=4) == [
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
-def has_timeline(folder: str, steps: str | None) -> bool:
+def has_timeline(folder: str) -> bool:
     sets = [f"data.path={folder}/corpus.txt", f"run.out_dir={folder}/runs"]
-    if steps is not None:
-        sets.append(f"metrics.timeline_steps={steps}")
     with pool_world() as device:
-        resolved = load(f"{folder}/recipe.toml", sets)
+        resolved = load(f"{folder}/recipe.toml", [*sets, "metrics.timeline_steps=[1, 1]"])
         run = build(resolved.recipe, device, resolved.to_toml())
         run.observers.close()
         return run.observers.find(TimelineWriter) is not None
