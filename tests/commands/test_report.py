@@ -109,13 +109,3 @@ def test_wrong_arguments_are_refused(
     captured = capsys.readouterr()
     assert message in captured.err
     assert "Traceback" not in captured.err
-
-
-def test_it_answers_without_torch(run: Path) -> None:
-    program = (
-        "import sys\n"
-        "from composer3d import cli\n"
-        f"assert cli.main(['report', {str(run)!r}]) == 0\n"
-        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

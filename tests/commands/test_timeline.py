@@ -1,8 +1,6 @@
 """``composer3d timeline``: what it prints and writes, and what it refuses."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -177,17 +175,3 @@ def test_what_cannot_be_drawn_is_refused(
     out, err = capsys.readouterr()
     assert out == ""
     assert words in err
-
-
-def test_the_drawing_commands_answer_without_torch() -> None:
-    code = (
-        "import sys\n"
-        "from composer3d import cli\n"
-        f"assert cli.main(['timeline', {RECIPE!r}, '--json']) == 0\n"
-        f"assert cli.main(['layout', {RECIPE!r}, '--json']) == 0\n"
-        "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert result.stdout.splitlines()[-1] == "[]"
