@@ -42,9 +42,6 @@ class Options:
 def run(options: Options) -> int:
     """Print the resolved recipe with the origin of each value, or every key of recipes.
 
-    Returns:
-        The exit status 0.
-
     Raises:
         UserError: the recipe or this machine cannot be used.
     """

@@ -32,9 +32,6 @@ class Options:
 def run(options: Options) -> int:
     """Print the script for a shell, which completes commands, options, choices and recipes.
 
-    Returns:
-        The exit status 0.
-
     Raises:
         UserError: shtab, which writes the script, is not installed.
     """

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 from composer3d.commands import job
@@ -63,20 +63,15 @@ def run(options: Options) -> int:
         folder = os.path.dirname(options.write) or "."
         if not os.path.isdir(folder):
             raise UserError(f"--write {options.write}: there is no folder {folder}; make it first")
+    arguments = asdict(options)
     if environment.is_rank():
-        return examine_rank(options.recipe, options.sets, options.write, options.as_json)
+        return examine_rank(**arguments)
     resolved = load(options.recipe, options.sets, check_files=False, may_import=True)
     resolved, processes = job.count_processes(
         resolved, partial(_load, options.recipe, options.sets)
     )
     if processes == 1:
-        return examine_rank(options.recipe, options.sets, options.write, options.as_json)
-    arguments = {
-        "recipe": options.recipe,
-        "sets": tuple(options.sets),
-        "write": options.write,
-        "as_json": options.as_json,
-    }
+        return examine_rank(**arguments)
     result = launch.run_ranks(examine_rank, arguments, processes=processes)
     job.print_lost_ranks(result, resolved.recipe.mesh)
     return result.status
@@ -102,10 +97,10 @@ def _examine(resolved: Resolved, rank: int, *, write: str | None, as_json: bool)
     from composer3d.doctor.rank import examine
     from composer3d.runtime.process_group import on_main
 
-    def advice() -> str:
-        return "look at that machine and its network"
-
-    with job.join(resolved, rank, timeout_s=_TIMEOUT_S, advice=advice) as world:
+    joined = job.join(
+        resolved, rank, timeout_s=_TIMEOUT_S, advice=lambda: "look at that machine and its network"
+    )
+    with joined as world:
         report = examine(resolved.recipe, world.device, world.store)
 
         def publish() -> bool:

@@ -49,9 +49,6 @@ class Options:
 def run(options: Options) -> int:
     """Print what each pipeline rank allocates and sends in a step.
 
-    Returns:
-        The exit status 0.
-
     Raises:
         UserError: the recipe cannot be used.
     """

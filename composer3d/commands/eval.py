@@ -165,11 +165,11 @@ def evaluate_rank(
 def _evaluate(resolved: Resolved, rank: int, *, src: str, own: Recipe | None, as_json: bool) -> int:
     from composer3d.generate.evaluate import evaluate
 
-    def advice() -> str:
-        return "start the command again"
-
     recipe = resolved.recipe
-    with job.join(resolved, rank, timeout_s=_TIMEOUT_S, advice=advice) as world:
+    joined = job.join(
+        resolved, rank, timeout_s=_TIMEOUT_S, advice=lambda: "start the command again"
+    )
+    with joined as world:
         found = evaluate(recipe, world.device, src, own)
     if rank > 0:
         return 0

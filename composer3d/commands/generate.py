@@ -237,12 +237,12 @@ def _generate(
     # Imported here because these modules import torch.
     from composer3d.generate.session import generate_on_ranks, open_session
 
-    def advice() -> str:
-        return "start the command again"
-
+    joined = job.join(
+        resolved, rank, timeout_s=_TIMEOUT_S, advice=lambda: "start the command again"
+    )
     with (
         open_session(request) as session,
-        job.join(resolved, rank, timeout_s=_TIMEOUT_S, advice=advice) as world,
+        joined as world,
         ExitStack() as cleanup,
     ):
         if rank > 0:

@@ -47,9 +47,6 @@ class Options:
 def run(options: Options) -> int:
     """Draw the mesh of a recipe: nodes, layers, shards, samples, and the bytes of each axis.
 
-    Returns:
-        The exit status 0.
-
     Raises:
         UserError: the recipe cannot be used, or the file cannot be written.
     """

@@ -80,9 +80,6 @@ def add_arguments(command: Parser) -> None:
 def run(options: Options) -> int:
     """List, show or copy recipes.
 
-    Returns:
-        The exit status 0.
-
     Raises:
         UserError: there is no such recipe, or the copy cannot be made.
     """

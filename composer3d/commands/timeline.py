@@ -104,9 +104,6 @@ class Options:
 def run(options: Options) -> int:
     """Draw when each pipeline rank runs which action, and say how large the bubble is.
 
-    Returns:
-        The exit status 0.
-
     Raises:
         UserError: the recipe or the run cannot be used, the other schedule cannot run it, or the
             file cannot be written.
@@ -187,14 +184,12 @@ def _page_of_recipe(recipe: str, options: Options) -> Page:
             f"Times of {device.hardware.name} as composer3d plan predicts them, for layers and "
             "messages. The reduction of gradients and the optimizer come after them."
         )
-    mesh = chosen.mesh
-    counts = f"{mesh.pp} pipeline ranks, {chosen.micro_batches} micro-batches"
     return Page(
-        heading=f"{os.path.basename(recipe)}: {counts}",
+        heading=f"{os.path.basename(recipe)}: {_counts(chosen)}",
         notes=[note],
         unit=UNITS if device is None else MILLISECONDS,
         timelines=timelines,
-        facts={"pp": mesh.pp, "micro_batches": chosen.micro_batches},
+        facts={"pp": chosen.mesh.pp, "micro_batches": chosen.micro_batches},
     )
 
 
@@ -206,6 +201,25 @@ def of_recipe(recipe: Recipe, device: Device | None) -> Timeline:
     if name == "csv":
         name = os.path.basename(parallel.schedule_csv or "")
     return _timeline(name, cells, recipe, parallel.stages_per_rank, device)
+
+
+def count_actions(recipe: Recipe) -> int:
+    """Return the most actions that the pipeline of a recipe has, of all its ranks."""
+    return 3 * recipe.mesh.pp * recipe.parallel.stages_per_rank * recipe.micro_batches
+
+
+def draw_recipe(recipe: Recipe, name: str) -> str:
+    """Return the drawing of the pipeline of a recipe, in units, as SVG."""
+    return draw(
+        [of_recipe(recipe, None)],
+        heading=f"{name}: {_counts(recipe)}",
+        notes=[UNIT_NOTE],
+        unit=UNITS,
+    )
+
+
+def _counts(recipe: Recipe) -> str:
+    return f"{recipe.mesh.pp} pipeline ranks, {recipe.micro_batches} micro-batches"
 
 
 def _of_schedule(recipe: Recipe, schedule: str, device: Device | None) -> Timeline:

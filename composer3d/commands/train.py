@@ -332,6 +332,7 @@ def _load(recipe: str, sets: Sequence[str], world_size: int) -> Resolved:
 
 def _describe(resolved: Resolved, metrics: "Metrics", *, is_on_cpu: bool) -> None:
     """Give TensorBoard the recipe as text and hyperparameters, and drawings of its layout."""
+    from composer3d.commands.timeline import MOST_ACTIONS, count_actions, draw_recipe
     from composer3d.draw import layout_svg, layout_text
     from composer3d.draw.layout import make_layout
     from composer3d.draw.png import png_of
@@ -350,8 +351,8 @@ def _describe(resolved: Resolved, metrics: "Metrics", *, is_on_cpu: bool) -> Non
         layout = make_layout(recipe, per_node, is_on_cpu=is_on_cpu)
         texts["run/layout"] = layout_text.render(layout, style)
         drawings["run/layout"] = layout_svg.draw(layout, heading=recipe.run.name, notes=[])
-    if recipe.mesh.pp > 1:
-        drawings |= _pipeline_drawing(recipe)
+    if recipe.mesh.pp > 1 and count_actions(recipe) <= MOST_ACTIONS:
+        drawings["run/pipeline"] = draw_recipe(recipe, recipe.run.name)
     images = {tag: png_of(svg) for tag, svg in drawings.items()}
     hparams = {
         f"{table}.{key}": value
@@ -361,24 +362,6 @@ def _describe(resolved: Resolved, metrics: "Metrics", *, is_on_cpu: bool) -> Non
     }
     shown = {tag: png for tag, png in images.items() if png is not None}
     metrics.describe(texts, shown, hparams, has_experts=recipe.model.experts > 0)
-
-
-def _pipeline_drawing(recipe: Recipe) -> dict[str, str]:
-    """Return the drawing of the recipe's pipeline by its tag; empty if it is too long to draw."""
-    from composer3d.commands.timeline import MOST_ACTIONS, UNIT_NOTE, of_recipe
-    from composer3d.draw import timeline
-
-    mesh, per_rank = recipe.mesh, recipe.parallel.stages_per_rank
-    if 3 * mesh.pp * per_rank * recipe.micro_batches > MOST_ACTIONS:
-        return {}
-    drawing = timeline.draw(
-        [of_recipe(recipe, None)],
-        heading=f"{recipe.run.name}: {mesh.pp} pipeline ranks, {recipe.micro_batches} "
-        "micro-batches",
-        notes=[UNIT_NOTE],
-        unit=timeline.UNITS,
-    )
-    return {"run/pipeline": drawing}
 
 
 def _train(resolved: Resolved, rank: int, *, claimed: str | None) -> int:
