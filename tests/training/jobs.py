@@ -7,7 +7,8 @@ import signal
 import sys
 import tempfile
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,7 +21,7 @@ from composer3d.runtime.environment import STORE_VARIABLE
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
 from composer3d.training import loop, saving
-from composer3d.training.build import build
+from composer3d.training.build import Run, build
 from composer3d.training.observers.observer import Observer
 from composer3d.training.step_values import StepSums
 
@@ -132,8 +133,20 @@ class Listener(Observer):
         self.reports.append((step, report.lines, dict(report.values)))
 
 
+@contextmanager
+def built_run(folder: str, sets: Sequence[str]) -> Iterator[Run]:
+    """In a task: build the run of the recipe in ``folder``, which becomes the working directory."""
+    os.chdir(folder)
+    with pool_world() as device:
+        resolved = load("recipe.toml", sets, world_size=int(os.environ["WORLD_SIZE"]))
+        yield build(resolved.recipe, device, resolved.to_toml())
+
+
 def build_and_train(
-    folder: str, sets: list[str], minutes: list[float] | None, largest_file: int | None
+    folder: str,
+    sets: Sequence[str],
+    minutes: list[float] | None = None,
+    largest_file: int | None = None,
 ) -> None:
     """A task: train the recipe in ``folder``.
 
@@ -141,25 +154,22 @@ def build_and_train(
         minutes: how long a step takes on the clock of each rank; None for real clocks.
         largest_file: the most bytes that a file can have, as on a full disk; None for no limit.
     """
-    os.chdir(folder)
-    rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    with pool_world() as device:
-        resolved = load("recipe.toml", sets, world_size=size)
-        if largest_file is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-        if minutes is not None:
-            begun = []
-            compute_gradients = loop.compute_gradients
+    if largest_file is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    if minutes is not None:
+        begun = []
+        compute_gradients = loop.compute_gradients
+        step_s = 60 * minutes[int(os.environ["RANK"])]
 
-            def begin_step(*arguments: Any, **keywords: Any) -> StepSums:
-                begun.append(None)
-                return compute_gradients(*arguments, **keywords)
+        def begin_step(*arguments: Any, **keywords: Any) -> StepSums:
+            begun.append(None)
+            return compute_gradients(*arguments, **keywords)
 
-            loop.compute_gradients = begin_step
-            saving.time = types.SimpleNamespace(  # type: ignore[assignment]
-                monotonic=lambda: 60 * minutes[rank] * len(begun)
-            )
-        run = build(resolved.recipe, device, resolved.to_toml())
+        loop.compute_gradients = begin_step
+        saving.time = types.SimpleNamespace(  # type: ignore[assignment]
+            monotonic=lambda: step_s * len(begun)
+        )
+    with built_run(folder, sets) as run:
         loop.train(run)
 
 
@@ -186,7 +196,6 @@ def train_until_a_signal(folder: str, sets: list[str], moment: Moment) -> Stoppe
     Args:
         moment: in which step, or in the first save, or in the second batch of the first validation.
     """
-    os.chdir(folder)
     rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     signals.INSIST_S = -1.0
     evaluated = saves = 0
@@ -196,9 +205,7 @@ def train_until_a_signal(folder: str, sets: list[str], moment: Moment) -> Stoppe
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with pool_world() as device:
-        resolved = load("recipe.toml", sets, world_size=size)
-        run = build(resolved.recipe, device, resolved.to_toml())
+    with built_run(folder, sets) as run:
         forward_backward, evaluate = run.stages.forward_backward, run.stages.evaluate
         write = run.saver.store._write
 

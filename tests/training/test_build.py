@@ -60,7 +60,6 @@ def test_a_folder_that_is_wrong_ends_every_rank_with_one_line(
     arguments = {
         "folder": str(trained),
         "sets": ["mesh.dp_shard=2", "run.steps=6"],
-        "minutes": None,
         "largest_file": largest_file,
     }
     with pytest.raises(WorkerError) as caught:

@@ -124,7 +124,7 @@ def test_a_checkpoint_is_due_by_steps_or_minutes_of_rank_0(
     sets = [f"checkpoint.every={every}", f"checkpoint.every_minutes={every_minutes}"]
     sets += ["checkpoint.keep=20", "run.steps=8", "metrics.every=100"]
     clocks = [6.0, 1000.0]  # by rank 1's clock a checkpoint is due after each step
-    arguments = {"folder": str(folder), "sets": sets, "minutes": clocks, "largest_file": None}
+    arguments = {"folder": str(folder), "sets": sets, "minutes": clocks}
     pool.run(build_and_train, arguments, world_size=2)
     names = sorted(path.name for path in (folder / "runs/small/checkpoints").iterdir())
     assert names == [f"step-{step:08d}" for step in saved]

@@ -141,21 +141,6 @@ def test_damaged_checkpoint_is_named(pool: Pool, trained: Path) -> None:
     )
 
 
-def test_run_that_is_done_says_so(pool: Pool, trained: Path) -> None:
-    result = train(pool, trained, "run.steps=5", "optim.decay=20")
-    assert result.returncode == 0
-    assert "nothing to do: 5 of 5 steps are done" in result.stderr
-    assert "warning" not in result.stderr
-
-
-def forbid_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(*args: object, **kwargs: object) -> None:
-        raise AssertionError("a rank is started")
-
-    monkeypatch.setattr(command, "train_rank", start)
-    monkeypatch.setattr(command.launch, "warm_up", start)
-
-
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_that_is_done_starts_no_rank(
     trained: Path,
@@ -163,7 +148,8 @@ def test_a_run_that_is_done_starts_no_rank(
     capsys: pytest.CaptureFixture[str],
     processes: int,
 ) -> None:
-    forbid_ranks(monkeypatch)
+    monkeypatch.setattr(command, "train_rank", lambda *_: pytest.fail("a rank is started"))
+    monkeypatch.setattr(command.launch, "warm_up", lambda: pytest.fail("ranks are started"))
     monkeypatch.chdir(trained)
     before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
     sets = ["run.steps=5", f"mesh.dp_shard={processes}"]
@@ -184,39 +170,33 @@ def drop_the_manifest(newest: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil",
-    [drop_a_byte, drop_the_manifest, None],
-    ids=lambda spoil: getattr(spoil, "__name__", ""),
-)
-def test_a_checkpoint_that_is_not_whole_is_left_to_training(
-    trained: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None] | None
-) -> None:
-    forbid_ranks(monkeypatch)
-    monkeypatch.chdir(trained)
-    if spoil is not None:
-        spoil(trained / "runs/small/checkpoints/step-00000005")
-    with pytest.raises(AssertionError, match="a rank is started"):
-        command.run(command.Options("recipe.toml", [f"run.steps={5 if spoil else 6}"]))
-
-
-@pytest.mark.parametrize(
-    "change",
+    ("steps", "change", "spoil"),
     [
-        "run.seed=4",
-        "model.n_layers=3",
-        "data.seed=1",
-        "data.path=other.txt",
-        "checkpoint.resume=none",
+        (6, None, None),
+        (5, None, drop_a_byte),
+        (5, None, drop_the_manifest),
+        # The rank refuses these recipes.
+        (5, "run.seed=4", None),
+        (5, "model.n_layers=3", None),
+        (5, "data.seed=1", None),
+        (5, "data.path=other.txt", None),
+        (5, "checkpoint.resume=none", None),
     ],
 )
-def test_a_recipe_that_cannot_resume_is_refused_when_all_is_done(
-    trained: Path, monkeypatch: pytest.MonkeyPatch, change: str
+def test_a_run_that_is_not_done_or_does_not_fit_is_left_to_its_ranks(
+    trained: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int,
+    change: str | None,
+    spoil: Callable[[Path], None] | None,
 ) -> None:
-    forbid_ranks(monkeypatch)
     monkeypatch.chdir(trained)
-    # The rank refuses the recipe.
-    with pytest.raises(AssertionError, match="a rank is started"):
-        command.run(command.Options("recipe.toml", ["run.steps=5", change]))
+    sets = [f"run.steps={steps}", *([change] if change else [])]
+    recipe = load("recipe.toml", sets).recipe
+    if spoil is not None:
+        assert command.step_of_finished_run(recipe) == 5
+        spoil(trained / "runs/small/checkpoints/step-00000005")
+    assert command.step_of_finished_run(recipe) is None
 
 
 def test_another_runs_checkpoint_starts_a_run_only_once(pool: Pool, trained: Path) -> None:

@@ -24,8 +24,7 @@ def test_a_profile_changes_no_bit_and_names_axes_and_stages(folder: Path, pool: 
     (folder / "recipe.toml").write_text(RECIPE.format(mesh="pp = 2\ntp = 2"))
     for out_dir, more in (("off", []), ("on", PROFILE)):
         sets = [*SETS, f"run.out_dir={out_dir}", *more]
-        arguments = {"folder": str(folder), "sets": sets, "minutes": None, "largest_file": None}
-        pool.run(build_and_train, arguments, world_size=4)
+        pool.run(build_and_train, {"folder": str(folder), "sets": sets}, world_size=4)
     assert losses(folder, "off") == losses(folder, "on")
     assert len(losses(folder, "on")) == 4
     assert not (folder / "off" / "small" / FOLDER).exists()

@@ -10,16 +10,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from composer3d.parallel.local_gradients import units_of
-from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import MeshTable
 from composer3d.reliability.digests import Digest, Disagreement
 from composer3d.runtime.launch import Pool
-from composer3d.runtime.process_group import pool_world
 from composer3d.training import loop
-from composer3d.training.build import Run, build
+from composer3d.training.build import Run
 from composer3d.training.observers.observer import StepResult
 from composer3d.training.observers.replicas import ReplicaCheck
-from tests.training.jobs import RECIPE, Listener
+from tests.training.jobs import RECIPE, Listener, built_run
 
 SETS = [
     "run.steps=7",
@@ -54,11 +52,8 @@ def train_and_flip(
         The reports of this rank, its loss after each step, its shards and its random state at the
         end.
     """
-    os.chdir(folder)
     losses = []
-    with pool_world() as device:
-        resolved = load("recipe.toml", sets, world_size=int(os.environ["WORLD_SIZE"]))
-        run = build(resolved.recipe, device, resolved.to_toml())
+    with built_run(folder, sets) as run:
         if kind == "forward alone":
             replicas = run.observers.find(ReplicaCheck)
             assert replicas is not None

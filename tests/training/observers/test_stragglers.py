@@ -5,7 +5,6 @@ of 1.5 times the time is named within 20 steps is shown by simulated times
 (``tests/reliability/test_stragglers.py``) and by ``tools/prove/run faults stragglers``.
 """
 
-import os
 import socket
 import time
 from pathlib import Path
@@ -14,12 +13,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
-from composer3d.runtime.process_group import pool_world
 from composer3d.training import loop
-from composer3d.training.build import build
-from tests.training.jobs import RECIPE, Listener
+from tests.training.jobs import RECIPE, Listener, built_run
 
 # Two windows must agree; a report comes one step later.
 WINDOW = 3
@@ -44,11 +40,8 @@ def train_with_a_slow_rank(
     Returns:
         The reports of this rank.
     """
-    os.chdir(folder)
     wait = dist.Work.wait
-    with pool_world() as device:
-        resolved = load("recipe.toml", sets, world_size=int(os.environ["WORLD_SIZE"]))
-        run = build(resolved.recipe, device, resolved.to_toml())
+    with built_run(folder, sets) as run:
         move_router_biases = run.stages.move_router_biases
 
         def at_the_end_of_a_step(*arguments: Any) -> None:
