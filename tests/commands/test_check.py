@@ -26,6 +26,7 @@ from composer3d.facts.errors import TrainingError
 from composer3d.models.moe.shape import MoeShape
 from composer3d.recipe import machine
 from composer3d.recipe.schema import TABLES, Model
+from tests.commands.conftest import Ask
 from tests.recipe.wrong import token_files
 from tools.prove.paths import LAYOUTS, ROOT
 from tools.prove.paths import RECIPE as RECIPE_PATH
@@ -88,9 +89,8 @@ def raising(error: BaseException) -> Callable[..., None]:
     return function
 
 
-def test_check_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check", RECIPE, "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_check_json_is_one_object(ask: Ask) -> None:
+    _, answer = ask("check", RECIPE)
     assert answer["ok"] is True
     assert answer["world_size"] == 8
     mesh = {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2, "ep": 1}
@@ -98,24 +98,29 @@ def test_check_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer["origins"]["model.dim"] == "preset debug-tiny"
 
 
-def test_check_schema_prints_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check", "--schema"]) == 0
-    out = capsys.readouterr().out
-    for table, cls in TABLES.items():
-        section = out.split(f"[{table}]\n")[1].split("\n\n")[0].splitlines()
-        assert [line.split()[0] for line in section] == [field.name for field in fields(cls)]
-    assert 'architecture = "llama": these' not in out
-    assert (
-        "zero = 3                   0, 1, 2 or 3                0: replicate parameters; 1: shard"
-        in out
-    )
-
-
-def test_check_schema_can_be_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_schema_prints_every_key(capsys: pytest.CaptureFixture[str], ask: Ask) -> None:
+    """Those of experts follow [model], and no key is there twice."""
     assert cli.main(["check", "--schema"]) == 0
     text = capsys.readouterr().out
-    assert cli.main(["check", "--schema", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"ok": True, "schema": text}
+    assert ask("check", "--schema") == (0, {"ok": True, "schema": text})
+    sections = {title: lines for title, *lines in map(str.splitlines, text.split("\n\n"))}
+
+    def names(title: str) -> list[str]:
+        return [line.split()[0] for line in sections[title]]
+
+    own = {entry.name for entry in fields(Model)}
+    for table, cls in TABLES.items():
+        assert names(f"[{table}]") == [field.name for field in fields(cls)]
+    title = '[model] with architecture = "moe": these keys as well'
+    titles = list(sections)
+    assert titles.index(title) == titles.index("[model]") + 1
+    assert names(title) == [entry.name for entry in fields(MoeShape) if entry.name not in own]
+    assert sections[title][0] == f"{'experts = 8':<26} {'int':<27} experts of a layer"
+    assert 'architecture = "llama": these' not in text
+    zero = (
+        "zero = 3                   0, 1, 2 or 3                0: replicate parameters; 1: shard"
+    )
+    assert zero in text
 
 
 def test_errors_of_verify_are_json_as_well(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,21 +134,6 @@ def test_a_number_of_thousands_of_digits_is_refused(capsys: pytest.CaptureFixtur
     assert cli.main(["check", RECIPE, "--gpus", "9" * 5000]) == 2
     err = capsys.readouterr().err
     assert "--gpus: must be a number of at most 18 digits, got 5,000 characters" in err
-
-
-def test_check_schema_prints_the_keys_of_experts_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    """They follow [model], and no key is there twice."""
-    assert cli.main(["check", "--schema"]) == 0
-    parts = capsys.readouterr().out.split("\n\n")
-    titles = [part.splitlines()[0] for part in parts]
-    title = '[model] with architecture = "moe": these keys as well'
-    assert titles.index(title) == titles.index("[model]") + 1
-    lines = parts[titles.index(title)].splitlines()[1:]
-    names = [line.split()[0] for line in lines]
-    own = {entry.name for entry in fields(Model)}
-    assert names == [entry.name for entry in fields(MoeShape) if entry.name not in own]
-    assert names[0] == "experts"
-    assert lines[0] == f"{'experts = 8':<26} {'int':<27} experts of a layer"
 
 
 def test_check_counts_the_parameters_of_a_token(capsys: pytest.CaptureFixture[str]) -> None:

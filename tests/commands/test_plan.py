@@ -18,6 +18,7 @@ from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import variant
 from composer3d.runtime.progress import Progress
+from tests.commands.conftest import Ask
 from tools.prove.paths import ROOT
 
 RECIPE = "llama3-8b-8-fsdp"
@@ -33,17 +34,12 @@ KEYS = {
 }  # fmt: skip
 
 
-def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
-    status = cli.main(["plan", *arguments, "--json"])
-    return status, json.loads(capsys.readouterr().out.splitlines()[-1])
-
-
 def test_layouts_are_ranked_and_the_fastest_is_written_as_a_recipe(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, predictions: Counter[str]
+    ask: Ask, capsys: pytest.CaptureFixture[str], tmp_path: Path, predictions: Counter[str]
 ) -> None:
     out = tmp_path / "fastest.toml"
     command = [RECIPE, "--gpus", "16", "--gpu", "H100", "--top", "5", "--write", str(out)]
-    status, answer = plan(capsys, *command)
+    status, answer = ask("plan", *command)
     assert status == 0
     found = answer["layouts"]
     assert len(found) == 5
@@ -69,16 +65,8 @@ def test_layouts_are_ranked_and_the_fastest_is_written_as_a_recipe(
     assert out.read_text() == text
 
 
-def test_what_fits_nowhere_has_status_1(capsys: pytest.CaptureFixture[str]) -> None:
-    big = ("--set", "model.preset=llama3-405b")
-    status, answer = plan(capsys, RECIPE, *big, "--gpus", "8", "--top", "1")
-    assert status == 1
-    assert answer["fitting"] == 0
-    assert not answer["layouts"][0]["fits"]
-
-
-def test_memory_of_the_recipe_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    status, answer = plan(capsys, "llama-175b-1024-3d", "--memory", "--gpu", "A100-80GB")
+def test_memory_of_the_recipe_as_it_is(ask: Ask) -> None:
+    status, answer = ask("plan", "llama-175b-1024-3d", "--memory", "--gpu", "A100-80GB")
     assert status == (0 if answer["fits"] else 1)
     assert len(answer["ranks"]) == 8
     totals = [sum(rank.values()) for rank in answer["ranks"]]
@@ -88,9 +76,9 @@ def test_memory_of_the_recipe_as_it_is(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("path", CLUSTER_RECIPES, ids=lambda path: path.stem)
-def test_the_recipes_for_clusters_fit(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_recipes_for_clusters_fit(path: Path, ask: Ask) -> None:
     """A fragmented allocator, or a prediction that is too low, needs 8% to spare."""
-    status, answer = plan(capsys, str(path), "--memory", "--gpu", "H100")
+    status, answer = ask("plan", str(path), "--memory", "--gpu", "H100")
     largest = answer["ranks"][answer["largest_rank"]]
     assert status == 0, f"{largest} of {answer['memory_gib']} GiB"
     assert sum(largest.values()) <= 0.92 * answer["memory_gib"], largest
@@ -98,9 +86,9 @@ def test_the_recipes_for_clusters_fit(path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(("gpu", "is_fitted"), [("H100", True), ("B200", False), ("CPU", False)])
 def test_a_device_of_which_no_run_was_fitted_is_said(
-    gpu: str, is_fitted: bool, capsys: pytest.CaptureFixture[str]
+    gpu: str, is_fitted: bool, ask: Ask, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, answer = plan(capsys, "quickstart", "--gpu", gpu, "--top", "1")
+    status, answer = ask("plan", "quickstart", "--gpu", gpu, "--top", "1")
     assert status == 0
     assert answer["gpu_is_fitted"] == is_fitted
     assert cli.main(["plan", "quickstart", "--gpu", gpu, "--top", "1"]) == 0
@@ -212,23 +200,29 @@ def check_predictions(answer: dict[str, Any], predictions: Counter[str]) -> None
 
 
 def test_a_plan_of_a_large_job_predicts_no_layout_twice(
-    capsys: pytest.CaptureFixture[str], predictions: Counter[str]
+    ask: Ask, predictions: Counter[str]
 ) -> None:
     command = ("llama3-405b-16384-3d", "--gpus", "16384", "--gpu", "H100")
-    status, answer = plan(capsys, *command)
+    status, answer = ask("plan", *command)
     assert status == 0
     check_predictions(answer, predictions)
 
 
-def test_a_device_of_the_user(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_device_of_the_user_on_which_all_fit_or_none(
+    ask: Ask, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     row = tmp_path / "mine.toml"
     row.write_text(
         'name = "Mine"\nmemory_gib = 96\nmemory_gb_s = 4000\nnvlink_gb_s = 450\nnic_gbit = 400\n'
         'generation = "hopper"\n[peak_tflops]\nbfloat16 = 990\nfloat32 = 67\n'
     )
-    status, answer = plan(capsys, "quickstart", "--gpu", str(row), "--top", "1")
+    status, answer = ask("plan", "quickstart", "--gpu", str(row), "--top", "1")
     assert status == 0
     assert answer["gpu"] == "Mine"
+    row.write_text(row.read_text().replace("memory_gib = 96", "memory_gib = 0.001"))
+    status, answer = ask("plan", "quickstart", "--gpu", str(row), "--top", "1")
+    assert (status, answer["fitting"]) == (1, 0)
+    assert not answer["layouts"][0]["fits"]
     row.write_text('name = "Mine"\nmemory_gib = -1\nspeed = 3\n')
     assert cli.main(["plan", RECIPE, "--gpu", str(row)]) == 2
     error = capsys.readouterr().err

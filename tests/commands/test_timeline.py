@@ -1,6 +1,5 @@
 """``composer3d timeline``: what it prints and writes, and what it refuses."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from composer3d.facts import hardware, trace
 from composer3d.planner.predict import of_recipe
 from composer3d.planner.time import pipeline_times, predict_time
 from composer3d.recipe.resolve import load
+from tests.commands.conftest import Ask
 from tests.draw.pictures import read
 from tests.draw.test_measured import traced
 from tools.prove.paths import ROOT
@@ -27,9 +27,8 @@ def test_it_prints_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.count("rank 0") == 1
 
 
-def test_json_has_every_action_and_the_bubble(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["timeline", RECIPE, "--compare", "1F1B", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_json_has_every_action_and_the_bubble(ask: Ask) -> None:
+    _, answer = ask("timeline", RECIPE, "--compare", "1F1B")
     interleaved, plain = answer["schedules"]
     assert answer["ok"]
     assert (answer["pp"], answer["micro_batches"]) == (8, 32)
@@ -59,19 +58,16 @@ def test_it_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "All stages are equal" in words
 
 
-def test_a_csv_schedule_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_csv_schedule_is_drawn(ask: Ask) -> None:
     recipe = str(ROOT / "recipes" / "debug-2-csv.toml")
     schedule = f"--set=parallel.schedule_csv={ROOT / 'recipes' / 'zb-h1-2x4.csv'}"
-    assert cli.main(["timeline", recipe, schedule, "--json"]) == 0
-    (answer,) = json.loads(capsys.readouterr().out)["schedules"]
+    (answer,) = ask("timeline", recipe, schedule)[1]["schedules"]
     assert answer["title"].startswith("zb-h1-2x4.csv: P = 2 ranks")
     assert answer["closed_form"] is None
 
 
-def test_times_of_a_device_are_those_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["timeline", RECIPE, "--gpu", "A100-80GB", "--compare", "1F1B", "--json"]
-    assert cli.main(arguments) == 0
-    answer = json.loads(capsys.readouterr().out)
+def test_times_of_a_device_are_those_of_the_plan(ask: Ask) -> None:
+    _, answer = ask("timeline", RECIPE, "--gpu", "A100-80GB", "--compare", "1F1B")
     interleaved, plain = answer["schedules"]
     assert answer["unit"].startswith("Times of A100-80GB as composer3d plan predicts them")
 
@@ -107,10 +103,9 @@ def run(tmp_path: Path) -> str:
 
 
 def test_a_run_is_drawn_beside_its_simulation(
-    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: str, tmp_path: Path, ask: Ask, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["timeline", "--measured", run, "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    _, answer = ask("timeline", "--measured", run)
     measured, simulated = answer["schedules"]
     assert (answer["pp"], answer["micro_batches"], answer["step"]) == (4, 8, 2)
     assert measured["bubble_of_total"] == pytest.approx(simulated["bubble_of_total"], abs=1e-4)
@@ -127,8 +122,7 @@ def test_a_run_is_drawn_beside_its_simulation(
     assert len(cells) == 2 * 2 * 3 * 8 * 4
 
     recipe = [RECIPE, "--gpu", "A100-80GB"]
-    assert cli.main(["timeline", "--measured", run, *recipe, "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["schedules"]) == 3
+    assert len(ask("timeline", "--measured", run, *recipe)[1]["schedules"]) == 3
 
 
 @pytest.mark.parametrize(
