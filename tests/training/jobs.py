@@ -17,7 +17,7 @@ from composer3d.commands.train import train_rank
 from composer3d.recipe.resolve import load
 from composer3d.reliability import signals
 from composer3d.reliability.report import Report
-from composer3d.runtime.environment import STORE_VARIABLE
+from composer3d.runtime.environment import START_VARIABLE, STORE_VARIABLE
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
 from composer3d.training import loop, saving
@@ -63,7 +63,7 @@ DATA = "dp_shard = 2"
 CUBE = "pp = 2\ndp_shard = 2\ntp = 2"
 
 
-class Ended(NamedTuple):
+class TrainEnd(NamedTuple):
     """How a training has ended.
 
     Attributes:
@@ -75,7 +75,7 @@ class Ended(NamedTuple):
     stderr: str
 
 
-def train(pool: Pool, folder: Path, *sets: str, **variables: str) -> Ended:
+def train(pool: Pool, folder: Path, *sets: str, **variables: str) -> TrainEnd:
     """Train the recipe in ``folder`` as ``composer3d train`` does, in workers that have torch.
 
     Args:
@@ -86,10 +86,10 @@ def train(pool: Pool, folder: Path, *sets: str, **variables: str) -> Ended:
     arguments = {"folder": str(folder), "sets": sets, "variables": variables}
     ranks = pool.run(train_as_rank, arguments, world_size=recipe.world_size)
     (status,) = {rank.returncode for rank in ranks}
-    return Ended(status, "".join(rank.stderr for rank in ranks))
+    return TrainEnd(status, "".join(rank.stderr for rank in ranks))
 
 
-def train_as_rank(folder: str, sets: Sequence[str], variables: Mapping[str, str]) -> Ended:
+def train_as_rank(folder: str, sets: Sequence[str], variables: Mapping[str, str]) -> TrainEnd:
     """A task: run the command if this process is alone, or else train as one of its ranks."""
     os.chdir(folder)
     os.environ |= variables
@@ -98,13 +98,14 @@ def train_as_rank(folder: str, sets: Sequence[str], variables: Mapping[str, str]
         if os.environ["WORLD_SIZE"] == "1":
             for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
                 os.environ.pop(name, None)
-            os.environ.pop(STORE_VARIABLE)
+            for name in (STORE_VARIABLE, START_VARIABLE):
+                os.environ.pop(name, None)
             status = cli.main(["train", "recipe.toml", *(f"--set={text}" for text in sets)])
         else:
             status = train_rank("recipe.toml", sets)
         sys.stderr.flush()
         errors.seek(0)
-        return Ended(status, errors.read())
+        return TrainEnd(status, errors.read())
 
 
 def is_imported(name: str) -> bool:

@@ -14,7 +14,7 @@ from composer3d.facts.errors import DataError
 from composer3d.runtime.launch import Pool
 from composer3d.training import loop
 from composer3d.training.build import Run
-from tests.training.jobs import DATA, Ended, train, train_as_rank
+from tests.training.jobs import DATA, TrainEnd, train, train_as_rank
 from tests.training.jobs import RECIPE as SMALL
 
 RECIPE = """\
@@ -104,7 +104,7 @@ def test_prepared_text_is_trained_on_and_damage_is_refused(
         open_corpus("tokens", tmp_path / "train", split="train")
 
 
-def train_and_lose_the_data(folder: str) -> Ended:
+def train_and_lose_the_data(folder: str) -> TrainEnd:
     """A task: train as a rank; rank 1 finds no shard any more once training has begun."""
     train_all = loop.train
 
