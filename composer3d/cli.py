@@ -136,7 +136,7 @@ def _run(argv: Sequence[str]) -> int:
         recipe = getattr(options, "recipe", None)
         if recipe is not None:
             options = replace(options, recipe=_find_recipe(recipe))
-        return parsed.module.run(options)
+        return parsed.run(options)
     except Exception as caught:
         if isinstance(caught, UserError):
             failure: UserError = caught

@@ -1,9 +1,9 @@
 """The command line: errors that help, and help whose examples work."""
 
-import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from composer3d.facts.tags import COUNTED_TOKENS
 from composer3d.recipe.schema import model_table
 from composer3d.recipe.values import FIELDS, entries_of
 from composer3d.runtime import progress
+from tests.report.runs import make_run
 from tools.prove.paths import ROOT
 
 KEYS = {**entries_of({"model": model_table("moe")}), **FIELDS}
@@ -66,8 +67,35 @@ def test_an_example_parses_and_is_in_the_help(
     assert f"\n  {example}\n" in COMMANDS[name].format_help()
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_parsing_a_command_needs_no_other_command_and_no_torch(name: str) -> None:
+# Runs each command line in a process of its own. Prints its status, and which commands and large
+# packages it has imported.
+_IMPORTS = """
+import contextlib, io, os, shlex, sys
+from composer3d import cli
+for line in sys.argv[1:]:
+    if os.fork():
+        os.wait()
+        continue
+    with contextlib.redirect_stdout(io.StringIO()):
+        status = cli.main(shlex.split(line))
+    names = [name for name in sys.modules if name.startswith("composer3d.commands.")]
+    names += {"torch", "numpy", "tensorboard"} & set(sys.modules)
+    print(status, *(name.rpartition(".")[2] for name in names), flush=True)
+    os._exit(0)
+"""
+
+
+def imports_of(lines: Sequence[str]) -> list[tuple[str, set[str]]]:
+    """Return the status of each command line, and the names of what it has imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORTS, *lines], capture_output=True, text=True, check=True
+    )
+    words = [line.split() for line in done.stdout.splitlines()]
+    assert len(words) == len(lines), done.stderr
+    return [(status, set(names)) for status, *names in words]
+
+
+def test_parsing_a_command_needs_no_other_command_and_no_torch() -> None:
     # Report draws what layout and timeline draw, with the devices of plan. The ranks of commands
     # are started and joined by one module, and a shell completes the names of recipes.
     shared = {"arguments", "job", "parser", "registry"}
@@ -76,20 +104,30 @@ def test_parsing_a_command_needs_no_other_command_and_no_torch(name: str) -> Non
         "timeline": {"plan"},
         "completion": {"recipes"},
     }
-    code = (
-        "import sys; from composer3d import cli\n"
-        "status = cli.main(sys.argv[1:])\n"
-        "names = [name.split('.') for name in sys.modules]\n"
-        "own = [name[2] for name in names if name[:2] == ['composer3d', 'commands'] and name[2:]]\n"
-        "print(status, *own, *{'torch', 'numpy'} & set(sys.modules))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, name, "--help"], capture_output=True, text=True, check=True
-    )
-    status, *found = done.stdout.splitlines()[-1].split()
-    module = {"import": "import_recipe"}.get(name, name)
-    assert status == "0"
-    assert set(found) - shared == {module, *uses.get(name, ())}
+    of_commands = imports_of([f"{name} --help" for name in COMMANDS])
+    for name, (status, found) in zip(COMMANDS, of_commands, strict=True):
+        module = {"import": "import_recipe"}.get(name, name)
+        assert status == "0"
+        assert found - shared == {module, *uses.get(name, ())}
+
+
+def test_these_commands_answer_without_torch(tmp_path: Path) -> None:
+    recipe = ROOT / "recipes" / "llama-175b-1024-3d.toml"
+    configuration = ROOT / "tools" / "prove" / "imports" / "moe-64e-1024.txt"
+    run = make_run(tmp_path / "run")
+    statuses = {
+        "--version": "0",
+        "check quickstart": "0",
+        "plan quickstart --gpus 8 --json --top 1": "0",
+        f"timeline {recipe} --json": "0",
+        f"layout {recipe} --json": "0",
+        "recipes ls": "0",
+        f"report {run}": "0",
+        f"import {configuration}": "1",  # open points
+    }
+    for line, (status, found) in zip(statuses, imports_of([*statuses]), strict=True):
+        assert status == statuses[line], line
+        assert found.isdisjoint({"torch", "numpy", "tensorboard"}), line
 
 
 # These need no torch, and no file that a user must bring. The others are parsed only.
@@ -215,24 +253,6 @@ def test_a_misspelt_recipe_gets_a_suggestion(
         f"{name}: there is no such file, and no such recipe in composer3d; "
         "did you mean quickstart?\n"
     )
-
-
-def test_a_file_beats_a_recipe_of_the_same_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("quickstart.toml").write_text("")
-    assert cli._find_recipe("quickstart.toml") == "quickstart.toml"
-    assert cli._find_recipe("quickstart").endswith(os.path.join("recipes", "quickstart.toml"))
-
-
-def test_another_rank_than_the_first_reports_no_usage(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    assert cli.main(["trian"]) == 2
-    assert cli.main(["train", "--sett"]) == 2
-    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("command", ["train", "report"])

@@ -40,7 +40,7 @@ import time
 
 import torch
 
-from composer3d.commands import convert
+from composer3d.commands import convert, registry
 
 
 def anonymous_bytes():
@@ -48,6 +48,7 @@ def anonymous_bytes():
     return int(re.search(r"RssAnon:\\s+(\\d+)", status)[1]) * 1024
 
 
+parsed = registry.parse(["convert", sys.argv[1], sys.argv[2], "--to", sys.argv[3]])
 before = peak = anonymous_bytes()
 
 
@@ -60,7 +61,7 @@ def watch():
 
 threading.Thread(target=watch, daemon=True).start()
 began_s = time.perf_counter()
-convert.run(convert.Options(sys.argv[1], sys.argv[2], to=sys.argv[3]))
+convert.run(parsed.options)
 print(json.dumps({"seconds": time.perf_counter() - began_s, "anonymous": peak - before}))
 """
 

@@ -1,11 +1,17 @@
 """``composer3d check``: validate a recipe and print it. It answers without torch."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from composer3d.commands.arguments import add_gpus, add_json, add_recipe
-from composer3d.commands.parser import Parser
+from composer3d.commands.arguments import (
+    argument,
+    gpus_option,
+    json_option,
+    recipe_argument,
+    set_option,
+)
 from composer3d.facts.errors import RecipeError, UserError
 from composer3d.models.registry import architecture
 from composer3d.recipe.machine import folder_problem, shows_a_gpu, tracker_problems
@@ -22,39 +28,19 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks for.
+    """The arguments of the command."""
 
-    Attributes:
-        recipe: the recipe's file; it may be None if ``schema`` is true.
-        sets: overrides, each ``table.key=value``.
-        gpus: the number of processes that the mesh must fill. If it is None, this machine must have
-            the device that the recipe asks for.
-        schema: whether to print every key that a recipe may have, and nothing else.
-        as_json: whether to print one JSON object instead of text.
-    """
-
-    recipe: str | None
-    sets: list[str]
-    gpus: int | None
-    schema: bool
-    as_json: bool
-
-
-def add_arguments(command: Parser) -> None:
-    """Add the arguments, whose names are those of ``Options``."""
-    add_recipe(command, is_optional=True)
-    add_json(command)
-    add_gpus(command)
-    command.add_argument(
+    recipe: str | None = recipe_argument(is_optional=True)
+    sets: Sequence[str] = set_option()
+    as_json: bool = json_option()
+    gpus: int | None = gpus_option()
+    schema: bool = argument(
         "--schema", action="store_true", help="print every key that a recipe may have, and exit"
     )
 
 
 def run(options: Options) -> int:
     """Print the resolved recipe with the origin of each value, or every key of recipes.
-
-    Returns:
-        The exit status 0.
 
     Raises:
         UserError: the recipe or this machine cannot be used.

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+from composer3d.commands.arguments import argument
 from composer3d.commands.parser import Parser
 from composer3d.commands.recipes import names
 from composer3d.commands.registry import make_parser
@@ -23,25 +24,13 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks for.
+    """The arguments of the command."""
 
-    Attributes:
-        shell: one of ``SHELLS``.
-    """
-
-    shell: str
-
-
-def add_arguments(command: Parser) -> None:
-    """Add the arguments, whose names are those of ``Options``."""
-    command.add_argument("shell", metavar="SHELL", choices=SHELLS, help="bash, zsh or tcsh")
+    shell: str = argument(metavar="SHELL", choices=SHELLS, help="bash, zsh or tcsh")
 
 
 def run(options: Options) -> int:
     """Print the script for a shell, which completes commands, options, choices and recipes.
-
-    Returns:
-        The exit status 0.
 
     Raises:
         UserError: shtab, which writes the script, is not installed.
@@ -55,11 +44,11 @@ def run(options: Options) -> int:
 
     parser = make_parser()
     for one in _parsers(parser):
-        for argument in one.arguments:
-            completion = _completion_of(argument.metavar, dict(shtab.FILE))
-            if completion is not None and argument.choices is None:
+        for entry in one.arguments:
+            completion = _completion_of(entry.metavar, dict(shtab.FILE))
+            if completion is not None and entry.choices is None:
                 # shtab reads this attribute.
-                cast(Any, argument).complete = completion
+                cast(Any, entry).complete = completion
     print(shtab.complete(parser, options.shell))
     return 0
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from composer3d.commands.arguments import add_json
-from composer3d.commands.parser import Parser
+from composer3d.commands.arguments import argument, json_option
 from composer3d.facts.text import printable
 
 EXAMPLES = (
@@ -17,51 +16,29 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks for.
+    """The arguments of the command."""
 
-    Attributes:
-        src: the checkpoint.
-        dst: the folder or the file to make.
-        to: the format of ``dst``.
-        dtype: the dtype of the weights; None: that of ``src``.
-        weights_only: whether to leave out the state of the optimizer.
-        logits: whether to compare the logits of both models.
-        as_json: whether to print one JSON object instead of text.
-    """
-
-    src: str
-    dst: str
-    to: Literal["hf", "meta", "torch", "dcp"]
-    dtype: str | None = None
-    weights_only: bool = False
-    logits: bool = False
-    as_json: bool = False
-
-
-def add_arguments(command: Parser) -> None:
-    """Add the arguments, whose names are those of ``Options``."""
-    add_json(command)
-    command.add_argument(
-        "src",
+    as_json: bool = json_option()
+    src: str = argument(
         metavar="SRC",
         help="a checkpoint: a folder in Hugging Face or Meta format or of a run, or a torch file",
     )
-    command.add_argument("dst", metavar="DST", help="file or folder to make; it must not exist")
-    command.add_argument(
+    dst: str = argument(metavar="DST", help="file or folder to make; it must not exist")
+    to: Literal["hf", "meta", "torch", "dcp"] = argument(
         "--to",
         choices=("hf", "meta", "torch", "dcp"),
         required=True,
         help="format of DST; torch makes one file, the others a folder",
     )
-    command.add_argument(
+    dtype: str | None = argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16", "float64"),
         help="dtype of the weights; default: as in SRC",
     )
-    command.add_argument(
+    weights_only: bool = argument(
         "--weights-only", action="store_true", help="leave out the state of the optimizer"
     )
-    command.add_argument(
+    logits: bool = argument(
         "--logits", action="store_true", help="also run the models of SRC and DST, and compare them"
     )
 

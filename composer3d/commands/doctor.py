@@ -4,12 +4,16 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 from composer3d.commands import job
-from composer3d.commands.arguments import add_json, add_recipe
-from composer3d.commands.parser import Parser
+from composer3d.commands.arguments import (
+    argument,
+    json_option,
+    recipe_argument,
+    set_option,
+)
 from composer3d.doctor.report import DoctorReport, as_json_of, text_of
 from composer3d.doctor.row import row_of, toml_of
 from composer3d.facts.errors import UserError
@@ -29,26 +33,12 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks for.
+    """The arguments of the command."""
 
-    Attributes:
-        recipe: the recipe's file.
-        sets: overrides, each ``table.key=value``.
-        write: a file to make, with a row of hardware for ``plan --gpu``; None makes none.
-        as_json: whether to print one JSON object as the last line.
-    """
-
-    recipe: str
-    sets: Sequence[str]
-    write: str | None
-    as_json: bool
-
-
-def add_arguments(command: Parser) -> None:
-    """Add the arguments, whose names are those of ``Options``."""
-    add_recipe(command)
-    add_json(command)
-    command.add_argument(
+    recipe: str = recipe_argument()
+    sets: Sequence[str] = set_option()
+    as_json: bool = json_option()
+    write: str | None = argument(
         "--write",
         metavar="FILE.toml",
         help="make FILE.toml, a row of hardware with the measured rates, for plan --gpu FILE.toml",
@@ -73,20 +63,15 @@ def run(options: Options) -> int:
         folder = os.path.dirname(options.write) or "."
         if not os.path.isdir(folder):
             raise UserError(f"--write {options.write}: there is no folder {folder}; make it first")
+    arguments = asdict(options)
     if environment.is_rank():
-        return examine_rank(options.recipe, options.sets, options.write, options.as_json)
+        return examine_rank(**arguments)
     resolved = load(options.recipe, options.sets, check_files=False, may_import=True)
     resolved, processes = job.count_processes(
         resolved, partial(_load, options.recipe, options.sets)
     )
     if processes == 1:
-        return examine_rank(options.recipe, options.sets, options.write, options.as_json)
-    arguments = {
-        "recipe": options.recipe,
-        "sets": tuple(options.sets),
-        "write": options.write,
-        "as_json": options.as_json,
-    }
+        return examine_rank(**arguments)
     result = launch.run_ranks(examine_rank, arguments, processes=processes)
     job.print_lost_ranks(result, resolved.recipe.mesh)
     return result.status
@@ -112,10 +97,10 @@ def _examine(resolved: Resolved, rank: int, *, write: str | None, as_json: bool)
     from composer3d.doctor.rank import examine
     from composer3d.runtime.process_group import on_main
 
-    def advice() -> str:
-        return "look at that machine and its network"
-
-    with job.join(resolved, rank, timeout_s=_TIMEOUT_S, advice=advice) as world:
+    joined = job.join(
+        resolved, rank, timeout_s=_TIMEOUT_S, advice=lambda: "look at that machine and its network"
+    )
+    with joined as world:
         report = examine(resolved.recipe, world.device, world.store)
 
         def publish() -> bool:

@@ -4,8 +4,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from composer3d.commands.arguments import add_gpus, add_json, add_recipe, number
-from composer3d.commands.parser import Parser
+from composer3d.commands.arguments import (
+    argument,
+    gpus_option,
+    json_option,
+    number,
+    recipe_argument,
+    set_option,
+)
 from composer3d.dryrun.report import StageReport, memory_table, traffic_table
 from composer3d.dryrun.run import dry_run
 from composer3d.facts import hardware
@@ -25,29 +31,13 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks for.
+    """The arguments of the command."""
 
-    Attributes:
-        recipe: the recipe's file.
-        sets: overrides, each ``table.key=value``.
-        gpus: the number of processes that the mesh must fill; None: those of the recipe.
-        routing_skew: rows of the busiest rank of ep, divided by the mean.
-        as_json: whether to print a JSON object instead of tables.
-    """
-
-    recipe: str
-    sets: Sequence[str]
-    gpus: int | None
-    routing_skew: float
-    as_json: bool
-
-
-def add_arguments(command: Parser) -> None:
-    """Add the arguments, whose names are those of ``Options``."""
-    add_recipe(command)
-    add_json(command)
-    add_gpus(command)
-    command.add_argument(
+    recipe: str = recipe_argument()
+    sets: Sequence[str] = set_option()
+    as_json: bool = json_option()
+    gpus: int | None = gpus_option()
+    routing_skew: float = argument(
         "--routing-skew",
         metavar="X",
         type=number,
@@ -58,9 +48,6 @@ def add_arguments(command: Parser) -> None:
 
 def run(options: Options) -> int:
     """Print what each pipeline rank allocates and sends in a step.
-
-    Returns:
-        The exit status 0.
 
     Raises:
         UserError: the recipe cannot be used.

@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.commands import job
-from composer3d.commands.arguments import add_json, add_run, add_sets, positive
-from composer3d.commands.parser import Parser
+from composer3d.commands.arguments import (
+    argument,
+    device_option,
+    json_option,
+    model_dtype_option,
+    own_recipe_option,
+    positive,
+    set_option,
+)
 from composer3d.facts.errors import UserError
 from composer3d.facts.text import printable
 from composer3d.recipe.draft import Draft, ParsedRecipe
@@ -29,58 +36,35 @@ EXAMPLES = ("composer3d eval runs/quickstart data/held-out",)
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks for.
+    """The arguments of the command."""
 
-    Attributes:
-        src: the checkpoint, as SRC of ``convert``.
-        data: a folder of token files.
-        batch: the sequences that a rank processes at once.
-        seq_len: the tokens of a sequence; None: those with which the model was trained.
-        packing: "none" or "documents"; None: that with which the model was trained.
-        dtype: the dtype of forward; None: that of ``src``.
-        device: "auto", "cpu" or "cuda".
-        recipe: the recipe of the run, for an architecture of the user's own.
-        sets: overrides of the job's recipe, such as ``mesh.tp=2``.
-        as_json: whether to print one JSON object as the last line.
-    """
-
-    src: str
-    data: str
-    batch: int
-    seq_len: int | None
-    packing: str | None
-    dtype: str | None
-    device: str
-    recipe: str | None
-    sets: Sequence[str]
-    as_json: bool
-
-
-def add_arguments(command: Parser) -> None:
-    """Add the arguments, whose names are those of ``Options``."""
-    add_json(command)
-    command.add_argument("src", metavar="SRC", help="a checkpoint, as SRC of convert")
-    command.add_argument("data", metavar="DATA", help="a folder that prepare made")
-    command.add_argument(
+    as_json: bool = json_option()
+    src: str = argument(metavar="SRC", help="a checkpoint, as SRC of convert")
+    data: str = argument(metavar="DATA", help="a folder that prepare made")
+    batch: int = argument(
         "--batch",
         metavar="N",
         type=positive,
         default=8,
         help="sequences that a process computes at once; default: %(default)s",
     )
-    command.add_argument(
+    seq_len: int | None = argument(
         "--seq-len",
         metavar="N",
         type=positive,
         help="tokens of a sequence; default: that of the run, or at most 2048",
     )
-    command.add_argument(
+    packing: str | None = argument(
         "--packing",
         choices=("none", "documents"),
         help="as data.packing of a recipe; default: that of the run, or none",
     )
-    add_run(command)
-    add_sets(command, help="a value of the job's recipe, such as mesh.tp=2; may be repeated")
+    dtype: str | None = model_dtype_option()
+    device: str = device_option()
+    recipe: str | None = own_recipe_option()
+    sets: Sequence[str] = set_option(
+        help="a value of the job's recipe, such as mesh.tp=2; may be repeated"
+    )
 
 
 def run(options: Options) -> int:
@@ -181,11 +165,11 @@ def evaluate_rank(
 def _evaluate(resolved: Resolved, rank: int, *, src: str, own: Recipe | None, as_json: bool) -> int:
     from composer3d.generate.evaluate import evaluate
 
-    def advice() -> str:
-        return "start the command again"
-
     recipe = resolved.recipe
-    with job.join(resolved, rank, timeout_s=_TIMEOUT_S, advice=advice) as world:
+    joined = job.join(
+        resolved, rank, timeout_s=_TIMEOUT_S, advice=lambda: "start the command again"
+    )
+    with joined as world:
         found = evaluate(recipe, world.device, src, own)
     if rank > 0:
         return 0

@@ -13,8 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from composer3d.commands import job
-from composer3d.commands.arguments import MOST_DIGITS, add_json, add_run, number, positive
-from composer3d.commands.parser import Parser
+from composer3d.commands.arguments import (
+    MOST_DIGITS,
+    argument,
+    device_option,
+    json_option,
+    model_dtype_option,
+    number,
+    own_recipe_option,
+    positive,
+)
 from composer3d.facts.errors import UserError
 from composer3d.facts.text import one_line, printable, printable_lines
 from composer3d.generate.prompts import Prompt, read_prompts
@@ -37,111 +45,6 @@ EXAMPLES = (
 )
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the user asks for.
-
-    Attributes:
-        src: the checkpoint, as SRC of ``convert``.
-        prompt: prompts.
-        prompts: a file of prompts; see ``read_prompts``.
-        max_tokens: the most tokens that follow a prompt.
-        temperature, top_p, seed: as in ``Sampling``.
-        batch: the most prompts that go on together.
-        tokenizer: "bytes", the path of a tokenizer.json, or None for that of ``src``.
-        no_special_tokens: whether prompts are taken without the special tokens that the tokenizer
-            adds.
-        dtype: the dtype of the model; None: that of ``src``.
-        device: "auto", "cpu" or "cuda".
-        tp: the ranks over which each layer is cut; None: 1, or all ranks under torchrun.
-        recipe: the recipe of the run, for an architecture of the user's own.
-        out: a file to make, with a line of JSON for each prompt.
-        as_json: whether to print one JSON object as the last line.
-    """
-
-    src: str
-    prompt: Sequence[str]
-    prompts: str | None
-    max_tokens: int
-    temperature: float
-    top_p: float
-    seed: int
-    batch: int
-    tokenizer: str | None
-    no_special_tokens: bool
-    dtype: str | None
-    device: str
-    tp: int | None
-    recipe: str | None
-    out: str | None
-    as_json: bool
-
-
-def add_arguments(command: Parser) -> None:
-    """Add the arguments, whose names are those of ``Options``."""
-    add_json(command)
-    command.add_argument("src", metavar="SRC", help="a checkpoint, as SRC of convert")
-    command.add_argument(
-        "--prompt", metavar="TEXT", action="append", default=[], help="may be repeated"
-    )
-    command.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help='a prompt on each line; in a .jsonl, {"prompt": "..."} or {"prompt": [1, 2]}, tokens',
-    )
-    command.add_argument(
-        "--max-tokens",
-        metavar="N",
-        type=positive,
-        default=64,
-        help="the most tokens after a prompt; default: %(default)s",
-    )
-    command.add_argument(
-        "--temperature",
-        metavar="X",
-        type=_temperature,
-        default=0.0,
-        help="divides the logits; 0, the default, always takes the most likely token",
-    )
-    command.add_argument(
-        "--top-p",
-        metavar="P",
-        type=_probability,
-        default=1.0,
-        help="choose among the most likely tokens that together have this probability; default: 1",
-    )
-    command.add_argument(
-        "--seed", metavar="N", type=_whole, default=0, help="of random choices; default: 0"
-    )
-    command.add_argument(
-        "--batch",
-        metavar="N",
-        type=positive,
-        default=8,
-        help="prompts that go on together; default: %(default)s",
-    )
-    command.add_argument(
-        "--tokenizer",
-        metavar="FILE|bytes",
-        help="a tokenizer.json; or bytes, which makes each byte a token; default: that of SRC",
-    )
-    command.add_argument(
-        "--no-special-tokens",
-        action="store_true",
-        help="take prompts without the tokens that the tokenizer adds, such as <s>",
-    )
-    add_run(command)
-    command.add_argument(
-        "--tp",
-        metavar="N",
-        type=positive,
-        help="processes that share each layer; default: 1, or all under torchrun",
-    )
-    command.add_argument(
-        "--out", metavar="FILE.jsonl", help="make FILE.jsonl, with a line for each prompt"
-    )
-
-
 def _whole(text: str) -> int:
     if text.startswith("-") or not text.isdecimal():
         words = f"must be a whole number of at least 0, got {one_line(text, MOST_DIGITS)}"
@@ -161,6 +64,75 @@ def _probability(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {one_line(text)}")
     return value
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of the command."""
+
+    as_json: bool = json_option()
+    src: str = argument(metavar="SRC", help="a checkpoint, as SRC of convert")
+    prompt: Sequence[str] = argument(
+        "--prompt", metavar="TEXT", action="append", default=[], help="may be repeated"
+    )
+    prompts: str | None = argument(
+        "--prompts",
+        metavar="FILE",
+        help='a prompt on each line; in a .jsonl, {"prompt": "..."} or {"prompt": [1, 2]}, tokens',
+    )
+    max_tokens: int = argument(
+        "--max-tokens",
+        metavar="N",
+        type=positive,
+        default=64,
+        help="the most tokens after a prompt; default: %(default)s",
+    )
+    temperature: float = argument(
+        "--temperature",
+        metavar="X",
+        type=_temperature,
+        default=0.0,
+        help="divides the logits; 0, the default, always takes the most likely token",
+    )
+    top_p: float = argument(
+        "--top-p",
+        metavar="P",
+        type=_probability,
+        default=1.0,
+        help="choose among the most likely tokens that together have this probability; default: 1",
+    )
+    seed: int = argument(
+        "--seed", metavar="N", type=_whole, default=0, help="of random choices; default: 0"
+    )
+    batch: int = argument(
+        "--batch",
+        metavar="N",
+        type=positive,
+        default=8,
+        help="prompts that go on together; default: %(default)s",
+    )
+    tokenizer: str | None = argument(
+        "--tokenizer",
+        metavar="FILE|bytes",
+        help="a tokenizer.json; or bytes, which makes each byte a token; default: that of SRC",
+    )
+    no_special_tokens: bool = argument(
+        "--no-special-tokens",
+        action="store_true",
+        help="take prompts without the tokens that the tokenizer adds, such as <s>",
+    )
+    dtype: str | None = model_dtype_option()
+    device: str = device_option()
+    recipe: str | None = own_recipe_option()
+    tp: int | None = argument(
+        "--tp",
+        metavar="N",
+        type=positive,
+        help="processes that share each layer; default: 1, or all under torchrun",
+    )
+    out: str | None = argument(
+        "--out", metavar="FILE.jsonl", help="make FILE.jsonl, with a line for each prompt"
+    )
 
 
 def run(options: Options) -> int:
@@ -265,12 +237,12 @@ def _generate(
     # Imported here because these modules import torch.
     from composer3d.generate.session import generate_on_ranks, open_session
 
-    def advice() -> str:
-        return "start the command again"
-
+    joined = job.join(
+        resolved, rank, timeout_s=_TIMEOUT_S, advice=lambda: "start the command again"
+    )
     with (
         open_session(request) as session,
-        job.join(resolved, rank, timeout_s=_TIMEOUT_S, advice=advice) as world,
+        joined as world,
         ExitStack() as cleanup,
     ):
         if rank > 0:

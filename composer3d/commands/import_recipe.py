@@ -2,12 +2,17 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from composer3d.commands.arguments import add_json, add_sets, positive
-from composer3d.commands.parser import Parser
+from composer3d.commands.arguments import (
+    argument,
+    gpus_option,
+    json_option,
+    set_option,
+)
 from composer3d.facts.errors import UserError
 from composer3d.imports.result import Imported, import_file
 
@@ -19,53 +24,29 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks for.
+    """The arguments of the command."""
 
-    Attributes:
-        file: the configuration.
-        out: the recipe to make; None prints it. It must not exist.
-        sets: values of the recipe, each ``table.key=value``.
-        gpus: the number of GPUs; None: what the file says.
-        model: a preset that gives the sizes that the file lacks.
-        accept: the keys of open points that the user accepts.
-        as_json: whether to print one JSON object as the last line.
-    """
-
-    file: str
-    out: str | None
-    sets: list[str]
-    gpus: int | None
-    model: str | None
-    accept: list[str]
-    as_json: bool
-
-
-def add_arguments(command: Parser) -> None:
-    """Add the arguments, whose names are those of ``Options``."""
-    add_json(command)
-    command.add_argument(
-        "file",
+    as_json: bool = json_option()
+    file: str = argument(
         metavar="FILE",
         help="a shell script or a Python dict with arguments of Megatron-LM, a DeepSpeed JSON, a "
         "torchtitan TOML or JSON, or a YAML of nanotron, NeMo Automodel or Megatron-Bridge; it is "
         "read as text, and nothing in it is executed",
     )
-    command.add_argument(
+    out: str | None = argument(
         "-o",
         "--out",
         metavar="FILE.toml",
         help="recipe to make; it must not exist. Without it, the recipe is printed, and the report "
         "goes to standard error",
     )
-    command.add_argument(
-        "--gpus", metavar="N", type=positive, help="number of GPUs, if it is not in the file"
-    )
-    command.add_argument(
+    gpus: int | None = gpus_option(help="number of GPUs, if it is not in the file")
+    model: str | None = argument(
         "--model",
         metavar="PRESET",
         help="model whose sizes complete those of the file; a DeepSpeed JSON has none",
     )
-    command.add_argument(
+    accept: Sequence[str] = argument(
         "--accept",
         metavar="KEY",
         action="append",
@@ -74,7 +55,7 @@ def add_arguments(command: Parser) -> None:
         "does not say. With open points, the recipe is a draft, which no command runs, and the "
         "exit status is 1; may be repeated",
     )
-    add_sets(command)
+    sets: Sequence[str] = set_option()
 
 
 def run(options: Options) -> int:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from composer3d.commands.arguments import add_json
-from composer3d.commands.parser import Parser
+from composer3d.commands.arguments import argument, json_option
 from composer3d.facts.errors import DataError
 from composer3d.facts.text import printable
 from composer3d.facts.token_manifest import MANIFEST, read_manifest
@@ -21,52 +20,32 @@ EXAMPLES = (
 )
 
 
+def _samples(text: str) -> int:
+    if len(text) > 4 or not text.isdecimal() or int(text) > 1000:
+        raise argparse.ArgumentTypeError("must be a whole number from 0 to 1000")
+    return int(text)
+
+
 @dataclass(frozen=True)
 class Options:
-    """What the user asks for.
+    """The arguments of the command."""
 
-    Attributes:
-        path: the checkpoint, in any format that ``convert`` reads, or a folder that ``prepare``
-            made.
-        tensors: whether to list each tensor with its shape and dtype.
-        samples: how many documents of token files to show as text.
-        full: whether to compare all token files with their digests, not only their sizes.
-        as_json: whether to print one JSON object instead of text.
-    """
-
-    path: str
-    tensors: bool
-    full: bool
-    samples: int
-    as_json: bool
-
-
-def add_arguments(command: Parser) -> None:
-    """Add the arguments, whose names are those of ``Options``."""
-    add_json(command)
-    command.add_argument(
-        "path", metavar="PATH", help="a checkpoint, as SRC of convert, or token files"
-    )
-    command.add_argument("--tensors", action="store_true", help="list each tensor")
-    command.add_argument(
+    as_json: bool = json_option()
+    path: str = argument(metavar="PATH", help="a checkpoint, as SRC of convert, or token files")
+    tensors: bool = argument("--tensors", action="store_true", help="list each tensor")
+    samples: int = argument(
         "--samples",
         metavar="N",
         type=_samples,
         default=3,
         help="documents of token files to show as text; default: %(default)s; 0: none",
     )
-    command.add_argument(
+    full: bool = argument(
         "--full",
         action="store_true",
         help="read all token files, and compare them with their digests; without it, only their "
         "sizes are checked. A checkpoint is always read whole",
     )
-
-
-def _samples(text: str) -> int:
-    if len(text) > 4 or not text.isdecimal() or int(text) > 1000:
-        raise argparse.ArgumentTypeError("must be a whole number from 0 to 1000")
-    return int(text)
 
 
 def run(options: Options) -> int:

@@ -6,11 +6,18 @@ It answers without torch, unless the architecture is a user's own.
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from composer3d.commands.arguments import add_picture, positive
-from composer3d.commands.parser import Parser
+from composer3d.commands.arguments import (
+    gpus_option,
+    gpus_per_node_option,
+    json_option,
+    picture_option,
+    recipe_argument,
+    set_option,
+)
 from composer3d.draw import layout_svg, layout_text
 from composer3d.draw.files import write_picture
 from composer3d.draw.layout import AxisTraffic, NodeLayout, make_layout
@@ -27,42 +34,18 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks for.
+    """The arguments of the command."""
 
-    Attributes:
-        recipe: the recipe's file.
-        sets: overrides, each ``table.key=value``.
-        gpus: the number of processes that the mesh must fill; None: as the recipe says.
-        gpus_per_node: ranks of a node.
-        out: an SVG file to write; None prints the picture with characters.
-        as_json: whether to print one JSON object instead of text.
-    """
-
-    recipe: str
-    sets: list[str]
-    gpus: int | None
-    gpus_per_node: int
-    out: str | None
-    as_json: bool
-
-
-def add_arguments(command: Parser) -> None:
-    """Add the arguments, whose names are those of ``Options``."""
-    add_picture(command)
-    command.add_argument(
-        "--gpus-per-node",
-        metavar="N",
-        type=positive,
-        default=8,
-        help="ranks of a node; default: %(default)s",
-    )
+    recipe: str = recipe_argument()
+    sets: Sequence[str] = set_option()
+    as_json: bool = json_option()
+    gpus: int | None = gpus_option()
+    out: str | None = picture_option()
+    gpus_per_node: int = gpus_per_node_option(help="ranks of a node; default: %(default)s")
 
 
 def run(options: Options) -> int:
     """Draw the mesh of a recipe: nodes, layers, shards, samples, and the bytes of each axis.
-
-    Returns:
-        The exit status 0.
 
     Raises:
         UserError: the recipe cannot be used, or the file cannot be written.

@@ -1,12 +1,20 @@
 """``composer3d plan``: rank the legal layouts of a recipe by predicted time. It needs no torch."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from composer3d.commands.arguments import add_json, add_recipe, positive
-from composer3d.commands.parser import Parser
+from composer3d.commands.arguments import (
+    argument,
+    gpus_option,
+    gpus_per_node_option,
+    json_option,
+    positive,
+    recipe_argument,
+    set_option,
+)
 from composer3d.facts import hardware
 from composer3d.facts.errors import DeviceError, UserError
 from composer3d.facts.text import one_line
@@ -49,62 +57,32 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks for.
+    """The arguments of the command."""
 
-    Attributes:
-        recipe: the recipe's file.
-        sets: overrides, each ``table.key=value``.
-        gpus: the number of devices; None: as many as the recipe's mesh has.
-        gpu: the name of a device, or a TOML file with a row of the user's own.
-        gpus_per_node: devices that share a node.
-        top: how many layouts to print.
-        memory: whether to answer only whether the recipe as it is fits, by kind and stage.
-        scale: whether to print the fastest layout for 8, 64, 512 and 2,048 devices as well.
-        write: a file to make, with the fastest layout as a recipe.
-        as_json: whether to print one JSON object as the last line.
-    """
-
-    recipe: str
-    sets: list[str]
-    gpus: int | None
-    gpu: str
-    gpus_per_node: int
-    top: int
-    memory: bool
-    scale: bool
-    write: str | None
-    as_json: bool
-
-
-def add_arguments(command: Parser) -> None:
-    """Add the arguments, whose names are those of ``Options``."""
-    add_recipe(command)
-    add_json(command)
-    command.add_argument(
-        "--gpus", metavar="N", type=positive, help="devices; default: as many as the recipe's mesh"
-    )
-    command.add_argument(
+    recipe: str = recipe_argument()
+    sets: Sequence[str] = set_option()
+    as_json: bool = json_option()
+    gpus: int | None = gpus_option(help="devices; default: as many as the recipe's mesh")
+    gpu: str = argument(
         "--gpu",
         metavar="NAME|FILE",
         default="H100",
         help="a device, such as A100-80GB, H100, H200, B200, GB200, MI300X or CPU, or a TOML file "
         "with a row of your own; default: %(default)s",
     )
-    command.add_argument(
-        "--gpus-per-node", metavar="N", type=positive, default=8, help="default: %(default)s"
-    )
-    command.add_argument(
+    gpus_per_node: int = gpus_per_node_option()
+    top: int = argument(
         "--top", metavar="N", type=positive, default=10, help="layouts; default: %(default)s"
     )
-    command.add_argument(
+    memory: bool = argument(
         "--memory", action="store_true", help="only say whether the recipe, as it is, fits"
     )
-    command.add_argument(
+    scale: bool = argument(
         "--scale",
         action="store_true",
         help="also plan for 8, 64, 512 and 2048 devices, up to --gpus",
     )
-    command.add_argument(
+    write: str | None = argument(
         "--write", metavar="FILE", help="make FILE, a recipe with the fastest layout"
     )
 

@@ -6,8 +6,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from composer3d.commands.arguments import add_json, number, positive
-from composer3d.commands.parser import Parser
+from composer3d.commands.arguments import (
+    argument,
+    json_option,
+    number,
+    positive,
+)
 from composer3d.facts.errors import DataError
 from composer3d.facts.ranges import MOST_VOCAB
 from composer3d.facts.text import one_line
@@ -19,136 +23,6 @@ EXAMPLES = (
     "composer3d prepare chats.jsonl -o data/chats --tokenizer llama-hf --kind chat",
     "composer3d prepare wiki.parquet -o data/wiki --train-tokenizer 32000",
 )
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the user asks for.
-
-    Those that are not named here are arguments of ``data.prepare.prepare``.
-
-    Attributes:
-        kind: the kind of the sources: "text", "answers" or "chat".
-        prompt_field, answer_field, chat_template: describe the examples of a kind; None: as usual.
-        as_json: whether to print a JSON object as the last line.
-    """
-
-    sources: Sequence[str]
-    out: str
-    tokenizer: str | None
-    train_tokenizer: int | None
-    eod: str | None
-    field: str | None
-    processes: int | None
-    shard_tokens: int
-    split: float | None
-    kind: str
-    prompt_field: str | None
-    answer_field: str | None
-    chat_template: str | None
-    max_expansion: int
-    as_json: bool
-
-
-def add_arguments(command: Parser) -> None:
-    """Add the arguments, whose names are those of ``Options``."""
-    add_json(command)
-    command.add_argument(
-        "sources",
-        metavar="SRC",
-        nargs="+",
-        help="a text file, or a folder of them: each file is a document; or a .jsonl or .parquet "
-        "file, or a folder of one of them, or a folder that save_to_disk of datasets made: each "
-        "line or row is a document. Text beside the others is refused. Files of text and JSONL may "
-        "end in .gz or .zst. Hidden files and links to folders are skipped",
-    )
-    command.add_argument(
-        "-o", "--out", metavar="DIR", required=True, help="folder to make; it must not exist"
-    )
-    tokenizers = command.add_mutually_exclusive_group(required=True)
-    command.note(
-        tokenizers.add_argument(
-            "--tokenizer",
-            metavar="FILE|DIR|bytes",
-            help="a tokenizer.json, or a Hugging Face folder that has one; or bytes, which makes "
-            "each byte a token",
-        )
-    )
-    command.note(
-        tokenizers.add_argument(
-            "--train-tokenizer",
-            metavar="N",
-            type=_vocabulary,
-            help="train a byte-level BPE of N tokens on the sources, write DIR/tokenizer.json and "
-            "DIR/tokenizer_config.json, and prepare with it",
-        )
-    )
-    command.add_argument(
-        "--kind",
-        choices=("text", "answers", "chat"),
-        default="text",
-        help="text: all tokens are learned; answers: lines of JSONL with a prompt and an answer, "
-        "which alone is learned; chat: conversations, of which the turns of the assistant are "
-        "learned. Lines of ShareGPT and Alpaca are read too; default: %(default)s",
-    )
-    command.add_argument(
-        "--prompt-field",
-        metavar="KEY",
-        help="with --kind answers: key of the prompt; default: prompt",
-    )
-    command.add_argument(
-        "--answer-field",
-        metavar="KEY",
-        help="with --kind answers: key of the answer, such as completion; default: answer",
-    )
-    command.add_argument(
-        "--chat-template",
-        metavar="FILE",
-        help="with --kind chat: the chat template; default: the one of the tokenizer, in "
-        "chat_template.jinja or tokenizer_config.json beside it",
-    )
-    command.add_argument(
-        "--eod",
-        metavar="TOKEN",
-        help="token after each document; default: the eos_token that files beside the tokenizer "
-        "name, or a usual one; <|endoftext|> of one that is trained",
-    )
-    command.add_argument(
-        "--field",
-        metavar="KEY",
-        help="key of the text in a line of JSONL, or its column in a table; default: text. With "
-        "this option, a file of any other name is read as JSONL. With --kind chat: key of the "
-        "messages; default: messages",
-    )
-    command.add_argument(
-        "--processes",
-        metavar="N",
-        type=positive,
-        help="processes that tokenize; the output does not depend on it; default: one a core",
-    )
-    command.add_argument(
-        "--split",
-        metavar="SHARE",
-        type=_share,
-        help="make DIR/train and DIR/validation, with this share of the documents in the latter, "
-        "such as 0.01; the text of a document decides, so that equal documents stay together",
-    )
-    command.add_argument(
-        "--shard-tokens",
-        metavar="N",
-        type=positive,
-        default=100_000_000,
-        help="a shard ends with the document that reaches N tokens; an interrupted prepare goes on "
-        "after its last shard; default: %(default)s",
-    )
-    command.add_argument(
-        "--max-expansion",
-        metavar="N",
-        type=positive,
-        default=100,
-        help="refuse a compressed file or a table that holds more than N bytes of text for each of "
-        "its bytes, and over 64 MiB of text; default: %(default)s",
-    )
 
 
 def _vocabulary(text: str) -> int:
@@ -166,6 +40,105 @@ def _share(text: str) -> float:
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and below 1, got {value:g}")
     return value
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of the command."""
+
+    as_json: bool = json_option()
+    sources: Sequence[str] = argument(
+        metavar="SRC",
+        nargs="+",
+        help="a text file, or a folder of them: each file is a document; or a .jsonl or .parquet "
+        "file, or a folder of one of them, or a folder that save_to_disk of datasets made: each "
+        "line or row is a document. Text beside the others is refused. Files of text and JSONL may "
+        "end in .gz or .zst. Hidden files and links to folders are skipped",
+    )
+    out: str = argument(
+        "-o", "--out", metavar="DIR", required=True, help="folder to make; it must not exist"
+    )
+    tokenizer: str | None = argument(
+        "--tokenizer",
+        one_of="tokenizers",
+        metavar="FILE|DIR|bytes",
+        help="a tokenizer.json, or a Hugging Face folder that has one; or bytes, which makes "
+        "each byte a token",
+    )
+    train_tokenizer: int | None = argument(
+        "--train-tokenizer",
+        one_of="tokenizers",
+        metavar="N",
+        type=_vocabulary,
+        help="train a byte-level BPE of N tokens on the sources, write DIR/tokenizer.json and "
+        "DIR/tokenizer_config.json, and prepare with it",
+    )
+    kind: str = argument(
+        "--kind",
+        choices=("text", "answers", "chat"),
+        default="text",
+        help="text: all tokens are learned; answers: lines of JSONL with a prompt and an answer, "
+        "which alone is learned; chat: conversations, of which the turns of the assistant are "
+        "learned. Lines of ShareGPT and Alpaca are read too; default: %(default)s",
+    )
+    prompt_field: str | None = argument(
+        "--prompt-field",
+        metavar="KEY",
+        help="with --kind answers: key of the prompt; default: prompt",
+    )
+    answer_field: str | None = argument(
+        "--answer-field",
+        metavar="KEY",
+        help="with --kind answers: key of the answer, such as completion; default: answer",
+    )
+    chat_template: str | None = argument(
+        "--chat-template",
+        metavar="FILE",
+        help="with --kind chat: the chat template; default: the one of the tokenizer, in "
+        "chat_template.jinja or tokenizer_config.json beside it",
+    )
+    eod: str | None = argument(
+        "--eod",
+        metavar="TOKEN",
+        help="token after each document; default: the eos_token that files beside the tokenizer "
+        "name, or a usual one; <|endoftext|> of one that is trained",
+    )
+    field: str | None = argument(
+        "--field",
+        metavar="KEY",
+        help="key of the text in a line of JSONL, or its column in a table; default: text. With "
+        "this option, a file of any other name is read as JSONL. With --kind chat: key of the "
+        "messages; default: messages",
+    )
+    processes: int | None = argument(
+        "--processes",
+        metavar="N",
+        type=positive,
+        help="processes that tokenize; the output does not depend on it; default: one a core",
+    )
+    split: float | None = argument(
+        "--split",
+        metavar="SHARE",
+        type=_share,
+        help="make DIR/train and DIR/validation, with this share of the documents in the latter, "
+        "such as 0.01; the text of a document decides, so that equal documents stay together",
+    )
+    shard_tokens: int = argument(
+        "--shard-tokens",
+        metavar="N",
+        type=positive,
+        default=100_000_000,
+        help="a shard ends with the document that reaches N tokens; an interrupted prepare goes on "
+        "after its last shard; default: %(default)s",
+    )
+    max_expansion: int = argument(
+        "--max-expansion",
+        metavar="N",
+        type=positive,
+        default=100,
+        help="refuse a compressed file or a table that holds more than N bytes of text for each of "
+        "its bytes, and over 64 MiB of text; default: %(default)s",
+    )
 
 
 def run(options: Options) -> int:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from composer3d.commands.arguments import add_json
 from composer3d.commands.parser import Parser, did_you_mean
 from composer3d.facts.errors import UserError
 from composer3d.facts.text import one_line
@@ -64,7 +63,9 @@ def add_arguments(command: Parser) -> None:
             action.add_argument("name", metavar="NAME", help="a recipe, as ls lists it")
         return action
 
-    add_json(add_action("ls", "list the recipes with their size, mesh and purpose"))
+    add_action("ls", "list the recipes with their size, mesh and purpose").add_argument(
+        "--json", dest="as_json", action="store_true", help="print JSON as the last line"
+    )
     add_action("show", "print a recipe as it is written; composer3d check NAME resolves it")
     add_action(
         "cp", "copy a recipe, with the recipes that it inherits, to change it; overwrites nothing"
@@ -78,9 +79,6 @@ def add_arguments(command: Parser) -> None:
 
 def run(options: Options) -> int:
     """List, show or copy recipes.
-
-    Returns:
-        The exit status 0.
 
     Raises:
         UserError: there is no such recipe, or the copy cannot be made.

@@ -4,20 +4,21 @@ A command is a module of this folder, which owns its options:
 
 - ``EXAMPLES``: one to three command lines for its help. A test parses them;
 - ``DETAILS``, if it has any: sentences for its own help, after the description;
-- ``add_arguments``, which adds its arguments to a parser;
-- ``Options``, a frozen dataclass of their values;
-- ``run``, which takes the options, and returns the exit status.
+- ``Options``, a frozen dataclass of its arguments, each declared by ``arguments.argument``;
+- ``add_arguments``, if its parser needs more than that;
+- ``run``, which takes the options, and returns the exit status, 0 unless its docstring says more.
 
 A module is imported only when its command is parsed, and none imports torch before it runs.
 """
 
 import argparse
 import platform
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import composer3d
+from composer3d.commands.arguments import add_arguments
 from composer3d.commands.parser import Parser, TopParser
 
 # The groups of commands in the help.
@@ -84,25 +85,17 @@ COMMANDS = {
 _MODULES = {"import": "import_recipe"}
 
 
-class CommandModule(Protocol):
-    """What ``cli`` calls of the module of a command."""
-
-    def run(self, options: Any) -> int:
-        """Run the command with its ``Options``, and return the exit status."""
-        ...
-
-
 class Parsed(NamedTuple):
     """A command line that has been parsed.
 
     Attributes:
         name: the command.
-        module: the module of the command.
+        run: the function of its module.
         options: the ``Options`` of this module, a frozen dataclass.
     """
 
     name: str
-    module: CommandModule
+    run: Callable[[Any], int]
     options: Any
 
 
@@ -121,7 +114,7 @@ def parse(argv: Sequence[str]) -> Parsed:
     values = vars(parser.parse_args(argv))
     name = values.pop("command")
     module = _module_of(name)
-    return Parsed(name, module, module.Options(**values))
+    return Parsed(name, module.run, module.Options(**values))
 
 
 def make_parser(names: Collection[str] = tuple(COMMANDS)) -> TopParser:
@@ -160,7 +153,10 @@ def make_parser(names: Collection[str] = tuple(COMMANDS)) -> TopParser:
             examples=module.EXAMPLES,
         )
         command.set_defaults(command=name)
-        module.add_arguments(command)
+        if hasattr(module, "add_arguments"):
+            module.add_arguments(command)
+        else:
+            add_arguments(command, module.Options)
     return parser
 
 

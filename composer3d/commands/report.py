@@ -5,11 +5,10 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from composer3d.commands.arguments import add_json, positive
+from composer3d.commands.arguments import argument, gpus_per_node_option, json_option
 from composer3d.commands.layout import mesh_words, note_of
-from composer3d.commands.parser import Parser
 from composer3d.commands.plan import find_device
-from composer3d.commands.timeline import MOST_ACTIONS, UNIT_NOTE, of_recipe, page_of_run
+from composer3d.commands.timeline import MOST_ACTIONS, count_actions, draw_recipe, page_of_run
 from composer3d.draw import layout_svg, timeline
 from composer3d.draw.layout import make_layout
 from composer3d.facts import hardware, trace
@@ -41,55 +40,30 @@ DETAILS = f"It says tokens/s and the tokens seen. {COUNTED_TOKENS}"
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks for.
+    """The arguments of the command."""
 
-    Attributes:
-        run: the folder of a run.
-        other: the folder of another run; None: there is nothing to compare.
-        out: the HTML file to write; None: ``report.html`` in the folder of the run, or
-            ``compare-NAME.html`` there, where NAME is that of the other run.
-        gpu: the device whose speed is predicted; None: that of the run.
-        gpus_per_node: devices that share a node.
-        as_json: whether to print one JSON object instead of text.
-    """
-
-    run: str
-    other: str | None
-    out: str | None
-    gpu: str | None
-    gpus_per_node: int
-    as_json: bool
-
-
-def add_arguments(command: Parser) -> None:
-    """Add the arguments, whose names are those of ``Options``."""
-    add_json(command)
-    command.add_argument("run", metavar="RUN", help="the folder of a run")
-    command.add_argument(
-        "other", metavar="RUN", nargs="?", help="the folder of another run, to compare them"
+    as_json: bool = json_option()
+    run: str = argument(metavar="RUN", help="the folder of a run")
+    other: str | None = argument(
+        metavar="RUN", nargs="?", help="the folder of another run, to compare them"
     )
-    command.add_argument(
+    out: str | None = argument(
         "-o",
         "--out",
         metavar="FILE.html",
         help="default: report.html in the folder of the run, or compare-NAME.html, where NAME is "
         "that of the other run",
     )
-    command.add_argument(
+    gpu: str | None = argument(
         "--gpu",
         metavar="NAME|FILE",
         help="the device whose speed is predicted, as in plan; default: that of the run",
     )
-    command.add_argument(
-        "--gpus-per-node", metavar="N", type=positive, default=8, help="default: %(default)s"
-    )
+    gpus_per_node: int = gpus_per_node_option()
 
 
 def run(options: Options) -> int:
     """Write the report of a run, or of two.
-
-    Returns:
-        The exit status 0.
 
     Raises:
         UserError: a folder is not that of a run, or the file cannot be written.
@@ -250,8 +224,7 @@ def _pipeline(run: RunFolder) -> Drawing:
         return Drawing(title, "", f"No drawing: {run.recipe_problem}.")
     if recipe.mesh.pp == 1:
         return Drawing(title, "", "mesh.pp = 1, so there is no pipeline.")
-    parallel = recipe.parallel
-    actions = 3 * recipe.mesh.pp * parallel.stages_per_rank * recipe.micro_batches
+    actions = count_actions(recipe)
     if actions > MOST_ACTIONS:
         words = f"No drawing: up to {actions:,} actions are too many for a page; "
         return Drawing(title, "", words + "composer3d timeline draws them.")
@@ -267,21 +240,13 @@ def _pipeline(run: RunFolder) -> Drawing:
             problem = "The trace has too many actions for a page."
         except UserError as error:
             problem = f"The trace of the run cannot be drawn: {error}."
-    if parallel.schedule == "csv":
+    if recipe.parallel.schedule == "csv":
         words = "No drawing: the schedule is in a file, which a report does not open."
         return Drawing(title, "", f"{problem} {words}".strip())
     try:
-        shown_timeline = of_recipe(recipe, None)
+        return Drawing(title, draw_recipe(recipe, one_line(run.name)), problem)
     except UserError as error:
         return Drawing(title, "", f"{problem} No drawing: {error}.".strip())
-    counts = f"{recipe.mesh.pp} pipeline ranks, {recipe.micro_batches} micro-batches"
-    drawing = timeline.draw(
-        [shown_timeline],
-        heading=f"{one_line(run.name)}: {counts}",
-        notes=[UNIT_NOTE],
-        unit=timeline.UNITS,
-    )
-    return Drawing(title, drawing, problem)
 
 
 def _differences(folders: list[RunFolder]) -> list[KeyDifference] | None:

@@ -8,8 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from composer3d.commands.arguments import add_picture, positive
-from composer3d.commands.parser import Parser
+from composer3d.commands.arguments import (
+    argument,
+    gpus_option,
+    gpus_per_node_option,
+    json_option,
+    picture_option,
+    positive,
+    recipe_argument,
+    set_option,
+)
 from composer3d.commands.plan import find_device
 from composer3d.draw.files import write_picture
 from composer3d.draw.measured import measured_timeline, replayed_timeline
@@ -64,65 +72,37 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks for.
+    """The arguments of the command."""
 
-    Attributes:
-        recipe: the recipe's file; None: only a run is drawn.
-        sets: overrides, each ``table.key=value``.
-        gpus: the number of processes that the mesh must fill; None: as the recipe says.
-        gpu: a device, whose times ``planner`` predicts; None: schematic times.
-        gpus_per_node: devices that share a node, with ``gpu``.
-        measured: the folder of a run, whose trace is drawn.
-        step: the step of the run; None: the last one that was traced.
-        out: an SVG file to write; None prints the picture with characters.
-        compare: another schedule, which is drawn below.
-        as_json: whether to print one JSON object instead of a picture with characters.
-    """
-
-    recipe: str | None
-    sets: list[str]
-    gpus: int | None
-    gpu: str | None
-    gpus_per_node: int
-    measured: str | None
-    step: int | None
-    out: str | None
-    compare: str | None
-    as_json: bool
-
-
-def add_arguments(command: Parser) -> None:
-    """Add the arguments, whose names are those of ``Options``."""
-    add_picture(command, is_optional=True)
-    command.add_argument(
+    recipe: str | None = recipe_argument(is_optional=True)
+    sets: Sequence[str] = set_option()
+    as_json: bool = json_option()
+    gpus: int | None = gpus_option()
+    out: str | None = picture_option()
+    compare: str | None = argument(
         "--compare",
         metavar="SCHEDULE",
         help="also draw this schedule, with the same ranks and micro-batches",
     )
-    command.add_argument(
+    gpu: str | None = argument(
         "--gpu",
         metavar="NAME|FILE",
         help="predict the times of layers and messages on a device, as in plan; without it, all "
         "stages are equal and messages take no time",
     )
-    command.add_argument(
-        "--gpus-per-node", metavar="N", type=positive, default=8, help="default: %(default)s"
-    )
-    command.add_argument(
+    gpus_per_node: int = gpus_per_node_option()
+    measured: str | None = argument(
         "--measured",
         metavar="RUN",
         help="draw what the run in this folder has done, from its trace (metrics.timeline_steps)",
     )
-    command.add_argument(
+    step: int | None = argument(
         "--step", metavar="N", type=positive, help="step of the run; default: the last traced one"
     )
 
 
 def run(options: Options) -> int:
     """Draw when each pipeline rank runs which action, and say how large the bubble is.
-
-    Returns:
-        The exit status 0.
 
     Raises:
         UserError: the recipe or the run cannot be used, the other schedule cannot run it, or the
@@ -204,14 +184,12 @@ def _page_of_recipe(recipe: str, options: Options) -> Page:
             f"Times of {device.hardware.name} as composer3d plan predicts them, for layers and "
             "messages. The reduction of gradients and the optimizer come after them."
         )
-    mesh = chosen.mesh
-    counts = f"{mesh.pp} pipeline ranks, {chosen.micro_batches} micro-batches"
     return Page(
-        heading=f"{os.path.basename(recipe)}: {counts}",
+        heading=f"{os.path.basename(recipe)}: {_counts(chosen)}",
         notes=[note],
         unit=UNITS if device is None else MILLISECONDS,
         timelines=timelines,
-        facts={"pp": mesh.pp, "micro_batches": chosen.micro_batches},
+        facts={"pp": chosen.mesh.pp, "micro_batches": chosen.micro_batches},
     )
 
 
@@ -223,6 +201,25 @@ def of_recipe(recipe: Recipe, device: Device | None) -> Timeline:
     if name == "csv":
         name = os.path.basename(parallel.schedule_csv or "")
     return _timeline(name, cells, recipe, parallel.stages_per_rank, device)
+
+
+def count_actions(recipe: Recipe) -> int:
+    """Return the most actions that the pipeline of a recipe has, of all its ranks."""
+    return 3 * recipe.mesh.pp * recipe.parallel.stages_per_rank * recipe.micro_batches
+
+
+def draw_recipe(recipe: Recipe, name: str) -> str:
+    """Return the drawing of the pipeline of a recipe, in units, as SVG."""
+    return draw(
+        [of_recipe(recipe, None)],
+        heading=f"{name}: {_counts(recipe)}",
+        notes=[UNIT_NOTE],
+        unit=UNITS,
+    )
+
+
+def _counts(recipe: Recipe) -> str:
+    return f"{recipe.mesh.pp} pipeline ranks, {recipe.micro_batches} micro-batches"
 
 
 def _of_schedule(recipe: Recipe, schedule: str, device: Device | None) -> Timeline:

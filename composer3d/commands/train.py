@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.checkpoint import manifest as manifests
 from composer3d.commands import job
-from composer3d.commands.arguments import add_recipe
-from composer3d.commands.parser import Parser
+from composer3d.commands.arguments import recipe_argument, set_option
 from composer3d.facts import events
 from composer3d.facts.errors import RecipeError, UserError
 from composer3d.facts.interrupts import ending_at_once
@@ -51,20 +50,10 @@ DETAILS = f"Of each logged step, it prints tok/s of all ranks together. {COUNTED
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks for.
+    """The arguments of the command."""
 
-    Attributes:
-        recipe: the recipe's file.
-        sets: overrides, each ``table.key=value``.
-    """
-
-    recipe: str
-    sets: Sequence[str]
-
-
-def add_arguments(command: Parser) -> None:
-    """Add the arguments, whose names are those of ``Options``."""
-    add_recipe(command)
+    recipe: str = recipe_argument()
+    sets: Sequence[str] = set_option()
 
 
 def run(options: Options) -> int:
@@ -343,6 +332,7 @@ def _load(recipe: str, sets: Sequence[str], world_size: int) -> Resolved:
 
 def _describe(resolved: Resolved, metrics: "Metrics", *, is_on_cpu: bool) -> None:
     """Give TensorBoard the recipe as text and hyperparameters, and drawings of its layout."""
+    from composer3d.commands.timeline import MOST_ACTIONS, count_actions, draw_recipe
     from composer3d.draw import layout_svg, layout_text
     from composer3d.draw.layout import make_layout
     from composer3d.draw.png import png_of
@@ -361,8 +351,8 @@ def _describe(resolved: Resolved, metrics: "Metrics", *, is_on_cpu: bool) -> Non
         layout = make_layout(recipe, per_node, is_on_cpu=is_on_cpu)
         texts["run/layout"] = layout_text.render(layout, style)
         drawings["run/layout"] = layout_svg.draw(layout, heading=recipe.run.name, notes=[])
-    if recipe.mesh.pp > 1:
-        drawings |= _pipeline_drawing(recipe)
+    if recipe.mesh.pp > 1 and count_actions(recipe) <= MOST_ACTIONS:
+        drawings["run/pipeline"] = draw_recipe(recipe, recipe.run.name)
     images = {tag: png_of(svg) for tag, svg in drawings.items()}
     hparams = {
         f"{table}.{key}": value
@@ -372,24 +362,6 @@ def _describe(resolved: Resolved, metrics: "Metrics", *, is_on_cpu: bool) -> Non
     }
     shown = {tag: png for tag, png in images.items() if png is not None}
     metrics.describe(texts, shown, hparams, has_experts=recipe.model.experts > 0)
-
-
-def _pipeline_drawing(recipe: Recipe) -> dict[str, str]:
-    """Return the drawing of the recipe's pipeline by its tag; empty if it is too long to draw."""
-    from composer3d.commands.timeline import MOST_ACTIONS, UNIT_NOTE, of_recipe
-    from composer3d.draw import timeline
-
-    mesh, per_rank = recipe.mesh, recipe.parallel.stages_per_rank
-    if 3 * mesh.pp * per_rank * recipe.micro_batches > MOST_ACTIONS:
-        return {}
-    drawing = timeline.draw(
-        [of_recipe(recipe, None)],
-        heading=f"{recipe.run.name}: {mesh.pp} pipeline ranks, {recipe.micro_batches} "
-        "micro-batches",
-        notes=[UNIT_NOTE],
-        unit=timeline.UNITS,
-    )
-    return {"run/pipeline": drawing}
 
 
 def _train(resolved: Resolved, rank: int, *, claimed: str | None) -> int:

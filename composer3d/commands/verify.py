@@ -7,8 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from composer3d.commands import job
-from composer3d.commands.arguments import add_json, add_recipe, positive
-from composer3d.commands.parser import Parser
+from composer3d.commands.arguments import (
+    argument,
+    json_option,
+    positive,
+    recipe_argument,
+    set_option,
+)
 from composer3d.facts.errors import UserError
 from composer3d.facts.files import MIB, read_plain
 from composer3d.facts.text import one_line, printable
@@ -20,8 +25,6 @@ from composer3d.runtime.progress import Progress
 from composer3d.verify.judge import Verdict
 from composer3d.verify.proof import verify_layout
 
-ProofDtype = Literal["float32", "float64"]
-
 EXAMPLES = (
     "composer3d verify debug-2-dp",
     "composer3d verify llama3-70b-64-3d --set mesh.tp=4",
@@ -31,48 +34,27 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks for.
+    """The arguments of the command."""
 
-    Attributes:
-        recipe: the recipe's file.
-        sets: overrides, each ``table.key=value``.
-        dtype: "float64" or "float32", the dtype in which the layouts compute.
-        steps: the number of training steps to compare.
-        layouts: a file with a layout on each line, as overrides that come after ``sets``. None
-            proves the recipe's own layout.
-        here: whether to prove the recipe's mesh on the ranks of this job, under torchrun.
-        as_json: whether to print a JSON object as the last line.
-    """
-
-    recipe: str
-    sets: Sequence[str]
-    dtype: ProofDtype
-    steps: int
-    layouts: str | None
-    here: bool
-    as_json: bool
-
-
-def add_arguments(command: Parser) -> None:
-    """Add the arguments, whose names are those of ``Options``."""
-    add_recipe(command)
-    add_json(command)
-    command.add_argument(
+    recipe: str = recipe_argument()
+    sets: Sequence[str] = set_option()
+    as_json: bool = json_option()
+    dtype: Literal["float32", "float64"] = argument(
         "--dtype", choices=("float32", "float64"), default="float64", help="default: %(default)s"
     )
-    command.add_argument(
+    steps: int = argument(
         "--steps",
         metavar="N",
         type=positive,
         default=3,
         help="optimizer steps; default: %(default)s",
     )
-    command.add_argument(
+    layouts: str | None = argument(
         "--layouts",
         metavar="FILE",
         help="prove many layouts: each line of FILE has key=value overrides",
     )
-    command.add_argument(
+    here: bool = argument(
         "--here",
         action="store_true",
         help="under torchrun: prove the recipe's own mesh on the devices and the network of this "

@@ -66,13 +66,6 @@ class AxisTraffic(NamedTuple):
         """The part of ``sent_bytes`` that stays inside the node."""
         return self.sent_bytes - self.nic_bytes
 
-    @property
-    def link(self) -> str:
-        """The link that carries the bytes: that inside a node, that between nodes, or both."""
-        if self.nic_bytes == 0:
-            return "node"
-        return "NIC" if self.node_bytes < 0.5 else "both"
-
 
 @dataclass(frozen=True)
 class NodeLayout:
@@ -235,30 +228,18 @@ def make_layout(recipe: Recipe, gpus_per_node: int, *, is_on_cpu: bool | None = 
     return layout
 
 
-class Folded(NamedTuple):
-    """The positions of an axis that are shown, in order.
+def fold(size: int, limit: int) -> tuple[int, ...]:
+    """Return the positions of an axis that are shown, in order: the first ones and the last one.
 
-    Attributes:
-        shown: the positions.
+    Args:
         size: the number of all positions.
+        limit: the most that are shown.
     """
-
-    shown: tuple[int, ...]
-    size: int
-
-    @property
-    def hidden(self) -> int:
-        """The number of positions that are not shown. They are before the last one."""
-        return self.size - len(self.shown)
-
-
-def fold(size: int, limit: int) -> Folded:
-    """Show the first positions of an axis and its last one, at most ``limit`` of them."""
     if size <= limit:
-        return Folded(tuple(range(size)), size)
+        return tuple(range(size))
     if limit < 2:
-        return Folded((0,), size)
-    return Folded((*range(limit - 1), size - 1), size)
+        return (0,)
+    return (*range(limit - 1), size - 1)
 
 
 def operation_words(found: Sequence[Flow]) -> str:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from composer3d.draw.layout import (
     AXIS_WORDS,
     AxisTraffic,
-    Folded,
     NodeLayout,
     fold,
     operation_words,
@@ -60,33 +59,33 @@ _CELL_FILLS = ("#eaf4fc", "#fdf0e4", "#eaf6f0", "#f7edf4")
 
 
 class _Grid(NamedTuple):
-    """The ranks that are shown, and the size of a rank's box."""
+    """The positions of each axis that are shown, and the size of a rank's box."""
 
-    pp: Folded
-    tp: Folded
-    dp: Folded
-    cp: Folded
+    pp: tuple[int, ...]
+    tp: tuple[int, ...]
+    dp: tuple[int, ...]
+    cp: tuple[int, ...]
     rank_width: float
     rank_height: float
 
     @property
     def cell_width(self) -> float:
-        count = len(self.tp.shown)
+        count = len(self.tp)
         return count * self.rank_width + (count - 1) * TP_GAP + 2 * _CELL_PADDING
 
     @property
     def cell_height(self) -> float:
-        count = len(self.cp.shown)
+        count = len(self.cp)
         return count * self.rank_height + (count - 1) * CP_GAP + 2 * _CELL_PADDING
 
     @property
     def width(self) -> float:
-        count = len(self.pp.shown)
+        count = len(self.pp)
         return count * self.cell_width + (count - 1) * PP_GAP
 
     @property
     def height(self) -> float:
-        count = len(self.dp.shown)
+        count = len(self.dp)
         return count * self.cell_height + (count - 1) * DP_GAP
 
     def cell(self, column: int, row: int, top: float) -> Area:
@@ -144,8 +143,8 @@ def _make_grid(layout: NodeLayout) -> _Grid:
     def limits(size: int) -> range:
         return range(min(2, size), min(size, _MOST_ROWS) + 1)
 
-    def goodness(grid: _Grid, first: Folded, second: Folded) -> tuple[int, int]:
-        return len(first.shown) * len(second.shown), min(len(first.shown), len(second.shown))
+    def goodness(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, int]:
+        return len(first) * len(second), min(len(first), len(second))
 
     room = WIDTH - 2 * MARGIN - _ROW_LABEL_WIDTH
     wide = [
@@ -153,7 +152,7 @@ def _make_grid(layout: NodeLayout) -> _Grid:
         for pp, tp in product(limits(mesh.pp), limits(mesh.tp))
         if (grid := grid_of(pp, tp, 1, 1)).width <= room
     ]
-    columns = max(wide, key=lambda grid: goodness(grid, grid.pp, grid.tp))
+    columns = max(wide, key=lambda grid: goodness(grid.pp, grid.tp))
     tall = [
         grid_of(1, 1, dp, cp)
         for dp, cp in product(limits(mesh.batch_ranks), limits(mesh.cp))
@@ -162,27 +161,27 @@ def _make_grid(layout: NodeLayout) -> _Grid:
     # A folded axis needs no more than a few of its ranks to show its pattern.
     if layout.recipe.world_size > 2 * _MOST_ROWS:
         most = 4 if mesh.cp == 1 else 6
-        tall = [grid for grid in tall if len(grid.dp.shown) * len(grid.cp.shown) <= most]
-    rows = max(tall, key=lambda grid: goodness(grid, grid.dp, grid.cp))
+        tall = [grid for grid in tall if len(grid.dp) * len(grid.cp) <= most]
+    rows = max(tall, key=lambda grid: goodness(grid.dp, grid.cp))
     return _Grid(columns.pp, columns.tp, rows.dp, rows.cp, rank_width, rank_height)
 
 
 def _draw_grid(picture: Picture, layout: NodeLayout, grid: _Grid, top: float) -> None:
     mesh = layout.recipe.mesh
     boxes: dict[int, Area] = {}
-    for column, pp_rank in enumerate(grid.pp.shown):
+    for column, pp_rank in enumerate(grid.pp):
         _column_header(picture, layout, pp_rank, grid.cell(column, 0, top))
-        for row in range(len(grid.dp.shown)):
+        for row in range(len(grid.dp)):
             fill = _CELL_FILLS[column % len(_CELL_FILLS)]
             picture.rectangle(grid.cell(column, row, top), fill=fill, radius=8)
-    for row, batch_rank in enumerate(grid.dp.shown):
+    for row, batch_rank in enumerate(grid.dp):
         _row_header(picture, layout, batch_rank, grid.cell(0, row, top))
 
     places = product(
-        enumerate(grid.pp.shown),
-        enumerate(grid.dp.shown),
-        enumerate(grid.cp.shown),
-        enumerate(grid.tp.shown),
+        enumerate(grid.pp),
+        enumerate(grid.dp),
+        enumerate(grid.cp),
+        enumerate(grid.tp),
     )
     for (column, pp), (row, dp), (cp_row, cp), (tp_column, tp) in places:
         rank = ((pp * mesh.batch_ranks + dp) * mesh.cp + cp) * mesh.tp + tp
@@ -293,23 +292,23 @@ class _Gap(NamedTuple):
 def _arrows(picture: Picture, layout: NodeLayout, grid: _Grid, top: float) -> None:
     """Draw the traffic between neighbours. The first arrow of each axis has its bytes."""
     across, down = [], []
-    for column, row in product(range(len(grid.pp.shown)), range(len(grid.dp.shown))):
+    for column, row in product(range(len(grid.pp)), range(len(grid.dp))):
         cell = grid.cell(column, row, top)
-        if column + 1 < len(grid.pp.shown):
+        if column + 1 < len(grid.pp):
             area = Area(cell.right, cell.y, PP_GAP, cell.height)
             across.append(_Gap(area, "pp", _hidden_after(grid.pp, column)))
-        if row + 1 < len(grid.dp.shown):
+        if row + 1 < len(grid.dp):
             area = Area(cell.x, cell.bottom, cell.width, DP_GAP)
-            axis = _data_axis(layout, grid.dp.shown[row], grid.dp.shown[row + 1])
+            axis = _data_axis(layout, grid.dp[row], grid.dp[row + 1])
             down.append(_Gap(area, axis, _hidden_after(grid.dp, row)))
 
-        ranks = product(range(len(grid.tp.shown)), range(len(grid.cp.shown)))
+        ranks = product(range(len(grid.tp)), range(len(grid.cp)))
         for tp_column, cp_row in ranks:
             box = grid.rank_box(cell, tp_column, cp_row)
-            if tp_column + 1 < len(grid.tp.shown):
+            if tp_column + 1 < len(grid.tp):
                 area = Area(box.right, box.y, TP_GAP, box.height)
                 across.append(_Gap(area, "tp", _hidden_after(grid.tp, tp_column)))
-            if cp_row + 1 < len(grid.cp.shown):
+            if cp_row + 1 < len(grid.cp):
                 area = Area(box.x, box.bottom, box.width, CP_GAP)
                 down.append(_Gap(area, "cp", _hidden_after(grid.cp, cp_row)))
 
@@ -324,9 +323,9 @@ def _arrows(picture: Picture, layout: NodeLayout, grid: _Grid, top: float) -> No
             draw_gap(picture, gap, words)
 
 
-def _hidden_after(folded: Folded, index: int) -> int:
+def _hidden_after(shown: tuple[int, ...], index: int) -> int:
     """Return how many positions are left out after the one at ``index``."""
-    return folded.shown[index + 1] - folded.shown[index] - 1
+    return shown[index + 1] - shown[index] - 1
 
 
 def _data_axis(layout: NodeLayout, batch_rank: int, other: int) -> Axis:

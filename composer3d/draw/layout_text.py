@@ -29,7 +29,7 @@ def _stages(layout: NodeLayout) -> list[str]:
 def _ranks(layout: NodeLayout, style: Style) -> list[str]:
     """List ranks by node. Of a large job, the first node, the second one and the last are shown."""
     mesh = layout.recipe.mesh
-    shown = fold(layout.nodes, max(3, _MOST_RANKS // layout.gpus_per_node)).shown
+    shown = fold(layout.nodes, max(3, _MOST_RANKS // layout.gpus_per_node))
     if layout.recipe.world_size <= _MOST_RANKS:
         shown = tuple(range(layout.nodes))
     lines = []

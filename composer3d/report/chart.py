@@ -87,7 +87,6 @@ def draw(
     tokens_per_step: int | None = None,
     marks: Sequence[Mark] = (),
     levels: Sequence[Level] = (),
-    note: str = "",
 ) -> str:
     """Return a figure, or an empty text if no line has a point.
 
@@ -99,7 +98,6 @@ def draw(
         tokens_per_step: for the second axis; None leaves it out.
         marks: vertical lines, of which at most 60 are drawn.
         levels: horizontal lines.
-        note: a sentence below the chart.
     """
     shown = [line for line in lines if line.points]
     if not shown:
@@ -143,13 +141,13 @@ def draw(
         for level in levels
     ]
     not_finite = sum(line.not_finite for line in shown)
+    note = ""
     if not_finite:
         word = "value was" if not_finite == 1 else "values were"
-        note = f"{note} {not_finite:,} {word} not finite.".strip()
-    notes = f'<p class="note">{escape(note)}</p>' if note else ""
+        note = f'<p class="note">{not_finite:,} {word} not finite.</p>'
     return (
         f'<figure class="chart"><figcaption>{escape(heading)}</figcaption>'
-        f'<ul class="legend">{"".join(keys)}</ul>{svg}<output class="tip"></output>{notes}</figure>'
+        f'<ul class="legend">{"".join(keys)}</ul>{svg}<output class="tip"></output>{note}</figure>'
     )
 
 

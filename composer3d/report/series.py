@@ -140,14 +140,12 @@ class Curves:
     Attributes:
         series: the thinned values, by metric; at most ``MOST_METRICS`` of them.
         last_step: the largest step of a line.
-        lines: the number of lines of metrics.
         wrong_lines: the number of other lines, which are left out.
         is_cut: whether the file is longer than what was read.
     """
 
     series: dict[str, Series] = field(default_factory=dict)
     last_step: int = 0
-    lines: int = 0
     wrong_lines: int = 0
     is_cut: bool = False
 
@@ -196,7 +194,6 @@ def _add(curves: Curves, line: bytes) -> None:
     if type(step) is not int or not 0 <= step <= _MOST_STEP:
         curves.wrong_lines += 1
         return
-    curves.lines += 1
     curves.last_step = max(curves.last_step, step)
     for name, value in row.items():
         if name == "step":

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from composer3d import cli
 from composer3d.facts.hardware import read_row
+from composer3d.runtime import launch
 from tools.prove.paths import ROOT
 
 SMALL = (
@@ -18,14 +20,16 @@ SMALL = (
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a recipe."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "r.toml").write_text(SMALL)
     return tmp_path
 
 
-def composer3d(folder: Path, command: str, *options: str) -> subprocess.CompletedProcess[str]:
+def doctor(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "composer3d", command, "r.toml", *options],
+        [sys.executable, "-m", "composer3d", "doctor", "r.toml", *options],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -35,8 +39,10 @@ def composer3d(folder: Path, command: str, *options: str) -> subprocess.Complete
     )
 
 
-def test_it_prints_a_table_and_json_and_writes_a_row_for_plan(folder: Path) -> None:
-    done = composer3d(folder, "doctor", "--json", "--write", "row.toml")
+def test_it_prints_a_table_and_json_and_writes_a_row_for_plan(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = doctor(folder, "--json", "--write", "row.toml")
     assert done.returncode == 0, done.stderr
     *table, last = done.stdout.splitlines()
     assert table[1] == "every group has its ranks, and every collective gave the right values"
@@ -50,45 +56,49 @@ def test_it_prints_a_table_and_json_and_writes_a_row_for_plan(folder: Path) -> N
     )
     assert not (folder / "runs").exists()
 
-    planned = composer3d(folder, "plan", "--gpu", "row.toml", "--gpus", "2", "--json")
-    assert planned.returncode == 0, planned.stderr
-    assert json.loads(planned.stdout)["gpu"] == row.name
-
-    again = composer3d(folder, "doctor", "--write", "row.toml")
-    assert again.returncode == 2
-    assert again.stderr == "--write row.toml: the file exists; name another one\n"
-    # A missing folder is told before anything is measured.
-    nowhere = composer3d(folder, "doctor", "--write", "none/row.toml")
-    assert (nowhere.returncode, nowhere.stdout) == (2, "")
-    assert nowhere.stderr == "--write none/row.toml: there is no folder none; make it first\n"
+    assert cli.main(["plan", "r.toml", "--gpu", "row.toml", "--gpus", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpu"] == row.name
 
 
-def test_a_wrong_recipe_is_refused(folder: Path) -> None:
-    done = composer3d(folder, "doctor", "--set", "mesh.tp=3", "--json")
-    assert done.returncode == 2
-    assert "mesh.tp = 3" in done.stderr
-    assert not json.loads(done.stdout)["ok"]
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("doctor r.toml --write old.toml", "--write old.toml: the file exists; name another one"),
+        # A missing folder is told before anything is measured.
+        (
+            "doctor r.toml --write none/row.toml",
+            "--write none/row.toml: there is no folder none; make it first",
+        ),
+        ("doctor r.toml --set mesh.tp=3", "mesh.tp = 3"),
+        (
+            "verify r.toml --here",
+            "verify --here is one rank of a job: start it as the training, with torchrun",
+        ),
+        (
+            "verify r.toml --here --layouts x",
+            "proves the recipe's own layout: leave out --layouts",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_ranks_start(
+    folder: Path,
+    command: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (folder / "old.toml").touch()
+    monkeypatch.setattr(launch, "warm_up", lambda: pytest.fail("ranks start"))
+    assert cli.main([*command.split(), "--json"]) == 2
+    out, errors = capsys.readouterr()
+    assert message in errors
+    answer = json.loads(out)
+    assert not answer.get("ok", answer.get("passed"))
 
 
 def test_one_process_has_no_axis(folder: Path) -> None:
-    done = composer3d(folder, "doctor", "--set", "mesh.dp_shard=1", "--json")
+    done = doctor(folder, "--set", "mesh.dp_shard=1", "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["axes"] == {}
     assert answer["matrix"]["slowest_rank"] == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ("--here",),
-            "verify --here is one rank of a job: start it as the training, with torchrun",
-        ),
-        (("--here", "--layouts", "x"), "proves the recipe's own layout: leave out --layouts"),
-    ],
-)
-def test_a_proof_here_needs_a_job(folder: Path, options: tuple[str, ...], message: str) -> None:
-    done = composer3d(folder, "verify", *options)
-    assert done.returncode == 2
-    assert message in done.stderr

@@ -1,18 +1,15 @@
 """``composer3d dryrun``: its JSON, its tables and its errors."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 from composer3d.cli import main
+from tests.commands.conftest import Ask
 
 RECIPE = "debug-8-dp-tp-pp"
 
 
-def test_json_has_a_stage_for_each_pipeline_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["dryrun", RECIPE, "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_json_has_a_stage_for_each_pipeline_rank(ask: Ask) -> None:
+    _, answer = ask("dryrun", RECIPE)
     assert sorted(answer) == ["seconds", "stages", "world_size"]
     assert answer["world_size"] == 8
     assert [stage["stage"] for stage in answer["stages"]] == [0, 1]
@@ -45,6 +42,6 @@ def test_an_impossible_skew_is_refused(skew: str, capsys: pytest.CaptureFixture[
     assert skew in error
 
 
-def test_a_wrong_recipe_is_a_user_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_recipe_is_a_user_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dryrun", RECIPE, "--gpus", "12"]) == 2
     assert "12" in capsys.readouterr().err

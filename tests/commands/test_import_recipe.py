@@ -1,15 +1,12 @@
 """``composer3d import``: what it prints, writes and returns."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from composer3d import cli
+from tests.commands.conftest import Ask
 from tests.imports.configurations import DEEPSPEED, MEGATRON
-from tools.prove.paths import ROOT
 
 
 def test_the_recipe_is_printed_and_the_report_beside_it(
@@ -79,26 +76,13 @@ def test_an_odd_table_of_open_points_is_refused(
     assert "open" in capsys.readouterr().err
 
 
-def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_json(ask: Ask, tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(DEEPSPEED)
-    arguments = ["import", str(file), "--gpus", "4", "--model", "llama3-8b", "--json"]
-    assert cli.main(arguments) == 0
-    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    status, answer = ask("import", str(file), "--gpus", "4", "--model", "llama3-8b")
+    assert status == 0
     assert (answer["ok"], answer["program"], answer["world_size"]) == (True, "DeepSpeed", 4)
     assert len(answer["contradictions"]) == 1
-    assert cli.main([*arguments[:2], "--json"]) == 2
-    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert answer["ok"] is False
+    status, answer = ask("import", str(file))
+    assert (status, answer["ok"]) == (2, False)
     assert answer["errors"]
-
-
-def test_it_answers_without_torch(tmp_path: Path) -> None:
-    file = str(ROOT / "tools" / "prove" / "imports" / "moe-64e-1024.txt")
-    code = (
-        "import sys\nfrom composer3d import cli\n"
-        f"assert cli.main(['import', {file!r}]) == 1\n"
-        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
-    )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr

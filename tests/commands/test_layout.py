@@ -1,11 +1,11 @@
 """``composer3d layout``: what it prints and writes, and what it refuses."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from composer3d import cli
+from tests.commands.conftest import Ask
 from tests.draw.pictures import read
 from tools.prove.paths import ROOT
 
@@ -26,9 +26,8 @@ def test_it_prints_ranks_and_traffic(capsys: pytest.CaptureFixture[str]) -> None
     assert "pp 1: stage 1: blocks 2-3, norm and head" in lines
 
 
-def test_json_has_the_traffic_of_every_pipeline_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["layout", RECIPE, "--json", "--gpus-per-node", "4"]) == 0
-    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_json_has_the_traffic_of_every_pipeline_rank(ask: Ask) -> None:
+    _, answer = ask("layout", RECIPE, "--gpus-per-node", "4")
     assert (answer["ok"], answer["world_size"], answer["nodes"]) == (True, 1024, 256)
     assert [row["stages"] for row in answer["pp_ranks"]] == [[r, r + 8, r + 16] for r in range(8)]
     tp = answer["pp_ranks"][1]["traffic"]["tp"]
@@ -49,11 +48,12 @@ def test_it_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert heading in [text.words for text in page.texts]
 
 
-def test_the_mesh_fills_the_given_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_mesh_fills_the_given_number_of_gpus(
+    ask: Ask, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = str(ROOT / "recipes" / "llama3.1-8b-64-fsdp-cp-tp.toml")
     fill = ["layout", recipe, "--set", "mesh.dp_shard=-1"]
-    assert cli.main([*fill, "--gpus", "128", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["mesh"]["dp_shard"] == 16
+    assert ask(*fill, "--gpus", "128")[1]["mesh"]["dp_shard"] == 16
     assert cli.main([*fill, "--gpus", "100"]) == 2
     assert "100" in capsys.readouterr().err
 

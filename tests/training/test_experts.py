@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer3d.checkpoint.manifest import Manifest
-from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool, WorkerError
-from composer3d.runtime.process_group import pool_world
 from composer3d.training import loop
-from composer3d.training.build import Run, build
-from tests.training.jobs import RECIPE, build_and_train, losses, write_corpus
+from composer3d.training.build import Run
+from tests.training.jobs import RECIPE, build_and_train, built_run, losses, write_corpus
 from tools.prove.paths import ROOT
 
 # Groups, a shared expert, a dense layer, and biases in place of a balance loss.
@@ -44,8 +41,7 @@ def test_metrics_of_experts_reach_the_files(pool: Pool, folder: Path) -> None:
         "validation.every=0",
         "metrics.every=1",
     ]
-    arguments = {"folder": str(folder), "sets": sets, "minutes": None, "largest_file": None}
-    pool.run(build_and_train, arguments, world_size=8)
+    pool.run(build_and_train, {"folder": str(folder), "sets": sets}, world_size=8)
 
     run_dir = folder / "runs" / "quickstart-moe"
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -123,10 +119,7 @@ class Trained(NamedTuple):
 
 def train_to_step_4(folder: str, sets: list[str]) -> Trained:
     """A task: build the run in ``folder``, train it and save every second step."""
-    os.chdir(folder)
-    with pool_world() as device:
-        resolved = load("recipe.toml", sets, world_size=int(os.environ["WORLD_SIZE"]))
-        run = build(resolved.recipe, device, resolved.to_toml())
+    with built_run(folder, sets) as run:
         trained = Trained(state_of(run), {}, {})
         save = run.saver.store.save
 

@@ -66,7 +66,7 @@ def train_and_watch(folder: str, sets: list[str]) -> dict[str, set[str]]:
         for module in (dist, dist.distributed_c10d):
             if hasattr(module, name):
                 setattr(module, name, watched(getattr(module, name)))
-    build_and_train(folder, sets, minutes=None, largest_file=None)
+    build_and_train(folder, sets)
     return places
 
 

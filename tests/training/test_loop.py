@@ -1,18 +1,17 @@
 """The command ``train`` as a user runs it: signals, torchrun, layouts, and when it saves."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from composer3d.commands.train import step_of_finished_run
+from composer3d.commands.train import step_of_finished_run, train_rank
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import CheckpointTable
+from composer3d.runtime import process_group
 from composer3d.runtime.launch import Pool, WorkerError
 from tests.training.jobs import (
     CUBE,
@@ -28,24 +27,18 @@ from tests.training.jobs import (
 )
 
 
-@pytest.mark.parametrize(
-    ("mesh", "number"),
-    [(SINGLE, signal.SIGTERM), (DATA, signal.SIGUSR1), (DATA, signal.SIGHUP)],
-    ids=["single, SIGTERM", "dp, SIGUSR1", "dp, SIGHUP"],
-)
+def command(*sets: str) -> list[str]:
+    """The command of a user, with these overrides."""
+    options = [word for override in sets for word in ("--set", override)]
+    return ["-m", "composer3d", "train", "recipe.toml", *options]
+
+
+@pytest.mark.parametrize(("mesh", "number"), [(SINGLE, signal.SIGTERM), (DATA, signal.SIGHUP)])
 def test_signal_ends_the_step_saves_and_resumes(
-    folder: Path, mesh: str, number: signal.Signals
+    pool: Pool, folder: Path, mesh: str, number: signal.Signals
 ) -> None:
     (folder / "recipe.toml").write_text(RECIPE.format(mesh=mesh))
-    arguments = [
-        sys.executable,
-        "-m",
-        "composer3d",
-        "train",
-        "recipe.toml",
-        "--set",
-        "run.steps=100000",
-    ]
+    arguments = [sys.executable, *command("run.steps=100000")]
     with subprocess.Popen(arguments, cwd=folder, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:
@@ -57,70 +50,54 @@ def test_signal_ends_the_step_saves_and_resumes(
     assert status == 128 + number, last_lines
     assert f"stopped by signal {number} after step" in last_lines
     stopped = int(last_lines.partition("after step ")[2].partition(";")[0])
-    again = train(folder, f"run.steps={stopped + 1}")
+    again = train(pool, folder, f"run.steps={stopped + 1}")
     assert f"{stopped} of {stopped + 1} steps are done" in again.stderr
     assert again.returncode == 0
 
 
-def test_torchrun_gives_the_same_losses(folder: Path) -> None:
+def test_torchrun_gives_the_same_losses(pool: Pool, folder: Path) -> None:
     (folder / "recipe.toml").write_text(RECIPE.format(mesh=DATA))
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
-    result = train(folder, "run.steps=4", "run.out_dir=torchrun", launcher=torchrun)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    arguments = [*torchrun, *command("run.steps=4", "run.out_dir=torchrun")]
+    result = subprocess.run(
+        arguments, cwd=folder, capture_output=True, text=True, timeout=200, check=False
+    )
     assert result.returncode == 0, result.stderr
-    assert train(folder, "run.steps=4", "run.out_dir=own").returncode == 0
+    assert train(pool, folder, "run.steps=4", "run.out_dir=own").returncode == 0
     assert losses(folder, "torchrun") == losses(folder, "own")
 
 
-def test_deterministic_runs_have_the_same_bits_on_a_cpu_as_all_others(folder: Path) -> None:
+def test_deterministic_runs_have_the_same_bits_on_a_cpu_as_all_others(
+    pool: Pool, folder: Path
+) -> None:
     (folder / "recipe.toml").write_text(RECIPE.format(mesh=SINGLE))
-    of_runs = []
-    for value in ("false", "true"):
-        sets = (f"run.out_dir={value}", f"run.deterministic={value}")
-        # The second command resumes. The first one has made the batch of step 6 ahead.
-        assert train(folder, *sets, "run.steps=5").returncode == 0
-        result = train(folder, *sets, "run.steps=7")
+    # The second command resumes. The first one has made the batch of step 6 ahead.
+    for steps in (5, 7):
+        sets = ("run.out_dir=deterministic", "run.deterministic=true", f"run.steps={steps}")
+        result = train(pool, folder, *sets)
         assert result.returncode == 0, result.stderr
         assert "GPU:" not in result.stderr
-        of_runs.append(losses(folder, value))
-    assert train(folder, "run.out_dir=whole", "run.steps=7").returncode == 0
-    assert of_runs[0] == of_runs[1] == losses(folder, "whole")
+    assert train(pool, folder, "run.out_dir=whole", "run.steps=7").returncode == 0
+    assert losses(folder, "deterministic") == losses(folder, "whole")
 
 
-def test_layouts_start_from_the_same_weights_and_data(folder: Path) -> None:
-    first = []
-    for out_dir, mesh in (("a", SINGLE), ("b", CUBE)):
-        (folder / "recipe.toml").write_text(RECIPE.format(mesh=mesh))
-        assert train(folder, f"run.out_dir={out_dir}", "run.steps=4").returncode == 0
-        first.append(losses(folder, out_dir))
-    assert first[0] == pytest.approx(first[1], rel=1e-5)
-
-
-def test_world_that_does_not_fit_is_refused_before_a_group_forms(folder: Path) -> None:
+def test_world_that_does_not_fit_is_refused_before_a_group_forms(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "recipe.toml").write_text(RECIPE.format(mesh=CUBE))
-    # Nobody listens there: a rank that tried to form a group would fail in another way.
-    environment = {**os.environ, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    command = [sys.executable, "-m", "composer3d", "train", "recipe.toml"]
-    begin = time.monotonic()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(process_group, "open_store", lambda **_: pytest.fail("a group forms"))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    sizes = "pp 2 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 2 = 8 processes, but the world has 4"
     for rank in ("0", "1"):
-        result = subprocess.run(
-            command,
-            cwd=folder,
-            env={**environment, "RANK": rank, "LOCAL_RANK": rank},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert result.returncode == 2
-        assert "Traceback" not in result.stderr
-        expected = (
-            "pp 2 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 2 = 8 processes, but the world has 4"
-        )
-        assert (expected in result.stderr) == (rank == "0")
-        assert bool(result.stderr) == (rank == "0")
-    assert time.monotonic() - begin < 30
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert train_rank("recipe.toml", []) == 2
+        errors = capsys.readouterr().err
+        assert (sizes in errors) == bool(errors) == (rank == "0")
 
 
-def test_loss_that_is_not_finite_stops_the_run(folder: Path) -> None:
+def test_loss_that_is_not_finite_stops_the_run(pool: Pool, folder: Path) -> None:
     (folder / "recipe.toml").write_text(RECIPE.format(mesh=DATA))
     # Each step multiplies the weights by 1 - lr * weight_decay = -99, before the rate decays.
     growing = (
@@ -130,16 +107,15 @@ def test_loss_that_is_not_finite_stops_the_run(folder: Path) -> None:
         "optim.warmup=0",
         "checkpoint.every=0",
     )
-    result = train(folder, *growing)
+    result = train(pool, folder, *growing)
     assert result.returncode == 1
     assert "are not finite; the newest checkpoint is none; lower optim.lr" in result.stderr
     assert result.stderr.count("not finite") == 1
-    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(
     ("every", "every_minutes", "saved"),
-    [(0, 15, [3, 6, 8]), (4, 15, [3, 4, 7, 8]), (4, 0, [4, 8]), (0, 0, [8])],
+    [(4, 15, [3, 4, 7, 8]), (0, 0, [8])],
 )
 def test_a_checkpoint_is_due_by_steps_or_minutes_of_rank_0(
     pool: Pool, folder: Path, every: int, every_minutes: int, saved: list[int]
@@ -148,7 +124,7 @@ def test_a_checkpoint_is_due_by_steps_or_minutes_of_rank_0(
     sets = [f"checkpoint.every={every}", f"checkpoint.every_minutes={every_minutes}"]
     sets += ["checkpoint.keep=20", "run.steps=8", "metrics.every=100"]
     clocks = [6.0, 1000.0]  # by rank 1's clock a checkpoint is due after each step
-    arguments = {"folder": str(folder), "sets": sets, "minutes": clocks, "largest_file": None}
+    arguments = {"folder": str(folder), "sets": sets, "minutes": clocks}
     pool.run(build_and_train, arguments, world_size=2)
     names = sorted(path.name for path in (folder / "runs/small/checkpoints").iterdir())
     assert names == [f"step-{step:08d}" for step in saved]

@@ -17,40 +17,47 @@ from composer3d.facts import events
 from composer3d.facts.errors import CheckpointError
 from composer3d.recipe.changes import Change
 from composer3d.recipe.resolve import load
+from composer3d.runtime.launch import Pool
 from composer3d.training import resume
 from tests.training.jobs import CUBE, RECIPE, SINGLE, losses, train
 
 
-@pytest.mark.parametrize("mesh", [SINGLE, CUBE], ids=["single", "pp-dp-tp"])
-def test_resumed_run_repeats_the_losses_bit_for_bit(folder: Path, mesh: str) -> None:
-    (folder / "recipe.toml").write_text(RECIPE.format(mesh=mesh))
-    whole = train(folder, "run.out_dir=whole")
-    assert whole.returncode == 0, whole.stderr
-    assert train(folder, "run.out_dir=parts", "run.steps=10").returncode == 0
-    second = train(folder, "run.out_dir=parts")
-    assert second.returncode == 0, second.stderr
-    assert (
-        "resumed from parts/small/checkpoints/step-00000010: 10 of 20 steps are done"
-        in second.stderr
-    )
-    assert "learning rate" not in second.stderr  # that of the manifest is the recipe's
-    assert losses(folder, "parts") == losses(folder, "whole")
-    assert len(losses(folder, "whole")) == 20
-    assert losses(folder, "whole")[20] < losses(folder, "whole")[1] - 0.1  # and it learns
-    kept = sorted(path.name for path in (folder / "parts/small/checkpoints").iterdir())
-    assert kept == ["step-00000015", "step-00000020"]
-    assert 'path = "corpus.txt"' in (folder / "parts/small/recipe.toml").read_text()
+def test_a_resumed_run_repeats_the_losses_bit_for_bit(pool: Pool, folder: Path) -> None:
+    """On one process, and on eight, which begin with the same weights and data."""
+    short = ("run.steps=8", "optim.warmup=2", "optim.decay=8", "checkpoint.every=2")
+    for mesh, out_dir in ((SINGLE, "single"), (CUBE, "cube")):
+        (folder / "recipe.toml").write_text(RECIPE.format(mesh=mesh))
+        parts = f"{out_dir}-parts"
+        whole = train(pool, folder, f"run.out_dir={out_dir}", *short)
+        assert whole.returncode == 0, whole.stderr
+        first = train(pool, folder, f"run.out_dir={parts}", *short, "run.steps=4")
+        assert first.returncode == 0, first.stderr
+        second = train(pool, folder, f"run.out_dir={parts}", *short)
+        assert second.returncode == 0, second.stderr
+        assert (
+            f"resumed from {parts}/small/checkpoints/step-00000004: 4 of 8 steps are done"
+            in second.stderr
+        )
+        assert "learning rate" not in second.stderr  # that of the manifest is the recipe's
+        assert losses(folder, parts) == losses(folder, out_dir)
+        assert len(losses(folder, out_dir)) == 8
+        assert losses(folder, out_dir)[8] < losses(folder, out_dir)[1] - 0.02  # and it learns
+        run = folder / parts / "small"
+        kept = sorted(path.name for path in (run / "checkpoints").iterdir())
+        assert kept == ["step-00000006", "step-00000008"]
+        assert 'path = "corpus.txt"' in (run / "recipe.toml").read_text()
 
-    found = [event for event in events.read(folder / "parts/small") if event is not None]
-    assert [(event.kind, event.step) for event in found if event.kind != "save"] == [
-        ("start", 0),
-        ("end", 10),
-        ("start", 10),
-        ("end", 20),
-    ]
-    assert [event.step for event in found if event.kind == "save"] == [5, 10, 15, 20]
-    assert {event.device for event in found if event.kind == "start"} == {"cpu"}
-    assert "from a checkpoint of step 10" in found[4].text
+        found = [event for event in events.read(run) if event is not None]
+        assert [(event.kind, event.step) for event in found if event.kind != "save"] == [
+            ("start", 0),
+            ("end", 4),
+            ("start", 4),
+            ("end", 8),
+        ]
+        assert [event.step for event in found if event.kind == "save"] == [2, 4, 6, 8]
+        assert {event.device for event in found if event.kind == "start"} == {"cpu"}
+        assert "from a checkpoint of step 4" in found[4].text
+    assert losses(folder, "single") == pytest.approx(losses(folder, "cube"), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -110,45 +117,28 @@ def test_resumed_run_repeats_the_losses_bit_for_bit(folder: Path, mesh: str) -> 
     ],
 )
 def test_checkpoint_that_does_not_fit_is_refused(
-    trained: Path, sets: list[str], message: str
+    pool: Pool, trained: Path, sets: list[str], message: str
 ) -> None:
     recipe = (trained / "runs/small/recipe.toml").read_bytes()
     (trained / "empty/checkpoints").mkdir(parents=True)
-    result = train(trained, *sets)
+    result = train(pool, trained, *sets)
     assert result.returncode == 2
     assert message in result.stderr
-    assert "Traceback" not in result.stderr
     name = "other" if "run.name=other" in sets else "small"
     assert message in (trained / "runs" / name / "log.txt").read_text()
     assert (trained / "runs/small/recipe.toml").read_bytes() == recipe
     assert list((trained / "runs/small").glob("recipe-*")) == []
 
 
-def test_damaged_checkpoint_is_named(trained: Path) -> None:
+def test_damaged_checkpoint_is_named(pool: Pool, trained: Path) -> None:
     saved = trained / "runs/small/checkpoints/step-00000005"
     next(saved.glob("*.distcp")).write_bytes(b"torn")
-    result = train(trained)
+    result = train(pool, trained)
     assert result.returncode == 2
     assert (
         "runs/small/checkpoints/step-00000005/__0_0.distcp has 4 bytes, but the manifest says"
         in result.stderr
     )
-    assert "Traceback" not in result.stderr
-
-
-def test_run_that_is_done_says_so(trained: Path) -> None:
-    result = train(trained, "run.steps=5", "optim.decay=20")
-    assert result.returncode == 0
-    assert "nothing to do: 5 of 5 steps are done" in result.stderr
-    assert "warning" not in result.stderr
-
-
-def forbid_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(*args: object, **kwargs: object) -> None:
-        raise AssertionError("a rank is started")
-
-    monkeypatch.setattr(command, "train_rank", start)
-    monkeypatch.setattr(command.launch, "warm_up", start)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -158,7 +148,8 @@ def test_a_run_that_is_done_starts_no_rank(
     capsys: pytest.CaptureFixture[str],
     processes: int,
 ) -> None:
-    forbid_ranks(monkeypatch)
+    monkeypatch.setattr(command, "train_rank", lambda *_: pytest.fail("a rank is started"))
+    monkeypatch.setattr(command.launch, "warm_up", lambda: pytest.fail("ranks are started"))
     monkeypatch.chdir(trained)
     before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
     sets = ["run.steps=5", f"mesh.dp_shard={processes}"]
@@ -179,49 +170,43 @@ def drop_the_manifest(newest: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil",
-    [drop_a_byte, drop_the_manifest, None],
-    ids=lambda spoil: getattr(spoil, "__name__", ""),
-)
-def test_a_checkpoint_that_is_not_whole_is_left_to_training(
-    trained: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None] | None
-) -> None:
-    forbid_ranks(monkeypatch)
-    monkeypatch.chdir(trained)
-    if spoil is not None:
-        spoil(trained / "runs/small/checkpoints/step-00000005")
-    with pytest.raises(AssertionError, match="a rank is started"):
-        command.run(command.Options("recipe.toml", [f"run.steps={5 if spoil else 6}"]))
-
-
-@pytest.mark.parametrize(
-    "change",
+    ("steps", "change", "spoil"),
     [
-        "run.seed=4",
-        "model.n_layers=3",
-        "data.seed=1",
-        "data.path=other.txt",
-        "checkpoint.resume=none",
+        (6, None, None),
+        (5, None, drop_a_byte),
+        (5, None, drop_the_manifest),
+        # The rank refuses these recipes.
+        (5, "run.seed=4", None),
+        (5, "model.n_layers=3", None),
+        (5, "data.seed=1", None),
+        (5, "data.path=other.txt", None),
+        (5, "checkpoint.resume=none", None),
     ],
 )
-def test_a_recipe_that_cannot_resume_is_refused_when_all_is_done(
-    trained: Path, monkeypatch: pytest.MonkeyPatch, change: str
+def test_a_run_that_is_not_done_or_does_not_fit_is_left_to_its_ranks(
+    trained: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int,
+    change: str | None,
+    spoil: Callable[[Path], None] | None,
 ) -> None:
-    forbid_ranks(monkeypatch)
     monkeypatch.chdir(trained)
-    # The rank refuses the recipe.
-    with pytest.raises(AssertionError, match="a rank is started"):
-        command.run(command.Options("recipe.toml", ["run.steps=5", change]))
+    sets = [f"run.steps={steps}", *([change] if change else [])]
+    recipe = load("recipe.toml", sets).recipe
+    if spoil is not None:
+        assert command.step_of_finished_run(recipe) == 5
+        spoil(trained / "runs/small/checkpoints/step-00000005")
+    assert command.step_of_finished_run(recipe) is None
 
 
-def test_another_runs_checkpoint_starts_a_run_only_once(trained: Path) -> None:
+def test_another_runs_checkpoint_starts_a_run_only_once(pool: Pool, trained: Path) -> None:
     seeded = [
         "run.name=second",
         # The folder of a run stands for its newest whole checkpoint.
         "checkpoint.resume=runs/small",
         "run.seed=4",
     ]
-    first = train(trained, *seeded, "run.steps=8")
+    first = train(pool, trained, *seeded, "run.steps=8")
     assert (
         '\n  run.name: "small" -> "second"\n  run.seed: 3 -> 4\n  run.steps: 5 -> 8\n'
         in first.stderr
@@ -235,11 +220,12 @@ def test_another_runs_checkpoint_starts_a_run_only_once(trained: Path) -> None:
         in first.stderr
     )
     shutil.rmtree(trained / "runs/small/checkpoints/step-00000005")  # as that run does in time
-    again = train(trained, *seeded, "run.steps=10")
+    again = train(pool, trained, *seeded, "run.steps=10")
     assert (
         "resumed from runs/second/checkpoints/step-00000008: 8 of 10 steps are done" in again.stderr
     )
     back = train(
+        pool,
         trained,
         "run.name=second",
         "run.seed=4",
@@ -251,47 +237,51 @@ def test_another_runs_checkpoint_starts_a_run_only_once(trained: Path) -> None:
 
 
 def test_restarts_by_torchrun_that_would_be_refused_are_announced(
-    trained: Path, monkeypatch: pytest.MonkeyPatch
+    pool: Pool, trained: Path
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    sets = ("optim.warmup=1", "run.name=new", "run.steps=1")
     warning = 'checkpoint.resume = "none": once the run has saved a newer checkpoint, each restart '
-    anew = train(trained, *sets, "checkpoint.resume=none").stderr
-    assert f"warning: {warning}by torchrun (--max-restarts 3) will be refused; set " in anew
-    assert "will be refused" not in train(trained, *sets, "run.steps=2").stderr  # resume = "auto"
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
-    again = train(trained, *sets, "run.name=another", "checkpoint.resume=none")
-    assert again.returncode == 0
-    assert "will be refused" not in again.stderr
+    for restarts, resume_from, is_warned in (("3", "none", True), ("3", "auto", False)):
+        sets = ("optim.warmup=1", f"run.name={resume_from}", "run.steps=1")
+        said = train(
+            pool,
+            trained,
+            *sets,
+            f"checkpoint.resume={resume_from}",
+            TORCHELASTIC_MAX_RESTARTS=restarts,
+        ).stderr
+        line = f"warning: {warning}by torchrun (--max-restarts 3) will be refused; set "
+        assert (line in said) == ("will be refused" in said) == is_warned
 
 
 def test_the_weights_of_another_run_start_a_new_one(
-    trained: Path, monkeypatch: pytest.MonkeyPatch
+    pool: Pool, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other data and another seed: it begins at step 0, like a copy of the weights alone."""
     monkeypatch.chdir(trained)
     assert cli.main(["convert", "runs/small", "start", "--to", "dcp", "--weights-only"]) == 0
     new = ["data.path=other.txt", "run.seed=9", "data.seed=2", "optim.warmup=1"]
     new += ["optim.decay=3", "run.steps=2"]
-    tuned = train(trained, *new, "run.out_dir=tuned", "checkpoint.init=runs/small")
+    tuned = train(pool, trained, *new, "run.out_dir=tuned", "checkpoint.init=runs/small")
     assert tuned.returncode == 0, tuned.stderr
     path = "runs/small/checkpoints/step-00000005"
     assert f"starting at step 0 from the weights of {path}, step 5" in tuned.stderr
-    assert train(trained, *new, "run.out_dir=copy", "checkpoint.resume=start").returncode == 0
+    assert train(pool, trained, *new, "run.out_dir=copy", "checkpoint.resume=start").returncode == 0
     assert losses(trained, "tuned") == losses(trained, "copy")
     assert list(losses(trained, "tuned")) == [1, 2]
     new[-1] = "run.steps=3"
-    again = train(trained, *new, "run.out_dir=tuned", "checkpoint.init=runs/small")
+    again = train(pool, trained, *new, "run.out_dir=tuned", "checkpoint.init=runs/small")
     assert "resumed from tuned/small/checkpoints/step-00000002: 2 of 3 steps" in again.stderr
-    other = train(trained, "run.out_dir=wide", "model.ffn=96", "checkpoint.init=runs/small")
+    other = train(pool, trained, "run.out_dir=wide", "model.ffn=96", "checkpoint.init=runs/small")
     assert other.returncode == 2
     assert "was made with model.ffn = " in other.stderr
 
 
-def test_changes_of_the_recipe_are_logged_and_the_former_recipe_is_kept(trained: Path) -> None:
+def test_changes_of_the_recipe_are_logged_and_the_former_recipe_is_kept(
+    pool: Pool, trained: Path
+) -> None:
     folder = trained / "runs/small"
     former = (folder / "recipe.toml").read_bytes()
-    result = train(trained, "run.steps=6", "optim.lr=2e-3", "data.packing=documents")
+    result = train(pool, trained, "run.steps=6", "optim.lr=2e-3", "data.packing=documents")
     assert result.returncode == 0
     assert "warning: step 5 was taken with a learning rate of" in result.stderr
     assert (

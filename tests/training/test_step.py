@@ -66,8 +66,7 @@ def update_around_a_gap(sets: list[str], poison: str) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("poison", ["nan", "inf"])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(("dtype", "poison"), [("float64", "inf"), ("float32", "nan")])
 def test_an_update_with_a_value_that_is_not_finite_changes_nothing(
     pool: Pool, dtype: str, poison: str
 ) -> None:

@@ -3,20 +3,18 @@
 import json
 import math
 import os
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 
 from composer3d import cli
-from composer3d.commands.train import train_rank
 from composer3d.data import Corpus, open_corpus
 from composer3d.facts.errors import DataError
+from composer3d.runtime.launch import Pool
 from composer3d.training import loop
 from composer3d.training.build import Run
-from tests.training.jobs import DATA
+from tests.training.jobs import DATA, TrainEnd, train, train_as_rank
 from tests.training.jobs import RECIPE as SMALL
 
 RECIPE = """\
@@ -57,7 +55,9 @@ tensorboard = false
 """
 
 
-def test_prepared_text_is_trained_on_and_damage_is_refused(tmp_path: Path, bpe: Path) -> None:
+def test_prepared_text_is_trained_on_and_damage_is_refused(
+    pool: Pool, tmp_path: Path, bpe: Path
+) -> None:
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     (tmp_path / "text").mkdir()
     for name in ("argparse.py", "ast.py", "base64.py"):
@@ -82,10 +82,7 @@ def test_prepared_text_is_trained_on_and_damage_is_refused(tmp_path: Path, bpe: 
     assert cli.main([*held_out, *common]) == 0
     (tmp_path / "recipe.toml").write_text(RECIPE)
 
-    command = [sys.executable, "-m", "composer3d", "train", "recipe.toml"]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
-    )
+    done = train(pool, tmp_path)
     assert done.returncode == 0, done.stderr
     rows = [
         json.loads(line)
@@ -107,21 +104,21 @@ def test_prepared_text_is_trained_on_and_damage_is_refused(tmp_path: Path, bpe: 
         open_corpus("tokens", tmp_path / "train", split="train")
 
 
-def train_rank_that_loses_its_data(recipe: str) -> int:
+def train_and_lose_the_data(folder: str) -> TrainEnd:
     """A task: train as a rank; rank 1 finds no shard any more once training has begun."""
-    train = loop.train
+    train_all = loop.train
 
     def train_without_data(run: Run) -> int:
         corpus = run.loader.loader.corpus
         if os.environ["RANK"] == "1" and isinstance(corpus, Corpus) and corpus.manifest is not None:
             object.__setattr__(corpus.manifest, "folder", Path("gone"))
-        return train(run)
+        return train_all(run)
 
     loop.train = train_without_data
-    return train_rank(recipe, ())
+    return train_as_rank(folder, (), {})
 
 
-def test_a_rank_that_alone_cannot_read_its_data_says_so(tmp_path: Path) -> None:
+def test_a_rank_that_alone_cannot_read_its_data_says_so(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     for number in range(8):
         (tmp_path / "text" / f"{number}.txt").write_bytes(bytes(range(97, 123)) * 40)
@@ -129,24 +126,9 @@ def test_a_rank_that_alone_cannot_read_its_data_says_so(tmp_path: Path) -> None:
     assert cli.main([*prepare, "--tokenizer", "bytes", "--shard-tokens", "1000"]) == 0
     recipe = SMALL.format(mesh=DATA).replace('"text"', '"tokens"').replace("corpus.txt", "shards")
     (tmp_path / "recipe.toml").write_text(recipe)
-
-    code = (
-        "from composer3d.runtime.launch import run_ranks\n"
-        "from tests.training import test_train_on_tokens as tests\n"
-        "task = tests.train_rank_that_loses_its_data\n"
-        'print(run_ranks(task, {"recipe": "recipe.toml"}, processes=2).status)'
-    )
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.stdout == "2\n", done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if "gone/" in line]
+    ranks = pool.run(train_and_lose_the_data, {"folder": str(tmp_path)}, world_size=2)
+    assert ranks[1].returncode == 2
+    assert "gone/" not in ranks[0].stderr
+    (line,) = [line for line in ranks[1].stderr.splitlines() if "gone/" in line]
     assert line.startswith("rank 1: gone/tokens-0000")
     assert line.endswith("make the folder again with composer3d prepare")

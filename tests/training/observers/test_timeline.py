@@ -15,12 +15,12 @@ from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.runtime.torch_private import DispatchMode
-from composer3d.training.build import build, build_stages
+from composer3d.training.build import build_stages
 from composer3d.training.observers.timeline import TimelineWriter
 from composer3d.training.step import compute_gradients
 from composer3d.verify.data import random_batch
 from composer3d.verify.worker import local_batch
-from tests.training.jobs import RECIPE, build_and_train, losses
+from tests.training.jobs import RECIPE, build_and_train, built_run, losses
 
 MESH = "pp = 2\ndp_shard = 2"
 SETS = ["run.steps=4", "optim.warmup=1", "optim.decay=4", "checkpoint.every=0"]
@@ -44,8 +44,7 @@ def test_losses_are_the_same_with_a_trace(folder: Path, pool: Pool) -> None:
     schedule = f"parallel.schedule={SCHEDULE}"
     for out_dir, more in (("off", []), ("on", ["metrics.timeline_steps=[2, 3]"])):
         sets = [*SETS, schedule, f"run.out_dir={out_dir}", *more]
-        arguments = {"folder": str(folder), "sets": sets, "minutes": None, "largest_file": None}
-        pool.run(build_and_train, arguments, world_size=2)
+        pool.run(build_and_train, {"folder": str(folder), "sets": sets}, world_size=2)
     assert losses(folder, "off") == losses(folder, "on")
     assert len(losses(folder, "on")) == 4
     assert not (folder / "off" / "small" / trace.FOLDER).exists()
@@ -55,7 +54,7 @@ def test_losses_are_the_same_with_a_trace(folder: Path, pool: Pool) -> None:
         "pp0.jsonl",
         "pp1.jsonl",
     ]
-    planned = actions(SCHEDULE, 2, 2, 8)
+    planned = actions(SCHEDULE, 2, 2, 4)
     for step in (2, 3):
         found = trace.read(run, step)
         for row, cells in zip(found.events, planned, strict=True):
@@ -127,20 +126,17 @@ def steps_around_a_trace(recipe_file: str, sets: list[str]) -> list[dict[str, An
 
 def test_only_the_ranks_of_one_pipeline_trace(folder: Path, pool: Pool) -> None:
     (folder / "recipe.toml").write_text(RECIPE.format(mesh=MESH))
-    arguments = {"folder": str(folder), "steps": "[1, 1]"}
     # The ranks of pp 0 and pp 1, with two data-parallel ranks each.
-    assert pool.run(has_timeline, arguments, world_size=4) == [True, False, True, False]
-    arguments = {"folder": str(folder), "steps": None}
-    assert pool.run(has_timeline, arguments, world_size=4) == [False] * 4
+    assert pool.run(has_timeline, {"folder": str(folder)}, world_size=4) == [
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
-def has_timeline(folder: str, steps: str | None) -> bool:
-    sets = [f"data.path={folder}/corpus.txt", f"run.out_dir={folder}/runs"]
-    if steps is not None:
-        sets.append(f"metrics.timeline_steps={steps}")
-    with pool_world() as device:
-        resolved = load(f"{folder}/recipe.toml", sets)
-        run = build(resolved.recipe, device, resolved.to_toml())
+def has_timeline(folder: str) -> bool:
+    with built_run(folder, ["metrics.timeline_steps=[1, 1]"]) as run:
         run.observers.close()
         return run.observers.find(TimelineWriter) is not None
 
