@@ -1,0 +1,251 @@
+"""OLMo 2 and Granite 3: shape, names, logits, loss and gradients agree with transformers."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from composer3d.facts.errors import CheckpointError
+from composer3d.models.contract import SequenceInfo
+from composer3d.models.granite import huggingface as granite
+from composer3d.models.locations import hf_locations
+from composer3d.models.olmo2 import huggingface as olmo2
+from composer3d.models.registry import architecture
+from tests.models.moe.transformers_models import SMALL, compute_in_float64, transformers
+
+TOKENS = (3, 40)  # batch and length
+MINIMAL = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
+
+
+class Family(NamedTuple):
+    """An architecture that is one model_type of transformers.
+
+    Attributes:
+        hf: reads and writes its config.json.
+        kinds: keys of random models; each option has another value than its default in one.
+        refused: a config.json that asks for something else, and the line about it.
+    """
+
+    hf: ModuleType
+    kinds: dict[str, dict[str, Any]]
+    refused: dict[str, tuple[dict[str, Any], str]]
+
+
+_WIDE_HEADS = {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+_TIED = {"num_key_value_heads": 4, "tie_word_embeddings": True}
+_NO_BIASES = (
+    {"attention_bias": True},
+    "attention_bias = true is not supported; it must be false, null or absent",
+)
+_SILU = ({"hidden_act": "gelu"}, 'hidden_act = "gelu" is not supported; it must be "silu"')
+_TOO_DEEP = (
+    {"num_hidden_layers": 10**9},
+    "num_hidden_layers = 1000000000 must be from 1 to 10_000",
+)
+FAMILIES: dict[str, Family] = {
+    "olmo2": Family(
+        olmo2,
+        {"grouped": {"rms_norm_eps": 1e-6}, "tied": _TIED, "wide heads": _WIDE_HEADS},
+        {
+            "biases": _NO_BIASES,
+            "the clipping of the first OLMo": (
+                {"clip_qkv": 8.0},
+                "clip_qkv = 8.0 is not supported; it must be false, null or absent",
+            ),
+            "the windows of OLMo 3": (
+                {"sliding_window": 4096},
+                "sliding_window = 4096 is not supported; it must be false, null or absent",
+            ),
+            "layers with windows": (
+                {"layer_types": ["sliding_attention"]},
+                'layer_types = ["sliding_attention"] is not supported; it must be '
+                '"full_attention" for each layer, or absent',
+            ),
+            "another activation": _SILU,
+            "a size out of range": _TOO_DEEP,
+            "another OLMo": (
+                {"model_type": "olmo3"},
+                'model_type = "olmo3" is not supported; it must be granite, llama, mistral, qwen2, '
+                "qwen3, mixtral, qwen3_moe or olmo2",
+            ),
+        },
+    ),
+    "granite": Family(
+        granite,
+        {
+            "all multipliers": {
+                "embedding_multiplier": 3.0,
+                "attention_multiplier": 0.3,
+                "residual_multiplier": 0.22,
+                "logits_scaling": 2.5,
+            },
+            "tied": {**_TIED, "attention_multiplier": 1 / 16, "embedding_multiplier": 12.0},
+            "none, wide heads": {**_WIDE_HEADS, "rms_norm_eps": 1e-5},
+        },
+        {
+            "biases": _NO_BIASES,
+            "a multiplier of text": (
+                {"residual_multiplier": "0.22"},
+                'residual_multiplier = "0.22" is not supported; it must be a number',
+            ),
+            "no logits": (
+                {"logits_scaling": 0},
+                "logits_scaling = 0 must be above 0 and at most 1_000_000",
+            ),
+            "another activation": _SILU,
+            "a size out of range": _TOO_DEEP,
+        },
+    ),
+}
+CASES = [(family, kind) for family, entry in FAMILIES.items() for kind in entry.kinds]
+
+
+class Saved(NamedTuple):
+    """A random model that transformers has saved: its family, and its folder."""
+
+    family: str
+    folder: Path
+
+    @property
+    def hf(self) -> ModuleType:
+        return FAMILIES[self.family].hf
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A random model in float64, saved by transformers. No norm has the ones that it starts with.
+
+    A norm of ones could be missing, or stand in the place of another, and no logit would tell.
+    """
+    family, kind = request.param
+    folder = tmp_path_factory.mktemp("hf")
+    torch.manual_seed(1)
+    settings = SMALL | FAMILIES[family].kinds[kind]
+    # The embedding of a token for padding would have no gradient.
+    config = transformers.AutoConfig.for_model(family, **settings, pad_token_id=None)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.to(torch.float64).save_pretrained(folder)
+    return Saved(family, folder)
+
+
+def load_theirs(folder: Path) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager"
+    )
+    return model.eval()
+
+
+def load_ours(saved: Saved) -> tuple[Any, dict[str, str]]:
+    """Return our model with the weights of a folder, and the name of each parameter there."""
+    ours, shape = architecture(saved.family), saved.hf.read_shape(saved.folder)
+    tensors = load_file(saved.folder / "model.safetensors")
+    places = hf_locations(ours.table_of(shape))
+    names = {name: place.names[0] for name, place in places.items()}
+    assert tensors.keys() == set(names.values())
+    model = ours.build(shape, device="cpu", dtype=torch.float64)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[names[name]])
+    return model, names
+
+
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    assert ours.dtype == theirs.dtype == torch.float64
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+def test_logits_loss_and_gradients_equal_those_of_transformers(
+    saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute_in_float64(monkeypatch, saved.family)
+    (ours, names), theirs = load_ours(saved), load_theirs(saved.folder)
+    tokens_BT = torch.randint(SMALL["vocab_size"], TOKENS)
+    # transformers shifts the labels itself.
+    labels_BT = torch.cat((tokens_BT[:, 1:], torch.full((len(tokens_BT), 1), -100)), 1)
+    positions_BT = torch.arange(TOKENS[1]).expand(TOKENS)
+
+    expected = theirs(tokens_BT, labels=tokens_BT, use_cache=False)
+    logits = ours.logits(tokens_BT, SequenceInfo(positions_BT))
+    assert relative_error(logits, expected.logits) < 1e-12
+    loss = ours(tokens_BT, labels_BT, positions_BT) / (labels_BT != -100).sum()
+    assert relative_error(loss, expected.loss) < 1e-12
+
+    loss.backward()
+    expected.loss.backward()
+    grads = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for name in dict(ours.named_parameters()):
+        grad = ours.get_parameter(name).grad
+        assert grad is not None
+        assert relative_error(grad, grads[names[name]]) < 1e-11, name
+
+
+def test_logits_are_those_of_transformers_as_it_ships(saved: Saved) -> None:
+    """It computes norms and positions in float32, whatever the model is in."""
+    tokens_BT = torch.randint(SMALL["vocab_size"], TOKENS)
+    seq = SequenceInfo(torch.arange(TOKENS[1]).expand(TOKENS))
+    with torch.no_grad():
+        expected = load_theirs(saved.folder)(tokens_BT).logits
+        assert relative_error(load_ours(saved)[0].logits(tokens_BT, seq), expected) < 1e-6
+
+
+@pytest.mark.parametrize("carries", [False, True])
+def test_transformers_loads_our_config(saved: Saved, tmp_path: Path, carries: bool) -> None:
+    folder, hf = saved.folder, saved.hf
+    shape, before = hf.read_shape(folder), json.loads((folder / "config.json").read_text())
+    config = hf.make_config(shape, "float64", before | {"notes": "mine"} if carries else None)
+    assert hf.parse_config(config) == shape
+    assert config["architectures"] == [f"{saved.family.capitalize()}ForCausalLM"]
+    assert config.get("notes") == ("mine" if carries else None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    tokens_BT = torch.randint(SMALL["vocab_size"], TOKENS)
+    with torch.no_grad():
+        assert torch.equal(
+            load_theirs(tmp_path)(tokens_BT).logits, load_theirs(folder)(tokens_BT).logits
+        )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_keys_have_the_defaults_of_transformers(family: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MINIMAL | {"model_type": family}))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    shape = FAMILIES[family].hf.read_shape(tmp_path)
+    assert shape.n_kv_heads == theirs.num_key_value_heads
+    assert (shape.norm_eps, shape.tied) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    assert theirs.rope_parameters == {"rope_type": "default", "rope_theta": shape.rope_theta}
+    for name in ("embedding_multiplier", "attention_multiplier", "logits_scaling"):
+        assert getattr(shape, name, None) == getattr(theirs, name, None)
+
+
+@pytest.mark.parametrize(
+    ("family", "case"), [(name, case) for name, entry in FAMILIES.items() for case in entry.refused]
+)
+def test_what_is_not_computed_is_refused(family: str, case: str) -> None:
+    changes, line = FAMILIES[family].refused[case]
+    with pytest.raises(CheckpointError) as caught:
+        FAMILIES[family].hf.parse_config(MINIMAL | {"model_type": family} | changes)
+    assert caught.value.lines == (line,)
+
+
+@pytest.mark.parametrize(
+    ("family", "preset"),
+    [(name, preset) for name in FAMILIES for preset in architecture(name).presets],
+)
+def test_presets_survive_a_config(family: str, preset: str) -> None:
+    hf, shape = FAMILIES[family].hf, architecture(family).presets[preset]
+    assert hf.parse_config(hf.make_config(shape, "bfloat16")) == shape
+
+
+def test_a_granite_that_divides_scores_as_usual_says_so_in_its_config() -> None:
+    """A config.json without the multiplier would mean 1."""
+    shape = architecture("granite").shape(64, 2, 4, 2, 96, 131)
+    config = granite.make_config(shape, "float32")
+    assert config["attention_multiplier"] == 16**-0.5
+    assert granite.canonical(granite.parse_config(config)) == granite.canonical(shape)
