@@ -212,9 +212,8 @@ SLICE = (
     "zero3-narrow",
     "every-3-blocks",
     "zero3-2-blocks-a-unit",
-    "tp-selective",
     "zbv-blocks",
-    "ep-full",
+    "ep-tp-selective",
 )
 
 

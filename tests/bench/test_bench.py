@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,14 +18,21 @@ from composer3d.data.tokens import find_damage
 from composer3d.facts.token_manifest import CHUNK_BYTES, read_manifest
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.shape import PRESETS
-from tools.bench import jobs, plain, shards
+from composer3d.runtime.launch import Pool
+from tools.bench import host, jobs, operators, plain, shards
 from tools.bench.commands import LAYOUTS, main
-from tools.bench.host import LAYOUTS as HOST_LAYOUTS
 from tools.bench.host import SETS, TITAN_LAYOUTS, titan_step_ms
 from tools.bench.jobs import SHAPE, Job, JobError, measure
 from tools.fake_cuda import device
 
 SEQ_LEN = 48
+
+
+@pytest.fixture
+def in_pool(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands use the pool of all tests, whose server has imported torch."""
+    for command in (host, operators):
+        monkeypatch.setattr(command, "Pool", lambda: nullcontext(pool))
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
@@ -139,6 +147,7 @@ def test_composer3d_and_its_peer_run_the_same_layout(name: str) -> None:
     assert int(sets["data.micro_batch"]) == int(micro_batch)
 
 
+@pytest.mark.usefixtures("in_pool")
 def test_host_measures_each_layout(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["host", "--only", "fsdp2,pp2", "--steps", "3", "--repeats", "1", "--json"]
     assert main(command) == 0
@@ -150,6 +159,7 @@ def test_host_measures_each_layout(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["titan_ms"] == []
 
 
+@pytest.mark.usefixtures("in_pool")
 def test_host_reads_torchtitans_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     python = tmp_path / "venv/bin/python"
     python.parent.mkdir(parents=True)
@@ -169,9 +179,9 @@ def test_host_reads_torchtitans_figure(tmp_path: Path, capsys: pytest.CaptureFix
         titan_step_ms(tmp_path, "one", 3)
 
 
-@pytest.mark.parametrize("name", HOST_LAYOUTS)
+@pytest.mark.parametrize("name", host.LAYOUTS)
 def test_host_gives_torchtitan_the_same_batch(name: str) -> None:
-    sets = dict(pair.split("=") for pair in (*SETS, *HOST_LAYOUTS[name]))
+    sets = dict(pair.split("=") for pair in (*SETS, *host.LAYOUTS[name]))
     words = TITAN_LAYOUTS[name].split()
     peer = dict(zip(words[::2], words[1::2], strict=True))
     local_batch = int(peer["--training.local-batch-size"])
@@ -197,6 +207,7 @@ def test_torchtitans_host_program_starts(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(device.compiler() is None, reason="no C++ compiler here")
+@pytest.mark.usefixtures("in_pool")
 def test_counts_prints_what_a_layout_launches_copies_and_sends(
     library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

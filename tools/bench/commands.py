@@ -55,6 +55,9 @@ HERE = Path(__file__).parent
 MOE_RECIPE = HERE / "moe.toml"
 GPU_RECIPE = HERE / "gpu.toml"
 
+# Adds options to the parser of a command.
+Options = Callable[[argparse.ArgumentParser], None]
+
 # One side of a comparison: makes the jobs of one run, with their files in an empty folder.
 Side = Callable[[Path], Sequence[Job]]
 
@@ -475,7 +478,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def add_plain_command(
-        command: Callable[[argparse.Namespace], int], description: str
+        command: Callable[[argparse.Namespace], int], description: str, *options: Options
     ) -> argparse.ArgumentParser:
         new = commands.add_parser(command.__name__, help=description, description=description)
         new.set_defaults(command=command)
@@ -485,13 +488,14 @@ def _parser() -> argparse.ArgumentParser:
             default=sys.executable,
             help="interpreter that runs composer3d",
         )
+        for add_option in options:
+            add_option(new)
         return new
 
     def add_command(
-        command: Callable[[argparse.Namespace], int], description: str
+        command: Callable[[argparse.Namespace], int], description: str, *options: Options
     ) -> argparse.ArgumentParser:
-        new = add_plain_command(command, description)
-        add_json(new)
+        new = add_plain_command(command, description, add_json, *options)
         new.add_argument(
             "--set", metavar="TABLE.KEY=VALUE", action="append", default=[], help="override a value"
         )
@@ -514,70 +518,59 @@ def _parser() -> argparse.ArgumentParser:
             "--repeats", metavar="N", type=_count, default=5, help="runs of each side"
         )
 
-    def add_only(command_parser: argparse.ArgumentParser) -> None:
+    def add_only(
+        command_parser: argparse.ArgumentParser, names: Iterable[str] = tuple(LAYOUTS)
+    ) -> None:
         command_parser.add_argument(
-            "--only", metavar="NAME,...", type=_names, help=f"layouts, of {', '.join(LAYOUTS)}"
+            "--only",
+            metavar="NAME,...",
+            type=partial(_names, layouts=names),
+            help=f"layouts, of {', '.join(names)}",
         )
 
     train_parser = add_command(train, "measure a recipe")
     train_parser.add_argument("recipe", metavar="RECIPE", type=Path)
-
-    one_parser = add_command(one, "one process against the hand-written loop of plain.py")
-    add_repeats(one_parser)
-
-    layouts_parser = add_command(
-        layouts, "each layout against two single processes that share the batch"
+    add_command(one, "one process against the hand-written loop of plain.py", add_repeats)
+    add_command(
+        layouts,
+        "each layout against two single processes that share the batch",
+        add_repeats,
+        add_only,
     )
-    add_repeats(layouts_parser)
-    add_only(layouts_parser)
-
-    trees_parser = add_command(trees, "each layout against the composer3d of another checkout")
-    add_repeats(trees_parser)
-    add_only(trees_parser)
+    trees_parser = add_command(
+        trees, "each layout against the composer3d of another checkout", add_repeats, add_only
+    )
     trees_parser.add_argument(
         "--other", metavar="DIR", type=Path, required=True, help="root of the other checkout"
     )
-
-    watches_parser = add_command(
-        watches, "each layout that watches its ranks and steps against the same without"
+    add_command(
+        watches, "each layout that watches its ranks and steps against the same without", add_only
     )
-    add_only(watches_parser)
-
-    moe_parser = add_command(moe, "a model with experts against its dense twin, and ep 2")
-    add_repeats(moe_parser)
-
-    muon_parser = add_command(muon, "each layout with Muon against the same with AdamW")
-    add_repeats(muon_parser)
-    add_only(muon_parser)
+    add_command(moe, "a model with experts against its dense twin, and ep 2", add_repeats)
+    add_command(muon, "each layout with Muon against the same with AdamW", add_repeats, add_only)
 
     add_plain_command(steps, "the loss of Muon in three quarters of the steps, against AdamW's")
     states_parser = commands.add_parser(
         "states", help="torchao's AdamW with small states: does a cut of the matrix change it?"
     )
     states_parser.set_defaults(command=states.states)
-
     add_plain_command(learning, "the load of experts, and their loss beside a dense model's")
 
-    peers_parser = add_command(peers, "each layout against torchtitan")
-    add_repeats(peers_parser)
-    add_only(peers_parser)
+    peers_parser = add_command(peers, "each layout against torchtitan", add_repeats, add_only)
     peers_parser.add_argument(
         "--titan", metavar="DIR", type=Path, required=True, help="folder with bench.sh and venv/"
     )
-
-    host_parser = add_command(host, "the time in which the host launches a step, on a fake world")
-    add_repeats(host_parser)
+    host_parser = add_command(
+        host,
+        "the time in which the host launches a step, on a fake world",
+        add_repeats,
+        partial(add_only, names=launches.LAYOUTS),
+    )
     host_parser.add_argument(
         "--titan",
         metavar="DIR",
         type=Path,
         help="folder with titan_cpu.py and venv/: torchtitan too",
-    )
-    host_parser.add_argument(
-        "--only",
-        metavar="NAME,...",
-        type=partial(_names, layouts=launches.LAYOUTS),
-        help=f"layouts, of {', '.join(launches.LAYOUTS)}",
     )
 
     counts_parser = commands.add_parser(
@@ -585,36 +578,36 @@ def _parser() -> argparse.ArgumentParser:
     )
     counts_parser.set_defaults(command=operators.counts)
     operators.add_arguments(counts_parser)
-
-    cp_parser = add_command(sequence.cp, "attention of one sequence over ranks against one process")
-    add_repeats(cp_parser)
-    sequence.add_arguments(cp_parser)
-
-    generate_parser = add_plain_command(
-        generation.generate, "tokens/s of generation against transformers"
+    add_command(
+        sequence.cp,
+        "attention of one sequence over ranks against one process",
+        add_repeats,
+        sequence.add_arguments,
     )
-    generation.add_arguments(generate_parser)
-
+    add_plain_command(
+        generation.generate,
+        "tokens/s of generation against transformers",
+        generation.add_arguments,
+    )
     prepare_parser = add_plain_command(
-        tokenizing.prepare, "the rate of prepare against the tokenizers library's own batch rate"
+        tokenizing.prepare,
+        "the rate of prepare against the tokenizers library's own batch rate",
+        add_repeats,
+        add_json,
     )
-    add_repeats(prepare_parser)
-    add_json(prepare_parser)
     prepare_parser.add_argument(
         "--copies", metavar="N", type=_count, default=2, help="copies of the text; default: 2"
     )
-
     start_parser = add_plain_command(
-        shards.start, "the start of a training on many shards against the start on one"
+        shards.start,
+        "the start of a training on many shards against the start on one",
+        add_repeats,
+        add_json,
     )
-    add_repeats(start_parser)
-    add_json(start_parser)
     start_parser.add_argument(
         "--shards", metavar="N", type=_count, default=1000, help="shards; default: 1,000"
     )
-
-    gpu_parser = add_command(gpu, "bfloat16 and float32 on one GPU against the hand-written loop")
-    add_repeats(gpu_parser)
+    add_command(gpu, "bfloat16 and float32 on one GPU against the hand-written loop", add_repeats)
     return parser
 
 
@@ -624,7 +617,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _names(text: str, layouts: Iterable[str] = LAYOUTS) -> list[str]:
+def _names(text: str, layouts: Iterable[str]) -> list[str]:
     names = text.split(",")
     wrong = [name for name in names if name not in layouts]
     if wrong:
