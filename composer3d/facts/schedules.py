@@ -335,11 +335,12 @@ def message_for(action: Action, last_stage: int) -> Message | None:
 
 
 class RunnableCell(NamedTuple):
-    """A cell that can run, its rank, and the messages that it needs."""
+    """A cell that can run, its rank, and the messages that it needs and sends."""
 
     rank: int
     cell: Cell
     needed: list[Message]
+    sent: list[Message]
 
 
 def in_order_of_messages(
@@ -359,28 +360,30 @@ def in_order_of_messages(
         rank = runnable.pop()
         while next_cells[rank] < len(ranks[rank]):
             cell = ranks[rank][next_cells[rank]]
-            messages = [message_for(action, last_stage) for action in cell]
-            needed = [message for message in messages if message is not None]
-            missing = next((message for message in needed if message not in sent), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
+            needed = [
+                message
+                for action in cell
+                if (message := message_for(action, last_stage)) is not None
+            ]
+            missing = [message for message in needed if message not in sent]
+            if missing:
+                waiting.setdefault(missing[0], []).append(rank)
                 break
             next_cells[rank] += 1
-            yield RunnableCell(rank, cell, needed)
-            for action in cell:
-                message = message_of(action)
-                if message is not None:
-                    sent.add(message)
-                    runnable += waiting.pop(message, [])
+            own = [message for action in cell if (message := message_of(action)) is not None]
+            yield RunnableCell(rank, cell, needed, own)
+            for message in own:
+                sent.add(message)
+                runnable += waiting.pop(message, ())
 
 
 def _check_dependencies(cells: Sequence[Sequence[Cell]], path: str, *, last_stage: int) -> None:
     """Check that no rank waits for ever for a message."""
     done = [0] * len(cells)
     sent: set[Message | None] = {None}
-    for rank, cell, _ in in_order_of_messages(cells, last_stage):
+    for rank, _, _, own in in_order_of_messages(cells, last_stage):
         done[rank] += 1
-        sent.update(map(message_of, cell))
+        sent.update(own)
     for line, (row, index) in enumerate(zip(cells, done, strict=True), 1):
         if index < len(row):
             blocked = next(one for one in row[index] if message_for(one, last_stage) not in sent)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-from composer3d.facts.schedules import Cell, Message, in_order_of_messages, message_of
+from composer3d.facts.schedules import Cell, Message, in_order_of_messages
 from composer3d.planner.schedule import cells_of
 from composer3d.planner.simulate import KINDS, StageTimes, waits_for_ever
 
@@ -174,7 +174,7 @@ def compile_cells(ranks: Sequence[Sequence[Cell]], *, ranks_wait: bool = True) -
     done = [0] * len(ranks)
     previous = [-1] * len(ranks)
     first = [-1] * len(ranks)
-    for rank, cell, needed in in_order_of_messages(ranks, last_stage):
+    for rank, cell, needed, own_messages in in_order_of_messages(ranks, last_stage):
         done[rank] += 1
         arrivals = [
             (sent[message], -1 if rank_of[message.sender] == rank else message.boundary)
@@ -185,10 +185,7 @@ def compile_cells(ranks: Sequence[Sequence[Cell]], *, ranks_wait: bool = True) -
         for arrival in arrivals[:-1]:
             add(rank, *arrival, 0)
         node = add(rank, *(arrivals[-1] if arrivals else (-1, -1)), kind)
-        for action in cell:
-            message = message_of(action)
-            if message is not None:
-                sent[message] = node
+        sent.update(dict.fromkeys(own_messages, node))
     for cells, index in zip(ranks, done, strict=True):
         if index < len(cells):
             raise waits_for_ever(cells[index])

@@ -17,7 +17,6 @@ from composer3d.facts.schedules import (
     Cell,
     Message,
     in_order_of_messages,
-    message_of,
 )
 
 
@@ -114,7 +113,7 @@ def simulate(
     spans: list[list[Span]] = [[] for _ in ranks]
     sent_s: dict[Message, float] = {}
     done: set[Action] = set()
-    for rank, cell, needed in in_order_of_messages(ranks, n_stages - 1):
+    for rank, cell, needed, own_messages in in_order_of_messages(ranks, n_stages - 1):
         start_s = spans[rank][-1].end_s if spans[rank] else 0.0
         for message in needed:
             hop_s = 0.0 if rank_of[message.sender] == rank else sends_s[message.boundary]
@@ -122,12 +121,12 @@ def simulate(
         end_s = start_s
         for action in cell:
             before = PREDECESSORS[action.kind]
-            if before is not None and action._replace(kind=before) not in done:
+            if before and Action(action.stage, before, action.micro_batch) not in done:
                 raise waits_for_ever(cell)
             end_s += times[action.stage][KINDS.index(action.kind)]
         spans[rank].append(Span(cell, start_s, end_s))
         done.update(cell)
-        sent_s |= {message: end_s for message in map(message_of, cell) if message is not None}
+        sent_s.update(dict.fromkeys(own_messages, end_s))
     for cells, row in zip(ranks, spans, strict=True):
         if len(row) < len(cells):
             raise waits_for_ever(cells[len(row)])
