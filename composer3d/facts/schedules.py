@@ -298,7 +298,7 @@ def _check_actions(row: Sequence[Action], place: str, micro_batches: int) -> Non
                 )
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """A message of a stage: its activation for the next stage, or a gradient for the previous."""
 
     sender: int  # a stage
@@ -311,7 +311,7 @@ class Message(NamedTuple):
         return self.sender - self.is_gradient
 
 
-def message_of(action: Action) -> Message | None:
+def message_of(action: Action) -> StageMessage | None:
     """Return the message that an action sends; W sends none.
 
     The forward of the last stage and the backward of the first one have a message that nobody
@@ -319,18 +319,18 @@ def message_of(action: Action) -> Message | None:
     """
     if action.kind == "W":
         return None
-    return Message(action.stage, action.kind != "F", action.micro_batch)
+    return StageMessage(action.stage, action.kind != "F", action.micro_batch)
 
 
-def message_for(action: Action, last_stage: int) -> Message | None:
+def message_for(action: Action, last_stage: int) -> StageMessage | None:
     """Return the message that an action must receive first.
 
     W needs none, nor do the forward of the first stage and the backward of the last one.
     """
     if action.kind == "F" and action.stage > 0:
-        return Message(action.stage - 1, False, action.micro_batch)
+        return StageMessage(action.stage - 1, False, action.micro_batch)
     if action.kind in "BI" and action.stage < last_stage:
-        return Message(action.stage + 1, True, action.micro_batch)
+        return StageMessage(action.stage + 1, True, action.micro_batch)
     return None
 
 
@@ -339,8 +339,8 @@ class RunnableCell(NamedTuple):
 
     rank: int
     cell: Cell
-    needed: list[Message]
-    sent: list[Message]
+    needed: list[StageMessage]
+    sent: list[StageMessage]
 
 
 def in_order_of_messages(
@@ -351,10 +351,10 @@ def in_order_of_messages(
     Actions that overlap start together: torch receives for all actions of a cell before it runs any
     of them. A cell that waits for ever is left out, and so is all that its rank runs after it.
     """
-    sent: set[Message] = set()
+    sent: set[StageMessage] = set()
     next_cells = [0] * len(ranks)  # by rank: the index of the cell that it runs next
     # The ranks that wait for each message. A rank is tried again only when its message is sent.
-    waiting: dict[Message, list[int]] = {}
+    waiting: dict[StageMessage, list[int]] = {}
     runnable = list(range(len(ranks)))
     while runnable:
         rank = runnable.pop()
@@ -380,7 +380,7 @@ def in_order_of_messages(
 def _check_dependencies(cells: Sequence[Sequence[Cell]], path: str, *, last_stage: int) -> None:
     """Check that no rank waits for ever for a message."""
     done = [0] * len(cells)
-    sent: set[Message | None] = {None}
+    sent: set[StageMessage | None] = {None}
     for rank, _, _, own in in_order_of_messages(cells, last_stage):
         done[rank] += 1
         sent.update(own)

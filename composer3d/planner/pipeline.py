@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-from composer3d.facts.schedules import Cell, Message, in_order_of_messages
+from composer3d.facts.schedules import Cell, StageMessage, in_order_of_messages
 from composer3d.planner.schedule import cells_of
 from composer3d.planner.simulate import KINDS, StageTimes, waits_for_ever
 
@@ -170,7 +170,7 @@ def compile_cells(ranks: Sequence[Sequence[Cell]], *, ranks_wait: bool = True) -
         return previous[rank]
 
     durations: dict[tuple[tuple[int, int], ...], int] = {(): 0}
-    sent: dict[Message, int] = {}  # the node of each
+    sent: dict[StageMessage, int] = {}  # the node of each
     done = [0] * len(ranks)
     previous = [-1] * len(ranks)
     first = [-1] * len(ranks)

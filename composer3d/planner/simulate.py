@@ -15,7 +15,7 @@ from composer3d.facts.schedules import (
     PREDECESSORS,
     Action,
     Cell,
-    Message,
+    StageMessage,
     in_order_of_messages,
 )
 
@@ -111,7 +111,7 @@ def simulate(
             rank_of[action.stage] = rank
 
     spans: list[list[Span]] = [[] for _ in ranks]
-    sent_s: dict[Message, float] = {}
+    sent_s: dict[StageMessage, float] = {}
     done: set[Action] = set()
     for rank, cell, needed, own_messages in in_order_of_messages(ranks, n_stages - 1):
         start_s = spans[rank][-1].end_s if spans[rank] else 0.0
