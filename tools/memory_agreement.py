@@ -212,8 +212,9 @@ SLICE = (
     "zero3-narrow",
     "every-3-blocks",
     "zero3-2-blocks-a-unit",
+    "tp-selective",
     "zbv-blocks",
-    "ep-tp-selective",
+    "ep-full",
 )
 
 
