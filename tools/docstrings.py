@@ -12,11 +12,12 @@ to their class. The docstring tells
   docstring of the class or of the module may tell them instead.
 
 A name counts where it is defined, not where it is imported. The shape of a tensor is (B, T), 2-D,
-scalar, any shape, or in a name: ``h_BTC``. Constants have no docstrings.
+scalar, any shape, or in a name: ``h_BTC``. Constants have no docstrings. An error is caught by a
+handler that names its own class. Base classes, and functions that make errors, are found by their
+names alone, in whatever module they stand.
 """
 
 import ast
-import builtins
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,8 +33,12 @@ _OF_CLASS = {"__init__", "__post_init__", "__enter__", "__call__", "forward"}
 
 # What only a mistake in composer3d itself raises.
 _OWN_MISTAKE = "AssertionError"
+# Errors that a context manager around the body turns into others, by function.
+_TURNED = {"read_metadata": {"PickleError"}}
 
 _TENSORS = {"Tensor", "DTensor", "ndarray"}
+# What a type is written with: ``Name``, ``torch.Name``, ``Name[...]``, ``Name | Name``.
+_OF_TYPES = ast.Name | ast.Attribute | ast.Subscript | ast.BinOp
 
 # (B, T), (2), (N / n), (rows, K + 1), (..., C), (parts,), h_BTC, "2-D", "a scalar", "any shape".
 _DIM = r"[A-Za-z0-9_.]+(?: ?[-+*/] ?[A-Za-z0-9_.]+)*"
@@ -43,35 +48,6 @@ _SHAPE = re.compile(
     r"|[a-z]_[A-Z0-9]+\b|\b\d-(?:D|dim)\b|\bscalar|\b[Ss]hape"
 )
 _SHAPE_IN_NAME = re.compile(r"_[A-Z0-9]+$")
-
-
-class _Import(NamedTuple):
-    """The statement ``from module import name``."""
-
-    module: str
-    name: str
-
-
-class _Module(NamedTuple):
-    """A parsed module.
-
-    Attributes:
-        path: the path that its complaints begin with.
-        names: its global names: the statement that defines each, or where it comes from.
-        functions: its functions and methods, by name.
-    """
-
-    path: str
-    tree: ast.Module
-    names: dict[str, ast.stmt | _Import]
-    functions: dict[str, Function]
-
-
-class _Definition(NamedTuple):
-    """The statement that defines a name, and its module."""
-
-    statement: ast.stmt
-    module: _Module
 
 
 def main() -> int:
@@ -90,111 +66,79 @@ def complaints(sources: Mapping[str, str]) -> list[str]:
     Args:
         sources: the text of each module, by its path from the folder that holds the package.
     """
-    package = _Package(sources)
-    return [
-        f"{module.path}:{line}: {complaint}"
-        for module in package.modules.values()
-        for line, complaint in _Check(package, module).complaints()
-    ]
+    trees = {path: ast.parse(source, path) for path, source in sources.items()}
+    definitions = _definitions(trees.values())
+    aliases = {_dotted(path): _aliases(tree) for path, tree in trees.items()}
+    found = []
+    for path, tree in trees.items():
+        imported = {
+            name.asname or name.name
+            for statement in tree.body
+            if isinstance(statement, ast.ImportFrom)
+            for name in statement.names
+            if name.name in aliases.get(statement.module or "", ())
+        }
+        check = _Check(definitions, _TENSORS | aliases[_dotted(path)] | imported)
+        lacking = check.of_body(tree, "", (_docstring(tree),))
+        found += [f"{path}:{line}: {complaint}" for line, complaint in lacking]
+    return found
 
 
-class _Package:
-    """The modules of a package by dotted name, and what their names stand for."""
+def _dotted(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
-    def __init__(self, sources: Mapping[str, str]) -> None:
-        self.modules: dict[str, _Module] = {}
-        for path, source in sources.items():
-            name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-            self.modules[name] = _parse(path, source)
 
-    def find(self, expression: ast.expr, module: _Module) -> _Definition | None:
-        """Return the definition of a global name; None if the package does not define it."""
-        if isinstance(expression, ast.Subscript):
-            expression = expression.value
-        return self._find(expression.id, module) if isinstance(expression, ast.Name) else None
+def _aliases(module: ast.Module) -> set[str]:
+    """Return the names that a module gives to types with tensors in them."""
+    found: set[str] = set()
+    for statement in module.body:
+        is_alias = isinstance(statement, ast.Assign) and isinstance(statement.value, _OF_TYPES)
+        if is_alias and (_TENSORS | found) & _words(statement.value):
+            found.update(map(_last_name, statement.targets))
+    return found
 
-    def _find(self, name: str, module: _Module) -> _Definition | None:
-        found = module.names.get(name)
-        if isinstance(found, _Import):
-            origin = self.modules.get(found.module)
-            return self._find(found.name, origin) if origin else None
-        return _Definition(found, module) if found else None
 
-    def find_function(self, called: ast.expr, module: _Module) -> tuple[Function, _Module] | None:
-        """Return the function that a call runs, if the package defines it.
+class _Definitions(NamedTuple):
+    """What the modules of a package define.
 
-        A method is found by its name alone, in the same module.
-        """
-        found = self.find(called, module)
-        if found:
-            statement = found.statement
-            return (statement, found.module) if isinstance(statement, Function) else None
-        method = module.functions.get(_last_name(called))
-        return (method, module) if method else None
+    Attributes:
+        classes: by name.
+        results: the class of the result of each function and method that says it, by name.
+    """
 
-    def names_in(self, expression: ast.expr, module: _Module) -> set[str]:
-        """Return the names in an expression, without what stands before their dots.
+    classes: dict[str, ast.ClassDef]
+    results: dict[str, str]
 
-        A constant of the package, such as an alias of a type, stands for the names in its value.
-        """
-        names: set[str] = set()
-        for node in ast.walk(expression):
-            if isinstance(node, ast.Attribute):
-                names.add(node.attr)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                names.update(re.findall(r"\w+", node.value))
-            elif isinstance(node, ast.Name):
-                found = self.find(node, module)
-                if found and isinstance(found.statement, ast.Assign):
-                    names |= self.names_in(found.statement.value, found.module)
-                else:
-                    names.add(node.id)
-        return names
 
-    def class_names(self, error: ast.expr, module: _Module) -> set[str]:
-        """Return the names of a class of errors and of its bases."""
-        names = {_last_name(error)}
-        builtin = getattr(builtins, _last_name(error), None)
-        if isinstance(builtin, type):
-            names |= {base.__name__ for base in builtin.mro()}
-        found = self.find(error, module)
-        if found and isinstance(found.statement, ast.ClassDef):
-            for base in found.statement.bases:
-                names |= self.class_names(base, found.module)
-        return names
-
-    def inherited_docstring(self, method: str, of: ast.ClassDef, module: _Module) -> str:
-        """Return the docstring of a method in the first base class that has one, else ""."""
-        for expression in of.bases:
-            base = self.find(expression, module)
-            if not base or not isinstance(base.statement, ast.ClassDef):
-                continue
-            for entry in _statements(base.statement):
-                if isinstance(entry, Function) and entry.name == method and _docstring(entry):
-                    return _docstring(entry)
-            inherited = self.inherited_docstring(method, base.statement, base.module)
-            if inherited:
-                return inherited
-        return ""
+def _definitions(modules: Iterable[ast.Module]) -> _Definitions:
+    found = _Definitions({}, {})
+    for module in modules:
+        for node in ast.walk(module):
+            if isinstance(node, ast.ClassDef):
+                found.classes[node.name] = node
+            elif isinstance(node, Function) and node.returns:
+                found.results[node.name] = _last_name(node.returns)
+    return found
 
 
 class _Check:
-    """The check of one module."""
+    """The check of one module.
 
-    def __init__(self, package: _Package, module: _Module) -> None:
-        self._package = package
-        self._module = module
+    Args:
+        definitions: those of its package.
+        tensors: the names of types that are tensors or hold some.
+    """
 
-    def complaints(self) -> Iterator[tuple[int, str]]:
-        """Yield the line of each definition that lacks something, with what it lacks."""
-        return self._of_body(self._module.tree, "", (_docstring(self._module.tree),))
+    def __init__(self, definitions: _Definitions, tensors: set[str]) -> None:
+        self._definitions, self._tensors = definitions, tensors
 
-    def _of_body(
+    def of_body(
         self, parent: ast.Module | ast.ClassDef, prefix: str, around: tuple[str, ...]
     ) -> Iterator[tuple[int, str]]:
-        """Yield the complaints about what a module or a class defines.
+        """Yield the line of each definition that lacks something, with what it lacks.
 
         Args:
+            parent: the module or the class.
             prefix: the classes around the definitions, as in "Outer.Inner.".
             around: the docstrings around the definitions, innermost first.
         """
@@ -214,7 +158,7 @@ class _Check:
             yield node.lineno, f"{name} has no docstring"
         elif self._has_tensors(_fields(node)) and not _tells_shapes(inside):
             yield node.lineno, f"{name} tells no shapes"
-        yield from self._of_body(node, f"{name}.", inside)
+        yield from self.of_body(node, f"{name}.", inside)
 
     def _of_function(
         self, node: Function, parent: ast.Module | ast.ClassDef, around: tuple[str, ...]
@@ -225,97 +169,69 @@ class _Check:
         elif node.name.startswith("_"):
             return
         elif isinstance(parent, ast.ClassDef) and not docstring:
-            docstring = self._package.inherited_docstring(node.name, parent, self._module)
+            docstring = self._inherited_docstring(node.name, parent)
 
         if not docstring:
             yield "has no docstring"
             return
-        for error in sorted({*self._raised(node.body, {_OWN_MISTAKE})}):
+        caught = {_OWN_MISTAKE} | _TURNED.get(node.name, set())
+        for error in sorted({*self._raised(node.body, caught)}):
             if not re.search(rf"\b{error}\b", docstring):
                 yield f"does not tell of {error}"
         if self._has_tensors(_annotations(node)) and not _tells_shapes((docstring, *around)):
             yield "tells no shapes"
 
+    def _inherited_docstring(self, method: str, of: ast.ClassDef) -> str:
+        """Return the docstring of a method in the first base class that has one, else ""."""
+        for expression in of.bases:
+            # The base may be generic.
+            of_base = expression.value if isinstance(expression, ast.Subscript) else expression
+            base = self._definitions.classes.get(_last_name(of_base))
+            if base is None:
+                continue
+            for entry in _statements(base):
+                if isinstance(entry, Function) and entry.name == method and _docstring(entry):
+                    return _docstring(entry)
+            if inherited := self._inherited_docstring(method, base):
+                return inherited
+        return ""
+
     def _has_tensors(self, annotations: Iterable[ast.expr]) -> bool:
-        names = (self._package.names_in(entry, self._module) for entry in annotations)
-        return any(_TENSORS & found for found in names)
+        return any(self._tensors & _words(annotation) for annotation in annotations)
 
     def _raised(self, body: Iterable[ast.AST], caught: set[str]) -> Iterator[str]:
         """Yield the classes of errors that statements raise, except for those in ``caught``."""
         for node in body:
             if isinstance(node, ast.Raise):
                 error = self._class_raised(node)
-                if error and not caught & self._package.class_names(error, self._module):
-                    yield _last_name(error)
+                if error and error not in caught:
+                    yield error
             elif isinstance(node, ast.Try):
-                yield from self._raised(node.body, caught | self._handled(node, self._module))
+                yield from self._raised(node.body, caught | _caught_by(node))
                 others = [*node.handlers, *node.orelse, *node.finalbody]
                 yield from self._raised(others, caught)
-            elif isinstance(node, ast.With):
-                handled = set[str]().union(*map(self._handled_by, node.items))
-                yield from self._raised(node.body, caught | handled)
             elif not isinstance(node, ast.ClassDef | Function):
                 yield from self._raised(ast.iter_child_nodes(node), caught)
 
-    def _class_raised(self, node: ast.Raise) -> ast.expr | None:
-        """Return the class of the error in a ``raise``; None if the source does not name it.
+    def _class_raised(self, node: ast.Raise) -> str:
+        """Return the class of the error in a ``raise``; "" if the source does not name it.
 
         If a helper makes the error, the annotation of its result names the class.
         """
-        if not isinstance(node.exc, ast.Call):
-            return node.exc if node.exc and _is_class(node.exc) else None
-        if _is_class(node.exc.func):
-            return node.exc.func
-        helper = self._package.find_function(node.exc.func, self._module)
-        return helper[0].returns if helper else None
-
-    def _handled(self, node: ast.Try, module: _Module) -> set[str]:
-        """Return the errors that do not leave a ``try`` as they are."""
-        handled: set[str] = set()
-        for handler in node.handlers:
-            if any(_raises_again(child, handler) for child in ast.walk(handler)):
-                continue
-            if handler.type is None:
-                handled.add("BaseException")
-            else:
-                handled |= self._package.names_in(handler.type, module)
-        return handled
-
-    def _handled_by(self, item: ast.withitem) -> set[str]:
-        """Return the errors that do not leave a context manager as they are.
-
-        They are the arguments of ``suppress``, and what a generator handles around its ``yield``.
-        """
-        manager = item.context_expr
-        if not isinstance(manager, ast.Call):
-            return set()
-        handled: set[str] = set()
-        if _last_name(manager.func) == "suppress":
-            for error in manager.args:
-                handled |= self._package.names_in(error, self._module)
-        generator = self._package.find_function(manager.func, self._module)
-        if generator:
-            function, module = generator
-            for node in ast.walk(function):
-                if isinstance(node, ast.Try) and _yields(node):
-                    handled |= self._handled(node, module)
-        return handled
+        is_call = isinstance(node.exc, ast.Call)
+        name = _last_name(node.exc.func if isinstance(node.exc, ast.Call) else node.exc)
+        if name.lstrip("_")[:1].isupper():
+            return name
+        return self._definitions.results.get(name, "") if is_call else ""
 
 
-def _parse(path: str, source: str) -> _Module:
-    tree = ast.parse(source, path)
-    names: dict[str, ast.stmt | _Import] = {}
-    for statement in _statements(tree):
-        if isinstance(statement, ast.ClassDef | Function):
-            names[statement.name] = statement
-        elif isinstance(statement, ast.Assign):
-            for target in statement.targets:
-                names[_last_name(target)] = statement
-        elif isinstance(statement, ast.ImportFrom) and statement.module:
-            for alias in statement.names:
-                names[alias.asname or alias.name] = _Import(statement.module, alias.name)
-    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, Function)}
-    return _Module(path, tree, names, functions)
+def _caught_by(node: ast.Try) -> set[str]:
+    """Return the classes that handlers name. One that raises its error again does not count."""
+    caught: set[str] = set()
+    for handler in node.handlers:
+        if handler.type and not any(_raises_again(child, handler) for child in ast.walk(handler)):
+            caught |= _words(handler.type)
+    return caught
 
 
 def _statements(parent: ast.AST) -> Iterator[ast.stmt]:
@@ -331,14 +247,15 @@ def _docstring(node: ast.Module | ast.ClassDef | Function) -> str:
     return ast.get_docstring(node) or ""
 
 
-def _last_name(expression: ast.expr) -> str:
+def _words(expression: ast.expr) -> set[str]:
+    """Return the names in an expression, and those in its texts."""
+    return set(re.findall(r"\w+", ast.unparse(expression)))
+
+
+def _last_name(expression: ast.expr | None) -> str:
     if isinstance(expression, ast.Attribute):
         return expression.attr
     return expression.id if isinstance(expression, ast.Name) else ""
-
-
-def _is_class(expression: ast.expr) -> bool:
-    return _last_name(expression).lstrip("_")[:1].isupper()
 
 
 def _completes_another(node: Function) -> bool:
@@ -352,10 +269,6 @@ def _raises_again(node: ast.AST, handler: ast.ExceptHandler) -> bool:
     if not isinstance(node, ast.Raise):
         return False
     return node.exc is None or (isinstance(node.exc, ast.Name) and node.exc.id == handler.name)
-
-
-def _yields(node: ast.Try) -> bool:
-    return any(isinstance(child, ast.Yield) for part in node.body for child in ast.walk(part))
 
 
 def _fields(node: ast.ClassDef) -> Iterator[ast.expr]:

@@ -22,7 +22,7 @@ import tempfile
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint import metadata as metadata_module
 from composer3d.checkpoint.manifest import FileEntry
-from composer3d.checkpoint.metadata import METADATA, read_metadata
+from composer3d.checkpoint.metadata import METADATA, pack_metadata, read_metadata
 from composer3d.checkpoint.store import gather_state
 from composer3d.data import sample_order, tokens
 from composer3d.facts.token_manifest import CHUNK_BYTES
@@ -119,19 +119,26 @@ def counted_world(rank: int, size: int) -> Iterator[Ledger]:
     def of_world(group: Any) -> bool:
         return group is None or group.size() == size
 
-    def wrap(name: str, see: Callable[..., None], fill: Callable[..., Any]) -> Any:
+    def wrap(name: str) -> Any:
         right = getattr(c10d, name)
 
         def counted(*arguments: Any, **keywords: Any) -> Any:
-            group = keywords.get("group")
             groups = [item for item in arguments if isinstance(item, dist.ProcessGroup)]
-            if of_world(groups[0] if groups else group):
-                see(*arguments)
+            if of_world(groups[0] if groups else keywords.get("group")):
+                see(name, *arguments)
             work = right(*arguments, **keywords)
-            fill(*arguments, **keywords)
+            if name in fills:
+                fills[name](*arguments, **keywords)
             return work
 
         return counted
+
+    def see(name: str, first: Any = None, second: Any = None, *_: Any) -> None:
+        of_rank_0, of_other = received[name]
+        tensor = second if name == "all_gather" else first  # what a rank gives, or gets
+        n_bytes = 0 if name == "barrier" else tensor.nbytes
+        operation = name.replace("_", "-")
+        ledger.see(operation, n_bytes, rank_0_factor=of_rank_0, factor=of_other)
 
     def fill_all(outputs: Any, own: Any = None, *_: Any, **__: Any) -> None:
         for output in outputs:
@@ -143,34 +150,16 @@ def counted_world(rank: int, size: int) -> Iterator[Ledger]:
     def fill_scattered(output: Any, inputs: Any = None, *_: Any, **keywords: Any) -> None:
         output.copy_((inputs or keywords.get("scatter_list"))[0])
 
-    def nothing(*_: Any, **__: Any) -> None:
-        pass
-
-    replaced = {
-        "all_reduce": (
-            lambda x, *_: ledger.see("all-reduce", x.nbytes, rank_0_factor=2, factor=2),
-            nothing,
-        ),
-        "broadcast": (
-            lambda x, *_: ledger.see("broadcast", x.nbytes, rank_0_factor=0, factor=1),
-            nothing,
-        ),
-        "gather": (
-            lambda x, *_: ledger.see("gather", x.nbytes, rank_0_factor=others, factor=0),
-            fill_gathered,
-        ),
-        "scatter": (
-            lambda x, *_: ledger.see("scatter", x.nbytes, rank_0_factor=0, factor=1),
-            fill_scattered,
-        ),
-        "all_gather": (
-            lambda _, x, *__: ledger.see(
-                "all-gather", x.nbytes, rank_0_factor=others, factor=others
-            ),
-            fill_all,
-        ),
-        "barrier": (lambda *_: ledger.see("barrier", 0, rank_0_factor=0, factor=0), nothing),
+    # How often rank 0 receives the bytes of a tensor, and how often another rank does.
+    received = {
+        "all_reduce": (2, 2),
+        "broadcast": (0, 1),
+        "gather": (others, 0),
+        "scatter": (0, 1),
+        "all_gather": (others, others),
+        "barrier": (0, 0),
     }
+    fills = {"gather": fill_gathered, "scatter": fill_scattered, "all_gather": fill_all}
 
     def new_group(*arguments: Any, **keywords: Any) -> Any:
         return right_new_group(*arguments, **{**keywords, "backend": "fake"})
@@ -183,8 +172,8 @@ def counted_world(rank: int, size: int) -> Iterator[Ledger]:
         patches = [mock.patch.object(dist, "new_group", new_group)]
         # A pipeline receives whether all stages have static shapes. They do.
         patches.append(mock.patch.object(dist, "recv", lambda value, **_: value.fill_(1)))
-        for name, (see, fill) in replaced.items():
-            counted = wrap(name, see, fill)
+        for name in received:
+            counted = wrap(name)
             patches += [mock.patch.object(place, name, counted) for place in (dist, c10d)]
         # What the fake groups return is not what other ranks have sent.
         right_values = exchanges._values
@@ -367,7 +356,7 @@ def checkpoint_facts(run: Any, recipe: Recipe) -> Row:
             begin_s = time.process_time()
             read = read_metadata(path)
             seconds.append(time.process_time() - begin_s)
-            packed.append(_packed_bytes(read))
+            packed.append(len(pickle.dumps(pack_metadata(read, read.state_dict_metadata))))
         more = tensors * (MORE - FEWER)
         manifest_bytes = []
         for files in (1000, 2000):
@@ -382,14 +371,6 @@ def checkpoint_facts(run: Any, recipe: Recipe) -> Row:
         "memory a part": (held[1] - held[0]) / more,
         "manifest bytes a file": (manifest_bytes[1] - manifest_bytes[0]) / 1000,
     }
-
-
-def _packed_bytes(metadata: Metadata) -> int:
-    """Return the bytes in which rank 0 sends metadata, or those of a pickle of it."""
-    pack = getattr(metadata_module, "pack_metadata", None)
-    return len(
-        pickle.dumps(metadata if pack is None else pack(metadata, metadata.state_dict_metadata))
-    )
 
 
 def _write_copies(folder: Path, metadata: Metadata, copies: int) -> int:
@@ -479,8 +460,7 @@ def data_facts() -> Row:
     peak_bytes(10**5)  # what is cached once
     fewer, more = peak_bytes(10**6 - 1), peak_bytes(2 * 10**6 - 1)
     chunks = CORPUS_TOKENS * TOKEN_BYTES / CHUNK_BYTES
-    most = getattr(tokens, "_MOST_CHUNKS", None)
-    read = chunks if most is None else min(chunks, most * GPUS_PER_NODE)
+    read = min(chunks, tokens._MOST_CHUNKS * GPUS_PER_NODE)
     samples = CORPUS_TOKENS / 8192
     return {
         "order bytes": more + max(0.0, (more - fewer) / 10**6 * (samples - 2 * 10**6)),
@@ -630,19 +610,17 @@ def rows_of(counted: Mapping[str, Any]) -> dict[str, str]:
         )
         rows[f"{phase}: rank 0 receives"] = show_bytes(rank_0.get(phase, 0) / steps)
         rows[f"{phase}: another rank receives"] = show_bytes(other.get(phase, 0) / steps)
-    lazy = process_group_is_lazy()
     keys, peers = counted["keys in groups"], counted["peers in groups"]
     rows["process groups of a rank"] = f"{counted['groups of a rank']:,.0f}"
     rows["process groups that a rank names"] = f"{counted['group calls']:,.0f}"
     rows["gloo: connections of a rank, all pairs"] = f"{peers:,.0f}"
     eager = size * (154 * keys + 8 * counted["squares of groups"])
     rows["gloo: bytes from the store, all pairs, all ranks"] = show_bytes(eager)
-    if lazy:
-        rows["gloo: connections of a rank for collectives over all ranks"] = f"{lazy_peers(size)}"
-        rows["gloo: connections of rank 0, after a gather"] = f"{size - 1:,}"
-        rows["gloo: bytes from the store, as connected, all ranks"] = show_bytes(
-            size * 154 * (lazy_peers(size) + 1)
-        )
+    rows["gloo: connections of a rank for collectives over all ranks"] = f"{lazy_peers(size)}"
+    rows["gloo: connections of rank 0, after a gather"] = f"{size - 1:,}"
+    rows["gloo: bytes from the store, as connected, all ranks"] = show_bytes(
+        size * 154 * (lazy_peers(size) + 1)
+    )
     rows["store: requests to meet, rank 0"] = f"{counted['requests to meet, rank 0']:,.0f}"
     rows["store: requests to meet, another rank"] = f"{counted['requests to meet, other']:,.0f}"
     parts = counted["parts"]
@@ -662,11 +640,6 @@ def rows_of(counted: Mapping[str, Any]) -> dict[str, str]:
     rows["data: host memory of the order, a rank"] = show_bytes(counted["order bytes"])
     rows["data: token files that a start reads, a node"] = show_bytes(counted["token bytes a node"])
     return rows
-
-
-def process_group_is_lazy() -> bool:
-    """Return whether ``process_group.world`` connects ranks when they first exchange something."""
-    return "TORCH_GLOO_LAZY_INIT" in Path(process_group.__file__).read_text()
 
 
 def show_bytes(number: float) -> str:

@@ -13,7 +13,7 @@ A user's own schedule is a CSV file with a line for each pipeline rank, and an a
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from math import inf
 from operator import attrgetter
@@ -134,7 +134,7 @@ _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 # For each kind of action, the kind that the same stage must run before it on a micro-batch.
-_PREDECESSORS = {"F": None, "B": "F", "I": "F", "W": "I"}
+PREDECESSORS = {"F": None, "B": "F", "I": "F", "W": "I"}
 
 
 class Action(NamedTuple):
@@ -280,7 +280,7 @@ def _check_actions(row: Sequence[Action], place: str, micro_batches: int) -> Non
             )
         if action in seen:
             raise PlanError(f"{place}: {action} comes twice")
-        predecessor_kind = _PREDECESSORS[action.kind]
+        predecessor_kind = PREDECESSORS[action.kind]
         if predecessor_kind is not None:
             predecessor = action._replace(kind=predecessor_kind)
             if predecessor not in seen:
@@ -298,76 +298,96 @@ def _check_actions(row: Sequence[Action], place: str, micro_batches: int) -> Non
                 )
 
 
-class _Message(NamedTuple):
+class StageMessage(NamedTuple):
     """A message of a stage: its activation for the next stage, or a gradient for the previous."""
 
     sender: int  # a stage
     is_gradient: bool
     micro_batch: int
 
+    @property
+    def boundary(self) -> int:
+        """The boundary that it crosses: number i is between the stages i and i + 1."""
+        return self.sender - self.is_gradient
 
-def _message_of(action: Action) -> _Message | None:
-    """Return the message that an action sends; W sends none."""
+
+def message_of(action: Action) -> StageMessage | None:
+    """Return the message that an action sends; W sends none.
+
+    The forward of the last stage and the backward of the first one have a message that nobody
+    needs.
+    """
     if action.kind == "W":
         return None
-    return _Message(action.stage, action.kind != "F", action.micro_batch)
+    return StageMessage(action.stage, action.kind != "F", action.micro_batch)
 
 
-def _message_for(action: Action, last_stage: int) -> _Message | None:
+def message_for(action: Action, last_stage: int) -> StageMessage | None:
     """Return the message that an action must receive first.
 
     W needs none, nor do the forward of the first stage and the backward of the last one.
     """
     if action.kind == "F" and action.stage > 0:
-        return _Message(action.stage - 1, False, action.micro_batch)
+        return StageMessage(action.stage - 1, False, action.micro_batch)
     if action.kind in "BI" and action.stage < last_stage:
-        return _Message(action.stage + 1, True, action.micro_batch)
+        return StageMessage(action.stage + 1, True, action.micro_batch)
     return None
 
 
-def _check_dependencies(
-    cells: Sequence[Sequence[Sequence[Action]]], path: str, *, last_stage: int
-) -> None:
-    """Simulate the schedule to check that no rank waits for ever.
+class RunnableCell(NamedTuple):
+    """A cell that can run, its rank, and the messages that it needs and sends."""
+
+    rank: int
+    cell: Cell
+    needed: list[StageMessage]
+    sent: list[StageMessage]
+
+
+def in_order_of_messages(
+    ranks: Sequence[Sequence[Cell]], last_stage: int
+) -> Iterator[RunnableCell]:
+    """Yield each cell after all cells that send what it needs.
 
     Actions that overlap start together: torch receives for all actions of a cell before it runs any
-    of them.
+    of them. A cell that waits for ever is left out, and so is all that its rank runs after it.
     """
-    sent: set[_Message] = set()
-    next_cells = [0] * len(cells)  # by rank: the index of the cell that it runs next
+    sent: set[StageMessage] = set()
+    next_cells = [0] * len(ranks)  # by rank: the index of the cell that it runs next
     # The ranks that wait for each message. A rank is tried again only when its message is sent.
-    waiting: dict[_Message, list[int]] = {}
-    runnable = list(range(len(cells)))
-
-    def find_blocked(cell: Sequence[Action]) -> tuple[Action, _Message] | None:
-        """Return the first action of a cell that cannot start, and the message it waits for."""
-        for action in cell:
-            message = _message_for(action, last_stage)
-            if message is not None and message not in sent:
-                return action, message
-        return None
-
+    waiting: dict[StageMessage, list[int]] = {}
+    runnable = list(range(len(ranks)))
     while runnable:
         rank = runnable.pop()
-        while next_cells[rank] < len(cells[rank]):
-            cell = cells[rank][next_cells[rank]]
-            blocked = find_blocked(cell)
-            if blocked is not None:
-                waiting.setdefault(blocked[1], []).append(rank)
+        while next_cells[rank] < len(ranks[rank]):
+            cell = ranks[rank][next_cells[rank]]
+            needed = [
+                message
+                for action in cell
+                if (message := message_for(action, last_stage)) is not None
+            ]
+            missing = [message for message in needed if message not in sent]
+            if missing:
+                waiting.setdefault(missing[0], []).append(rank)
                 break
             next_cells[rank] += 1
-            for action in cell:
-                message = _message_of(action)
-                if message is not None:
-                    sent.add(message)
-                    runnable += waiting.pop(message, [])
+            own = [message for action in cell if (message := message_of(action)) is not None]
+            yield RunnableCell(rank, cell, needed, own)
+            for message in own:
+                sent.add(message)
+                runnable += waiting.pop(message, ())
 
-    for line, (row, index) in enumerate(zip(cells, next_cells, strict=True), 1):
-        blocked = find_blocked(row[index]) if index < len(row) else None
-        if blocked is not None:
-            raise PlanError(
-                f"{path}:{line}: {blocked[0]} waits for ever: ranks wait for each other"
-            )
+
+def _check_dependencies(cells: Sequence[Sequence[Cell]], path: str, *, last_stage: int) -> None:
+    """Check that no rank waits for ever for a message."""
+    done = [0] * len(cells)
+    sent: set[StageMessage | None] = {None}
+    for rank, _, _, own in in_order_of_messages(cells, last_stage):
+        done[rank] += 1
+        sent.update(own)
+    for line, (row, index) in enumerate(zip(cells, done, strict=True), 1):
+        if index < len(row):
+            blocked = next(one for one in row[index] if message_for(one, last_stage) not in sent)
+            raise PlanError(f"{path}:{line}: {blocked} waits for ever: ranks wait for each other")
 
 
 # --- forward only, and the cut into stages ---

@@ -10,12 +10,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-from composer3d.facts.errors import PlanError
-from composer3d.facts.schedules import Action, Cell, parse_csv, read_csv
-from composer3d.planner.schedule import actions
-from composer3d.planner.simulate import StageTimes
-
-_KINDS = "FBIW"
+from composer3d.facts.schedules import Cell, StageMessage, in_order_of_messages
+from composer3d.planner.schedule import cells_of
+from composer3d.planner.simulate import KINDS, StageTimes, waits_for_ever
 
 
 class Compiled(NamedTuple):
@@ -173,86 +170,29 @@ def compile_cells(ranks: Sequence[Sequence[Cell]], *, ranks_wait: bool = True) -
         return previous[rank]
 
     durations: dict[tuple[tuple[int, int], ...], int] = {(): 0}
-    sent: dict[tuple[int, bool, int], int] = {}  # (stage, whether a gradient, micro-batch): node
-    position = [0] * len(ranks)
+    sent: dict[StageMessage, int] = {}  # the node of each
+    done = [0] * len(ranks)
     previous = [-1] * len(ranks)
     first = [-1] * len(ranks)
-    waiting: dict[tuple[int, bool, int], list[int]] = {}
-    runnable = list(range(len(ranks)))
-    while runnable:
-        rank = runnable.pop()
-        while position[rank] < len(ranks[rank]):
-            cell = ranks[rank][position[rank]]
-            needed = [_message_for(action, last_stage) for action in cell]
-            messages = [message for message in needed if message is not None]
-            missing = next((message for message in messages if message not in sent), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
-                break
-            position[rank] += 1
-            own = tuple((action.stage, _KINDS.index(action.kind)) for action in cell)
-            kind = durations.setdefault(own, len(durations))
-            for message in messages[:-1]:
-                add(rank, *_arrival(message, rank, sent, rank_of), 0)
-            arrival = _arrival(messages[-1], rank, sent, rank_of) if messages else (-1, -1)
-            node = add(rank, *arrival, kind)
-            for action in cell:
-                if action.kind != "W":
-                    made = (action.stage, action.kind != "F", action.micro_batch)
-                    sent[made] = node
-                    runnable += waiting.pop(made, [])
-    for cells, done in zip(ranks, position, strict=True):
-        if done < len(cells):
-            stuck = " and ".join(map(str, cells[done]))
-            raise PlanError(f"the schedule cannot run: {stuck} waits for ever")
+    for rank, cell, needed, own_messages in in_order_of_messages(ranks, last_stage):
+        done[rank] += 1
+        arrivals = [
+            (sent[message], -1 if rank_of[message.sender] == rank else message.boundary)
+            for message in needed
+        ]
+        own = tuple((action.stage, KINDS.index(action.kind)) for action in cell)
+        kind = durations.setdefault(own, len(durations))
+        for arrival in arrivals[:-1]:
+            add(rank, *arrival, 0)
+        node = add(rank, *(arrivals[-1] if arrivals else (-1, -1)), kind)
+        sent.update(dict.fromkeys(own_messages, node))
+    for cells, index in zip(ranks, done, strict=True):
+        if index < len(cells):
+            raise waits_for_ever(cells[index])
     found = Compiled(previous_of, sender_of, boundary_of, duration_of, list(durations))
     if ranks_wait:
         return found
     return found._replace(spans=tuple(zip(first, previous, strict=True)))
-
-
-def _message_for(action: Action, last_stage: int) -> tuple[int, bool, int] | None:
-    if action.kind == "F" and action.stage > 0:
-        return (action.stage - 1, False, action.micro_batch)
-    if action.kind in "BI" and action.stage < last_stage:
-        return (action.stage + 1, True, action.micro_batch)
-    return None
-
-
-def _arrival(
-    message: tuple[int, bool, int],
-    rank: int,
-    sent: dict[tuple[int, bool, int], int],
-    rank_of: dict[int, int],
-) -> tuple[int, int]:
-    """Return the node that sends a message, and the boundary that it crosses."""
-    stage, is_gradient, _ = message
-    if rank_of[stage] == rank:
-        return sent[message], -1
-    return sent[message], stage - 1 if is_gradient else stage
-
-
-def cells_of(
-    schedule: str,
-    pp: int,
-    stages_per_rank: int,
-    micro_batches: int,
-    path: str | None = None,
-) -> list[list[Cell]]:
-    """Return the cells of each rank: of ``facts.schedules``, or of a CSV file.
-
-    Raises:
-        PlanError: the schedule cannot run with these numbers, or its file cannot be read.
-    """
-    if schedule == "csv":
-        return parse_csv(
-            read_csv(path or ""),
-            path or "",
-            pp=pp,
-            stages_per_rank=stages_per_rank,
-            micro_batches=micro_batches,
-        )
-    return actions(schedule, pp, stages_per_rank, micro_batches)
 
 
 @cache

@@ -109,17 +109,6 @@ def mfu(setup: Setup, flops_per_token: float, tokens_s: float) -> float | None:
     return flops_per_token * tokens_s / peak if peak else None
 
 
-def hardware_flops_per_token(setup: Setup, flops_per_token: float) -> float:
-    """Return FLOPs with what is repeated: the model's, plus a third with full checkpointing.
-
-    Forward is a third of the model's FLOPs. Repeating everything repeats it once.
-    """
-    repeated: dict[Recompute, float] = {"full": 1.0, "half_blocks": 0.5, "half_matrix": 0.5}
-    blocks = sum(-(-count // setup.recompute_every) for count in setup.layout.stage_blocks)
-    share = repeated.get(setup.recompute, 0.0) * blocks / setup.sizes.layers
-    return flops_per_token * (1 + share / 3)
-
-
 def _attention(parallel: ParallelTable, hardware: Hardware) -> AttentionKernel:
     """Return the kernels of attention whose rates are those of the recipe's."""
     if hardware.generation == "cpu":

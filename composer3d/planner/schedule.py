@@ -34,16 +34,28 @@ def recipe_actions(pp: int, parallel: ParallelTable, micro_batches: int) -> list
     """
     if pp == 1:
         return [[(Action(0, kind, index),) for index in range(micro_batches) for kind in "FB"]]
-    if parallel.schedule == "csv":
-        path = parallel.schedule_csv or ""
+    return cells_of(
+        parallel.schedule, pp, parallel.stages_per_rank, micro_batches, parallel.schedule_csv
+    )
+
+
+def cells_of(
+    schedule: str, pp: int, stages_per_rank: int, micro_batches: int, path: str | None = None
+) -> list[list[Cell]]:
+    """Return the cells of each rank: of ``facts.schedules``, or of a CSV file.
+
+    Raises:
+        PlanError: the schedule cannot run with these numbers, or its file cannot be read.
+    """
+    if schedule == "csv":
         return parse_csv(
-            read_csv(path),
-            path,
+            read_csv(path or ""),
+            path or "",
             pp=pp,
-            stages_per_rank=parallel.stages_per_rank,
+            stages_per_rank=stages_per_rank,
             micro_batches=micro_batches,
         )
-    return actions(parallel.schedule, pp, parallel.stages_per_rank, micro_batches)
+    return actions(schedule, pp, stages_per_rank, micro_batches)
 
 
 def keeps_gradients_of_loss(pp: int, parallel: ParallelTable, micro_batches: int) -> bool:
@@ -65,6 +77,20 @@ def keeps_gradients_of_loss(pp: int, parallel: ParallelTable, micro_batches: int
                     waiting += 1 if action.kind == "F" else -1
                     most = max(most, waiting)
     return most == 1
+
+
+_ACTIVE_STAGES = 3  # torch's runtime keeps the parameters of this many stages gathered
+
+
+def active_stages(cells: Sequence[Cell]) -> list[list[int]]:
+    """Return, for each cell, the next stages that its rank runs, at most ``_ACTIVE_STAGES``."""
+    windows: list[list[int]] = []
+    upcoming: list[int] = []
+    for cell in reversed(cells):
+        stages = [action.stage for action in cell]
+        upcoming = [*stages, *(other for other in upcoming if other not in stages)]
+        windows.append(upcoming[:_ACTIVE_STAGES])
+    return windows[::-1]
 
 
 def actions(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> list[list[Cell]]:

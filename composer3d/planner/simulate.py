@@ -7,10 +7,17 @@ rank gets its input without a message.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from composer3d.facts.errors import PlanError
-from composer3d.facts.schedules import Action, Cell
+from composer3d.facts.schedules import (
+    PREDECESSORS,
+    Action,
+    Cell,
+    StageMessage,
+    in_order_of_messages,
+)
 
 
 class StageTimes(NamedTuple):
@@ -28,6 +35,9 @@ class StageTimes(NamedTuple):
     backward_input_s: float
     backward_weight_s: float
 
+
+# The kinds of actions, in the order of the times of a stage.
+KINDS = "FBIW"
 
 # The times of schematic drawings: a backward costs twice a forward, and its halves are equal.
 UNIT_TIMES = StageTimes(forward_s=1.0, backward_s=2.0, backward_input_s=1.0, backward_weight_s=1.0)
@@ -88,117 +98,45 @@ def simulate(
     Raises:
         PlanError: a rank would wait for ever; or the times do not fit the stages.
     """
-    return _Simulation(ranks, times, send_s).run()
+    n_stages = len(times)
+    sends_s = _by_boundary(send_s, n_stages)
+    rank_of: dict[int, int] = {}
+    for rank, cells in enumerate(ranks):
+        for action in chain(*cells):
+            if not 0 <= action.stage < n_stages:
+                raise PlanError(
+                    f"the action {action} is of stage {action.stage}, but there are times "
+                    f"of {n_stages} stages"
+                )
+            rank_of[action.stage] = rank
+
+    spans: list[list[Span]] = [[] for _ in ranks]
+    sent_s: dict[StageMessage, float] = {}
+    done: set[Action] = set()
+    for rank, cell, needed, own_messages in in_order_of_messages(ranks, n_stages - 1):
+        start_s = spans[rank][-1].end_s if spans[rank] else 0.0
+        for message in needed:
+            hop_s = 0.0 if rank_of[message.sender] == rank else sends_s[message.boundary]
+            start_s = max(start_s, sent_s[message] + hop_s)
+        end_s = start_s
+        for action in cell:
+            before = PREDECESSORS[action.kind]
+            if before and Action(action.stage, before, action.micro_batch) not in done:
+                raise waits_for_ever(cell)
+            end_s += times[action.stage][KINDS.index(action.kind)]
+        spans[rank].append(Span(cell, start_s, end_s))
+        done.update(cell)
+        sent_s.update(dict.fromkeys(own_messages, end_s))
+    for cells, row in zip(ranks, spans, strict=True):
+        if len(row) < len(cells):
+            raise waits_for_ever(cells[len(row)])
+    return spans
 
 
-class _Simulation:
-    """One simulation. A message has an index: its receiving stage and its micro-batch, in a row."""
-
-    def __init__(
-        self,
-        ranks: Sequence[Sequence[Cell]],
-        times: Sequence[StageTimes],
-        send_s: float | Sequence[float],
-    ) -> None:
-        self._ranks = ranks
-        n_stages = len(times)
-        self._last_stage = n_stages - 1
-        self._send_s = _by_boundary(send_s, n_stages)
-        self._n_micro_batches = 1
-        self._rank_of = [-1] * n_stages
-        for rank, cells in enumerate(ranks):
-            for cell in cells:
-                for action in cell:
-                    if not 0 <= action.stage < n_stages:
-                        raise PlanError(
-                            f"the action {action} is of stage {action.stage}, but there are times "
-                            f"of {n_stages} stages"
-                        )
-                    self._rank_of[action.stage] = rank
-                    self._n_micro_batches = max(self._n_micro_batches, action.micro_batch + 1)
-        self._durations = {
-            (stage, kind): seconds
-            for stage, row in enumerate(times)
-            for kind, seconds in zip("FBIW", row, strict=True)
-        }
-
-        # Arrival times. Activations are at [0], gradients at [1]. None: not sent yet.
-        size = n_stages * self._n_micro_batches
-        self._arrivals: list[list[float | None]] = [[None] * size, [None] * size]
-        # The forwards, and the input halves of backwards, that have run.
-        self._done: set[Action] = set()
-        # The rank that waits for each message.
-        self._waiting: dict[tuple[int, int], int] = {}
-
-    def run(self) -> list[list[Span]]:
-        spans: list[list[Span]] = [[] for _ in self._ranks]
-        runnable = list(range(len(self._ranks)))
-        while runnable:
-            rank = runnable.pop()
-            cells, done = self._ranks[rank], spans[rank]
-            free_s = done[-1].end_s if done else 0.0
-            while len(done) < len(cells):
-                cell = cells[len(done)]
-                start_s = self._start(rank, cell, free_s)
-                if start_s is None:
-                    break
-                free_s = start_s
-                for action in cell:
-                    free_s += self._durations[action.stage, action.kind]
-                done.append(Span(cell, start_s, free_s))
-                for action in cell:
-                    self._finish(action, free_s, runnable)
-        for cells, done in zip(self._ranks, spans, strict=True):
-            if len(done) < len(cells):
-                stuck = " and ".join(map(str, cells[len(done)]))
-                raise PlanError(f"the schedule cannot run: {stuck} waits for ever")
-        return spans
-
-    def _start(self, rank: int, cell: Cell, free_s: float) -> float | None:
-        """Return when a cell can start; None, after noting what the rank waits for, if not yet."""
-        start_s = free_s
-        for stage, kind, micro_batch in cell:
-            if kind == "F":
-                if stage == 0:
-                    continue
-                direction = 0
-            elif kind == "W":
-                if Action(stage, "I", micro_batch) not in self._done:
-                    return None
-                continue
-            else:
-                if Action(stage, "F", micro_batch) not in self._done:
-                    return None
-                if stage == self._last_stage:
-                    continue
-                direction = 1
-            message = stage * self._n_micro_batches + micro_batch
-            arrival_s = self._arrivals[direction][message]
-            if arrival_s is None:
-                self._waiting[direction, message] = rank
-                return None
-            if arrival_s > start_s:
-                start_s = arrival_s
-        return start_s
-
-    def _finish(self, action: Action, end_s: float, runnable: list[int]) -> None:
-        """Send the message of an action, and let the rank that waits for it run."""
-        stage, kind, micro_batch = action
-        if kind == "W":
-            return
-        self._done.add(action)
-        if kind == "F":
-            receiver, direction, boundary = stage + 1, 0, stage
-        else:
-            receiver, direction, boundary = stage - 1, 1, stage - 1
-        if not 0 <= receiver <= self._last_stage:
-            return
-        is_local = self._rank_of[receiver] == self._rank_of[stage]
-        message = receiver * self._n_micro_batches + micro_batch
-        self._arrivals[direction][message] = end_s + (0.0 if is_local else self._send_s[boundary])
-        waiter = self._waiting.pop((direction, message), None)
-        if waiter is not None:
-            runnable.append(waiter)
+def waits_for_ever(cell: Cell) -> PlanError:
+    """Return the error about a schedule in which a rank waits for ever before a cell."""
+    stuck = " and ".join(map(str, cell))
+    return PlanError(f"the schedule cannot run: {stuck} waits for ever")
 
 
 def _by_boundary(send_s: float | Sequence[float], n_stages: int) -> list[float]:

@@ -9,9 +9,7 @@ from functools import cache
 from typing import NamedTuple
 
 from composer3d.facts.schedules import Action
-from composer3d.planner.pipeline import cells_of
-
-_ACTIVE_STAGES = 3  # torch's runtime keeps the parameters of this many stages gathered
+from composer3d.planner.schedule import active_stages, cells_of
 
 # (stage, micro-batches) of each stage that has some.
 Counts = tuple[tuple[int, int], ...]
@@ -78,7 +76,7 @@ class _Walk:
 
     Args:
         drops: as in ``states_of_ranks``.
-        has_windows: whether only the next ``_ACTIVE_STAGES`` stages stay gathered.
+        has_windows: whether only the stages that run next (``active_stages``) stay gathered.
     """
 
     def __init__(self, drops: bool, has_windows: bool) -> None:
@@ -91,8 +89,9 @@ class _Walk:
 
     def states(self, actions: Sequence[Action]) -> set[State]:
         left = Counter(action.stage for action in actions if action.kind in "BW")
+        windows = active_stages([(action,) for action in actions])
         found: set[State] = set()
-        for action, active in zip(actions, _upcoming(actions), strict=True):
+        for action, active in zip(actions, windows, strict=True):
             stage, kind = action.stage, action.kind
             if self._has_windows:
                 self._gathered &= set(active)
@@ -133,16 +132,6 @@ class _Walk:
             frozenset(self._summed),
             frozenset(self._reduced),
         )
-
-
-def _upcoming(actions: Sequence[Action]) -> list[list[int]]:
-    """Return, for each action, the next stages that run, at most ``_ACTIVE_STAGES``."""
-    windows: list[list[int]] = []
-    later: list[int] = []
-    for action in reversed(actions):
-        later = [action.stage, *(stage for stage in later if stage != action.stage)]
-        windows.append(later[:_ACTIVE_STAGES])
-    return windows[::-1]
 
 
 def _largest(states: set[State]) -> list[State]:

@@ -23,7 +23,7 @@ from composer3d.models.registry import architecture
 from composer3d.models.shape import DecoderShape
 from composer3d.models.table import NORMS_OVER_HEADS, Row
 from composer3d.planner.matrices import CutParameter, messages_of_results, rounds_of_units
-from composer3d.planner.schedule import keeps_gradients_of_loss, recipe_actions
+from composer3d.planner.schedule import active_stages, keeps_gradients_of_loss, recipe_actions
 from composer3d.planner.stages import StageLayers, stage_layers, stages_by_rank
 from composer3d.planner.trained import is_trained
 from composer3d.recipe.matrices import matrices_of
@@ -725,9 +725,6 @@ def _wide_norms(rows: Sequence[Row]) -> int:
     return sum(row.style in NORMS_OVER_HEADS for row in rows)
 
 
-_ACTIVE_STAGES = 3  # torch's runtime keeps the parameters of this many stages gathered
-
-
 def _pipeline_gathers(
     cells: Sequence[Cell], stage: int, unit: _Unit, has_windows: bool
 ) -> _Gathers:
@@ -745,8 +742,8 @@ def _pipeline_gathers(
     """
     forward = backward = 0
     is_gathered = was_active = False
-    for cell, active_stages in zip(cells, _active_stages(cells), strict=True):
-        is_active = stage in active_stages
+    for cell, window in zip(cells, active_stages(cells), strict=True):
+        is_active = stage in window
         if has_windows and is_active and not was_active and not is_gathered:
             is_gathered = True
             forward += 1
@@ -765,14 +762,3 @@ def _pipeline_gathers(
             if action.kind == "F" and unit.drops:
                 is_gathered = False
     return _Gathers(forward, backward)
-
-
-def _active_stages(cells: Sequence[Cell]) -> list[list[int]]:
-    """Return, for each cell, the next stages that the rank runs, at most ``_ACTIVE_STAGES``."""
-    windows: list[list[int]] = []
-    upcoming: list[int] = []
-    for cell in reversed(cells):
-        stages = [action.stage for action in cell]
-        upcoming = [*stages, *(other for other in upcoming if other not in stages)]
-        windows.append(upcoming[:_ACTIVE_STAGES])
-    return windows[::-1]

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,14 +18,21 @@ from composer3d.data.tokens import find_damage
 from composer3d.facts.token_manifest import CHUNK_BYTES, read_manifest
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.shape import PRESETS
-from tools.bench import jobs, plain, shards
+from composer3d.runtime.launch import Pool
+from tools.bench import host, jobs, operators, plain, shards
 from tools.bench.commands import LAYOUTS, main
-from tools.bench.host import LAYOUTS as HOST_LAYOUTS
 from tools.bench.host import SETS, TITAN_LAYOUTS, titan_step_ms
 from tools.bench.jobs import SHAPE, Job, JobError, measure
 from tools.fake_cuda import device
 
 SEQ_LEN = 48
+
+
+@pytest.fixture
+def in_pool(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands use the pool of all tests, whose server has imported torch."""
+    for command in (host, operators):
+        monkeypatch.setattr(command, "Pool", lambda: nullcontext(pool))
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
@@ -60,21 +68,10 @@ def test_the_plain_loop_imports_nothing_of_composer3d(root: Path) -> None:
     assert "from composer3d" not in text
 
 
-def test_train_prints_four_figures(root: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tools.bench",
-        "train",
-        "recipes/debug-1-single.toml",
-        "--set",
-        "run.steps=6",
-        "--json",
-    ]
-    result = subprocess.run(
-        command, cwd=root, capture_output=True, text=True, timeout=120, check=True
-    )
-    figures = json.loads(result.stdout.splitlines()[-1])
+def test_train_prints_four_figures(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(root / "recipes/debug-1-single.toml")
+    assert main(["train", recipe, "--set", "run.steps=6", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert list(figures) == ["tokens_per_s", "step_s", "launch_to_first_step_s", "peak_rss_gib"]
     tokens_of_a_step = 8 * 64
     assert figures["tokens_per_s"] * figures["step_s"] == pytest.approx(tokens_of_a_step)
@@ -122,10 +119,13 @@ def test_a_run_that_hangs_is_ended_with_its_children(
     assert os.getpid() in running
 
 
-def test_the_gpu_benchmark_is_refused_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert main(["gpu", "--json"]) == 2
+def test_the_gpu_benchmark_is_refused_without_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho\n")  # torch, which takes long to import, sees none
+    python.chmod(0o755)
+    assert main(["gpu", "--json", "--python", str(python)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "no CUDA GPU" in captured.err
@@ -147,6 +147,7 @@ def test_composer3d_and_its_peer_run_the_same_layout(name: str) -> None:
     assert int(sets["data.micro_batch"]) == int(micro_batch)
 
 
+@pytest.mark.usefixtures("in_pool")
 def test_host_measures_each_layout(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["host", "--only", "fsdp2,pp2", "--steps", "3", "--repeats", "1", "--json"]
     assert main(command) == 0
@@ -158,6 +159,7 @@ def test_host_measures_each_layout(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["titan_ms"] == []
 
 
+@pytest.mark.usefixtures("in_pool")
 def test_host_reads_torchtitans_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     python = tmp_path / "venv/bin/python"
     python.parent.mkdir(parents=True)
@@ -177,9 +179,9 @@ def test_host_reads_torchtitans_figure(tmp_path: Path, capsys: pytest.CaptureFix
         titan_step_ms(tmp_path, "one", 3)
 
 
-@pytest.mark.parametrize("name", HOST_LAYOUTS)
+@pytest.mark.parametrize("name", host.LAYOUTS)
 def test_host_gives_torchtitan_the_same_batch(name: str) -> None:
-    sets = dict(pair.split("=") for pair in (*SETS, *HOST_LAYOUTS[name]))
+    sets = dict(pair.split("=") for pair in (*SETS, *host.LAYOUTS[name]))
     words = TITAN_LAYOUTS[name].split()
     peer = dict(zip(words[::2], words[1::2], strict=True))
     local_batch = int(peer["--training.local-batch-size"])
@@ -205,9 +207,11 @@ def test_torchtitans_host_program_starts(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(device.compiler() is None, reason="no C++ compiler here")
+@pytest.mark.usefixtures("in_pool")
 def test_counts_prints_what_a_layout_launches_copies_and_sends(
-    capsys: pytest.CaptureFixture[str],
+    library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(device, "build", lambda _: library)
     assert main(["counts", "--only", "one;fsdp2, offload", "--json"]) == 0
     *_, one, offload, answer = capsys.readouterr().out.splitlines()
     assert one == "| one | 22 | 39 | 3 | 1 | 1 |  |"

@@ -2,16 +2,10 @@
 
 from dataclasses import replace
 
-from composer3d.facts import hardware
 from composer3d.planner.layouts import Choices, layouts
 from composer3d.planner.search import Device, search
-from composer3d.recipe.resolve import load
 from composer3d.recipe.rules import violations
-from tools.prove.paths import ROOT
-
-
-def recipe_of(name: str, *sets: str):
-    return load(str(ROOT / "recipes" / f"{name}.toml"), list(sets), check_files=False).recipe
+from tests.planner.setups import device, recipe_of
 
 
 def test_every_layout_is_legal_and_new() -> None:
@@ -51,8 +45,6 @@ def test_a_device_with_more_memory_fits_more_layouts() -> None:
     recipe = recipe_of("llama3-8b-8-fsdp")
     found = {}
     for name in ("A100-40GB", "A100-80GB", "H200"):
-        row = hardware.by_name(name)
-        assert row is not None
         choices = Choices(micro_batches=(1,), zeros=(3,))
-        found[name] = search(recipe, 8, Device(hardware=row), 1, choices).fitting
+        found[name] = search(recipe, 8, Device(hardware=device(name)), 1, choices).fitting
     assert found["A100-40GB"] < found["A100-80GB"] < found["H200"]

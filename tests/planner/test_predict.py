@@ -1,18 +1,15 @@
 """Recipes as setups, and whole predictions."""
 
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 
-from composer3d.facts import hardware
 from composer3d.facts.errors import DeviceError
 from composer3d.models import counts
 from composer3d.models.moe.shape import PRESETS
 from composer3d.planner.compute import block_work
 from composer3d.planner.constants import SHIPPED
 from composer3d.planner.predict import (
-    hardware_flops_per_token,
     mfu,
     model_flops_per_token,
     of_recipe,
@@ -21,41 +18,26 @@ from composer3d.planner.predict import (
 )
 from composer3d.planner.setup import Setup
 from composer3d.planner.time import predict_time
-from composer3d.recipe.resolve import load
-from composer3d.recipe.schema import Recipe
+from tests.planner.setups import device, recipe_of, setup_on
 from tools.prove.paths import ROOT
 
-RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.toml") if "debug" not in path.name)
-
-
-def recipe_of(path: Path, *sets: str) -> Recipe:
-    world = 8 if path.stem.startswith("quickstart") else None
-    return load(str(path), list(sets), world_size=world).recipe
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml"))
 
 
 def setup_for(preset: str, tp: int = 1) -> Setup:
     """An H100 setup of a preset on one node."""
-    recipe = recipe_of(
-        ROOT / "recipes" / "llama3-8b-8-fsdp.toml",
-        f"model.preset={preset}",
-        f"mesh.tp={tp}",
-        f"mesh.dp_shard={8 // tp}",
-    )
-    row = hardware.by_name("H100")
-    assert row is not None
-    return of_recipe(recipe, row)
+    sets = (f"model.preset={preset}", f"mesh.tp={tp}", f"mesh.dp_shard={8 // tp}")
+    return setup_on("H100", "llama3-8b-8-fsdp", *sets)
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_is_a_setup_with_its_parameters_and_ranks(path: Path) -> None:
-    recipe = recipe_of(path)
+@pytest.mark.parametrize("name", [name for name in RECIPES if "debug" not in name])
+def test_every_recipe_is_a_setup_with_its_parameters_and_ranks(name: str) -> None:
+    recipe = recipe_of(name, world_size=8 if name.startswith("quickstart") else None)
     sizes = sizes_of(recipe)
     count = counts.parameters(recipe.parameters)
     # Norms and biases are not counted here; they are less than 0.1 % of a real model.
     assert sizes.parameters == pytest.approx(count, rel=5e-3)
-    row = hardware.by_name("H200")
-    assert row is not None
-    setup = of_recipe(recipe, row)
+    setup = of_recipe(recipe, device("H200"))
     assert setup.layout.world_size == recipe.world_size
     assert setup.step_tokens == recipe.data.global_batch * recipe.data.seq_len
     prediction = predict(setup)
@@ -66,7 +48,7 @@ def test_every_recipe_is_a_setup_with_its_parameters_and_ranks(path: Path) -> No
 
 @pytest.mark.parametrize("preset", ["gshard-like-top2", "deepseek-v3-gqa", "mixtral-8x7b"])
 def test_sizes_know_which_blocks_have_experts(preset: str) -> None:
-    base = recipe_of(ROOT / "recipes" / "mixtral-8x7b-64-ep-pp.toml")
+    base = recipe_of("mixtral-8x7b-64-ep-pp")
     model = replace(base.model, **asdict(PRESETS[preset]))
     sizes = sizes_of(replace(base, model=model))
     found = [sizes.has_experts(layer) for layer in range(model.n_layers)]
@@ -75,7 +57,7 @@ def test_sizes_know_which_blocks_have_experts(preset: str) -> None:
 
 def test_mfu_of_a_8b_model_on_a_node_of_h100_is_plausible() -> None:
     setup = setup_for("llama3-8b")
-    recipe = recipe_of(ROOT / "recipes" / "llama3-8b-8-fsdp.toml")
+    recipe = recipe_of("llama3-8b-8-fsdp")
     model, seq_len = recipe.model, recipe.data.seq_len
     flops = counts.flops_per_token(recipe.parameters, model, seq_len, causal=False)
     assert flops > model_flops_per_token(recipe)
@@ -83,12 +65,6 @@ def test_mfu_of_a_8b_model_on_a_node_of_h100_is_plausible() -> None:
     found = mfu(setup, flops, prediction.tokens_s)
     assert found is not None
     assert 0.3 < found < 0.65
-    assert hardware_flops_per_token(setup, flops) == flops  # selective repeats no products
-    setup = replace(setup, recompute="full")
-    assert hardware_flops_per_token(setup, flops) == pytest.approx(flops * 4 / 3)
-    # 32 blocks, of which 11 are the first of three.
-    setup = replace(setup, recompute_every=3)
-    assert hardware_flops_per_token(setup, flops) == pytest.approx(flops * (1 + 11 / 32 / 3))
 
 
 def test_a_405b_model_does_not_fit_a_node() -> None:
@@ -97,10 +73,7 @@ def test_a_405b_model_does_not_fit_a_node() -> None:
 
 
 def test_float8_makes_two_of_three_products_of_blocks_faster() -> None:
-    recipe = recipe_of(ROOT / "recipes" / "llama3-8b-8-float8.toml")
-    row = hardware.by_name("H100")
-    assert row is not None
-    in_float8 = of_recipe(recipe, row)
+    in_float8 = setup_on("H100", "llama3-8b-8-float8")
     in_bfloat16 = setup_for("llama3-8b")
     fast, slow = (
         block_work(setup, SHIPPED, has_experts=False) for setup in (in_float8, in_bfloat16)
@@ -115,19 +88,14 @@ def test_float8_makes_two_of_three_products_of_blocks_faster() -> None:
 
 
 def test_float8_has_no_prediction_on_a_gpu_without_it() -> None:
-    recipe = recipe_of(ROOT / "recipes" / "llama3-8b-8-float8.toml")
-    row = hardware.by_name("A100")
-    assert row is not None
+    setup = setup_on("A100", "llama3-8b-8-float8")
     with pytest.raises(DeviceError, match="A100-40GB has no peak for fp8"):
-        predict(of_recipe(recipe, row))
+        predict(setup)
 
 
 def test_attention_is_as_fast_as_its_kernels() -> None:
     def compute_s(kernel: str, gpu: str) -> float:
-        path = ROOT / "recipes" / "llama3-8b-8-fsdp.toml"
-        row = hardware.by_name(gpu)
-        assert row is not None
-        setup = of_recipe(recipe_of(path, f"parallel.attention_kernel={kernel}"), row)
+        setup = setup_on(gpu, "llama3-8b-8-fsdp", f"parallel.attention_kernel={kernel}")
         return predict_time(setup).step_s
 
     assert compute_s("flash3", "H100") < 0.97 * compute_s("torch", "H100")
@@ -136,17 +104,15 @@ def test_attention_is_as_fast_as_its_kernels() -> None:
 
 def test_async_tp_hides_collectives_of_forward_only() -> None:
     def visible_s(async_tp: str) -> float:
-        recipe = recipe_of(
-            ROOT / "recipes" / "llama3-8b-8-fsdp.toml",
+        setup = setup_on(
+            *("H100", "llama3-8b-8-fsdp"),
             "mesh.tp=2",
             "mesh.dp_shard=4",
             "memory.activation_checkpoint=none",
             "compile.enabled=true",
             f"parallel.async_tp={async_tp}",
         )
-        row = hardware.by_name("H100")
-        assert row is not None
-        return predict_time(of_recipe(recipe, row)).exposed_s["tp"]
+        return predict_time(setup).exposed_s["tp"]
 
     # Forward and backward send as much. The embedding and the head are not fused.
     assert visible_s("true") / visible_s("false") == pytest.approx(

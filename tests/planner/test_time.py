@@ -4,20 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from composer3d.facts import hardware
-from composer3d.facts.errors import PlanError
+from composer3d.facts.errors import DeviceError, PlanError
 from composer3d.models import counts
 from composer3d.models.llama.shape import PRESETS
 from composer3d.models.llama.table import table
 from composer3d.planner import compute
 from composer3d.planner.constants import FITTED, PRIORS, SHIPPED
-from composer3d.planner.predict import of_recipe
+from composer3d.planner.pipeline import compiled, length_s
 from composer3d.planner.setup import Recompute, Setup, Software
+from composer3d.planner.simulate import StageTimes
 from composer3d.planner.time import predict_time
-from composer3d.recipe.resolve import load
+from tests.planner.setups import device, setup_on
 from tests.tools.test_planner_foreign import SIZES, setup_of
 from tools.planner.foreign import ForeignSoftware
-from tools.prove.paths import ROOT
 
 FREE = replace(
     PRIORS,
@@ -62,10 +61,8 @@ def test_a_loss_in_parts_adds_the_weight_gradient_of_each() -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_products_are_those_that_mfu_counts(tp: int) -> None:
-    from tests.planner.test_predict import setup_for
-
     shape = PRESETS["llama3-8b"]
-    setup = setup_for("llama3-8b", tp=tp)
+    setup = setup_on("H100", "llama3-8b-8-fsdp", f"mesh.tp={tp}", f"mesh.dp_shard={8 // tp}")
     products = [*compute.attention_products(setup), *compute.ffn_products(setup, False)]
     forward = shape.n_layers * sum(product.flops for product in products)
     forward += compute.head_product(setup).flops
@@ -134,12 +131,8 @@ def test_unfused_attention_of_unaligned_heads_runs_on_vector_units() -> None:
 
 
 def test_flash_attention_has_the_rate_that_was_measured_on_b200() -> None:
-    from composer3d.facts import hardware
-
-    b200 = hardware.by_name("B200")
-    assert b200 is not None
     setup = replace(big(zero=0), software=Software(attention="flash3"))
-    setup = replace(setup, machine=setup.machine._replace(hardware=b200))
+    setup = replace(setup, machine=setup.machine._replace(hardware=device("B200")))
 
     def flops_s(seq_len: int) -> float:
         at = replace(setup, batch=replace(setup.batch, seq_len=seq_len))
@@ -207,9 +200,6 @@ def test_the_bubble_of_1f1b_is_that_of_the_closed_form() -> None:
 
 
 def test_many_micro_batches_are_extrapolated_exactly() -> None:
-    from composer3d.planner.pipeline import compiled, length_s
-    from composer3d.planner.simulate import StageTimes
-
     times = [StageTimes(1.0 + 0.1 * stage, 2.0, 1.0, 1.0) for stage in range(4)]
 
     def length(count: int) -> float:
@@ -246,15 +236,10 @@ def test_gradients_in_bfloat16_pay_where_no_sum_is_made_before_the_network(
 
 def test_fp8_speeds_up_products_where_the_device_has_it() -> None:
     setup = big(zero=0)
-    from composer3d.facts import hardware
-    from composer3d.facts.errors import DeviceError
-
     fp8 = replace(setup, precision=replace(setup.precision, matrix="fp8"))
     with pytest.raises(DeviceError, match="A100-80GB has no peak for fp8"):
         predict_time(fp8)
-    h100 = hardware.by_name("H100")
-    assert h100 is not None
-    on_h100 = replace(setup, machine=setup.machine._replace(hardware=h100))
+    on_h100 = replace(setup, machine=setup.machine._replace(hardware=device("H100")))
     fp8 = replace(on_h100, precision=replace(setup.precision, matrix="fp8"))
     assert step_s(fp8) < step_s(on_h100)
 
@@ -312,13 +297,8 @@ def test_the_last_unit_of_a_stage_may_be_smaller() -> None:
 
 
 def test_the_ranks_of_a_stage_share_the_products_of_muon() -> None:
-    row = hardware.by_name("H100")
-    assert row is not None
-
     def added_s(*sets: str) -> float:
-        path = str(ROOT / "recipes" / "llama3-8b-8-fsdp.toml")
-        recipe = load(path, ["optim.name=muon", *sets], check_files=False).recipe
-        setup = of_recipe(recipe, row)
+        setup = setup_on("H100", "llama3-8b-8-fsdp", "optim.name=muon", *sets)
         with_muon, without = (
             predict_time(each, FREE) for each in (setup, replace(setup, matrices=None))
         )
@@ -327,7 +307,7 @@ def test_the_ranks_of_a_stage_share_the_products_of_muon() -> None:
     # X X^T, its square, and the product with X, in each of five steps; a multiply-add counts as 2.
     sides = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(4096, 14336)] * 3
     of_block = sum(5 * 2 * (2 * m * m * n + m**3) for m, n in sides)
-    rate = row.matrix_rate("bfloat16") * FREE.matrix_share_hopper
+    rate = device("H100").matrix_rate("bfloat16") * FREE.matrix_share_hopper
     products_s = 32 * of_block / 8 / rate
     assert products_s < added_s() < 1.2 * products_s
     # In float32, products are slower and messages are longer.

@@ -17,10 +17,11 @@ from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
-from composer3d.training.batches import make_loader, open_data
 from composer3d.training.build import build_stages
 from composer3d.training.optimizers import build_stages_optimizer
 from composer3d.training.step import compute_gradients
+from composer3d.verify.data import random_batch
+from composer3d.verify.worker import local_batch
 from tools.prove.paths import ROOT
 
 RECIPES = ROOT / "recipes"
@@ -113,7 +114,36 @@ def copy_input(group: Any, out: Any, x: Any, *_: Any) -> Any:
     return Done()
 
 
-def record_a_step(recipe: str, sets: list[str], rank: int) -> dict[Key, Sum]:
+class Case(NamedTuple):
+    """A recipe and its overrides."""
+
+    recipe: str
+    sets: str
+
+    def load(self) -> Recipe:
+        return load(RECIPES / f"{self.recipe}.toml", split_overrides(self.sets)).recipe
+
+
+class Step(NamedTuple):
+    """A step of the first rank of a pipeline rank."""
+
+    case: Case
+    pp_rank: int
+
+
+def record_steps(steps: list[Step]) -> list[dict[Key, Sum]]:
+    """Return the collectives of each step, one after the other in this process."""
+    found = []
+    for step in steps:
+        chosen = step.case.load()
+        rank = step.pp_rank * (chosen.world_size // chosen.mesh.pp)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=chosen.world_size)
+        found.append(record_a_step(chosen))
+        dist.destroy_process_group()
+    return found
+
+
+def record_a_step(chosen: Recipe) -> dict[Key, Sum]:
     """Take two steps as one rank of a fake world.
 
     The model, FSDP and the schedule are the real ones; only the bytes of other ranks are missing.
@@ -121,23 +151,20 @@ def record_a_step(recipe: str, sets: list[str], rank: int) -> dict[Key, Sum]:
     Returns:
         The collectives of the second step. The first one may do more, to begin with.
     """
-    chosen = load(recipe, sets).recipe
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=chosen.world_size)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(dist.ProcessGroup, "all_to_all_single", copy_input)
         # Stages vote for static shapes before the first step: the others have voted for them.
         monkeypatch.setattr(dist, "recv", lambda vote, **_: vote.fill_(1))
         mesh = Mesh.build(chosen.mesh, torch.device("cpu"))
-        corpus, _ = open_data(chosen)
-        loader = make_loader(chosen, mesh, corpus, seed=0)
         stages = build_stages(chosen, mesh)
+        batch = local_batch(random_batch(chosen, 0), stages)
         optimizer = build_stages_optimizer(stages, chosen)
         scalars = {"divisor": torch.ones((), dtype=torch.float64), "is_good": torch.tensor(True)}
-        compute_gradients(stages, next(loader))
+        compute_gradients(stages, batch)
         optimizer.apply_gradients(**scalars)
         recorder = Recorder(mesh.stage_ranks)
         recorder.patch(monkeypatch)
-        compute_gradients(stages, next(loader))
+        compute_gradients(stages, batch)
         optimizer.apply_gradients(**scalars)
     return recorder.sums()
 
@@ -154,16 +181,6 @@ def expected(recipe: Recipe, pp_rank: int) -> dict[Key, Sum]:
     return sums
 
 
-class Case(NamedTuple):
-    """A recipe and its overrides."""
-
-    recipe: str
-    sets: str
-
-    def __str__(self) -> str:
-        return self.sets.replace(" ", ",")
-
-
 DENSE, MOE = "debug-8-dp-tp-pp", "quickstart-moe"
 NO_DP = "mesh.dp_shard=1"
 BF16 = "precision.compute=bfloat16"
@@ -173,90 +190,92 @@ EVERY_2 = "memory.activation_checkpoint=every 2 blocks"
 NARROW = "precision.reduce=bfloat16"
 BY_2 = "parallel.fsdp_blocks=2"
 MUON = "optim.name=muon"
+WITHOUT_PP = "mesh.pp=1 mesh.dp_replicate=2"
 CASES = [
-    Case(DENSE, f"mesh.pp=1 mesh.dp_shard=4 parallel.zero=2 {BF16} {NARROW}"),
-    Case(DENSE, f"mesh.dp_replicate=2 mesh.tp=1 parallel.zero=3 {NARROW}"),
-    Case(DENSE, f"mesh.pp=1 mesh.cp=2 mesh.dp_shard=1 parallel.zero=1 {NARROW} mesh.tp=4"),
-    Case(DENSE, "parallel.zero=3"),
+    Case(DENSE, f"{MUON} parallel.zero=3"),
     Case(DENSE, f"parallel.zero=3 parallel.schedule=GPipe {BF16} {FULL}"),
-    Case(DENSE, f"parallel.zero=1 parallel.schedule=Interleaved1F1B {BF16} {SELECTIVE}"),
     Case(
         DENSE,
         "parallel.zero=3 parallel.schedule=LoopedBFS parallel.virtual_stages=4 model.n_layers=8",
     ),
     Case(
         DENSE,
-        "parallel.zero=1 parallel.schedule=LoopedBFS parallel.virtual_stages=4 model.n_layers=8",
+        "parallel.zero=1 parallel.schedule=LoopedBFS parallel.virtual_stages=4 model.n_layers=8 "
+        f"{BF16} {SELECTIVE}",
     ),
     Case(
         DENSE,
         f"parallel.zero=3 mesh.pp=4 mesh.tp=1 mesh.dp_shard=2 model.tied=true "
         f"parallel.schedule=ZBVZeroBubble model.n_layers=8 {FULL}",
     ),
-    Case(DENSE, f"mesh.pp=2 mesh.tp=4 {NO_DP} model.tied=true model.vocab=259"),
-    Case(DENSE, f"mesh.pp=1 mesh.dp_replicate=2 parallel.zero=2 {BF16} {SELECTIVE}"),
-    Case(DENSE, f"mesh.pp=1 mesh.dp_replicate=2 parallel.zero=1 {BF16} model.tied=true"),
+    Case(DENSE, f"mesh.tp=4 {NO_DP} model.tied=true model.vocab=259 {MUON} model.n_kv_heads=2"),
     Case(
         DENSE,
-        f"mesh.pp=1 mesh.dp_replicate=4 {NO_DP} parallel.zero=0 "
+        f"mesh.dp_replicate=2 mesh.tp=1 parallel.zero=3 {NARROW} {MUON} "
+        "optim.newton_schulz_dtype=float32",
+    ),
+    Case(DENSE, f"{WITHOUT_PP} parallel.zero=1 {BF16} model.tied=true {MUON}"),
+    Case(
+        DENSE,
+        f"mesh.pp=1 mesh.dp_replicate=4 {NO_DP} parallel.zero=0 model.n_layers=3 {BY_2} "
         "parallel.sequence_parallel=false parallel.loss_parallel=false memory.loss_chunks=2",
     ),
     Case(DENSE, f"mesh.pp=1 mesh.cp=2 {FULL} model.qk_norm=true model.qkv_bias=true"),
     Case(DENSE, f"mesh.pp=1 mesh.cp=4 mesh.tp=1 parallel.cp_method=allgather {BF16} {FULL}"),
-    Case(DENSE, f"mesh.pp=2 mesh.cp=2 mesh.tp=2 {NO_DP} parallel.cp_method=allgather"),
     Case(
         DENSE,
         f"mesh.pp=1 mesh.cp=2 mesh.tp=1 mesh.dp_shard=4 parallel.cp_method=ulysses "
         f"parallel.zero=2 {FULL}",
     ),
-    Case(DENSE, f"mesh.pp=1 mesh.cp=2 mesh.tp=4 {NO_DP} memory.loss_chunks=3 {SELECTIVE}"),
+    Case(
+        DENSE,
+        f"mesh.pp=1 mesh.cp=2 mesh.tp=4 {NO_DP} parallel.zero=1 {NARROW} memory.loss_chunks=3 "
+        f"{SELECTIVE}",
+    ),
     Case(DENSE, f"{NO_DP} parallel.schedule=GPipe memory.loss_chunks=3"),
     Case(
         DENSE,
         f"mesh.pp=4 mesh.tp=2 {NO_DP} parallel.schedule=DualPipeV model.n_layers=8 "
         f"parallel.sequence_parallel=false {FULL}",
     ),
-    Case(DENSE, f"mesh.pp=2 mesh.cp=2 mesh.tp=2 {NO_DP} model.n_layers=5 {EVERY_2}"),
+    Case(
+        DENSE,
+        f"mesh.cp=2 mesh.tp=2 {NO_DP} parallel.cp_method=allgather model.n_layers=5 {EVERY_2}",
+    ),
     Case(DENSE, f"mesh.pp=1 mesh.cp=2 mesh.tp=2 mesh.dp_shard=2 model.n_layers=3 {EVERY_2}"),
     Case(DENSE, f"mesh.pp=1 mesh.dp_shard=4 model.n_layers=5 {BY_2} parallel.zero=3 {BF16}"),
-    Case(DENSE, f"mesh.pp=1 mesh.dp_replicate=2 model.n_layers=5 {BY_2} parallel.zero=2 {NARROW}"),
-    Case(DENSE, f"mesh.pp=1 mesh.dp_replicate=4 {NO_DP} model.n_layers=3 {BY_2} parallel.zero=0"),
+    Case(
+        DENSE, f"{WITHOUT_PP} model.n_layers=5 {BY_2} parallel.zero=2 {BF16} {NARROW} {SELECTIVE}"
+    ),
     Case(DENSE, f"parallel.zero=3 model.n_layers=6 {BY_2} {FULL}"),
     Case(
         DENSE, f"parallel.zero=3 parallel.schedule=ZBVZeroBubble model.n_layers=12 {BY_2} {NARROW}"
     ),
     Case(DENSE, f"parallel.zero=1 parallel.schedule=Interleaved1F1B model.n_layers=12 {BY_2}"),
-    Case(MOE, f"mesh.pp=1 mesh.dp_replicate=2 model.n_layers=5 {BY_2} {BF16}"),
-    Case(MOE, f"mesh.pp=2 model.n_layers=6 model.moe_every=2 {BY_2}"),
+    Case(
+        DENSE,
+        f'{MUON} parallel.zero=3 model.vocab=257 optim.matrices=["*"] '
+        'optim.train=["first.*","last.*","*norm*","*.w[qo]*"]',
+    ),
     Case(MOE, f"model.balance_loss=0.01 {FULL}"),
-    Case(MOE, f"mesh.pp=2 model.n_layers=6 {EVERY_2}"),
-    Case(MOE, f"mesh.pp=1 mesh.ep=2 mesh.dp_replicate=2 parallel.zero=2 {BF16} {SELECTIVE}"),
+    Case(MOE, f"model.n_layers=6 model.moe_every=2 {BY_2} {EVERY_2}"),
+    Case(
+        MOE,
+        f"{WITHOUT_PP} mesh.ep=2 parallel.zero=2 {BF16} {SELECTIVE} {MUON} model.n_layers=3 {BY_2}",
+    ),
     Case(MOE, "mesh.pp=1 mesh.ep=1 mesh.tp=1 mesh.dp_shard=8 parallel.zero=3 data.micro_batch=4"),
-    Case(MOE, "mesh.pp=1 mesh.ep=2 mesh.dp_replicate=4 mesh.dp_shard=1 parallel.zero=0"),
     Case(MOE, f"model.preset=debug-moe-shared mesh.ep=8 mesh.pp=1 mesh.cp=2 {FULL}"),
-    Case(DENSE, f"{MUON} parallel.zero=3"),
-    Case(DENSE, f"{MUON} mesh.pp=1 mesh.dp_replicate=2 parallel.zero=1 {BF16}"),
-    Case(DENSE, f"{MUON} mesh.pp=1 mesh.dp_shard=1 mesh.dp_replicate=4 parallel.zero=0"),
-    Case(DENSE, f"{MUON} mesh.tp=4 mesh.dp_shard=1 model.n_kv_heads=2"),
-    Case(DENSE, f"{MUON} mesh.tp=1 mesh.dp_shard=4 optim.newton_schulz_dtype=float32"),
-    Case(DENSE, f'{MUON} parallel.zero=3 model.vocab=257 optim.matrices=["*"]'),
-    Case(DENSE, f'{MUON} parallel.zero=3 optim.train=["first.*","last.*","*norm*","*.w[qo]*"]'),
     Case(MOE, MUON),
     Case(MOE, "mesh.tp=1 mesh.ep=1"),
-    Case(MOE, f"mesh.tp=1 mesh.ep=1 mesh.pp=1 mesh.dp_replicate=2 parallel.zero=1 {BF16}"),
-    Case(MOE, "mesh.tp=1 mesh.ep=1 mesh.pp=1 mesh.dp_replicate=4 mesh.dp_shard=1 parallel.zero=0"),
-    Case(MOE, f"{MUON} mesh.pp=1 mesh.ep=2 mesh.dp_replicate=2 {BF16}"),
+    Case(MOE, f"mesh.tp=1 mesh.ep=1 {WITHOUT_PP} parallel.zero=1 {BF16}"),
     Case(MOE, f"{MUON} mesh.pp=1 mesh.ep=2 mesh.dp_replicate=4 mesh.dp_shard=1 parallel.zero=0"),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_step_sends_what_the_formulas_say(pool: Pool, case: Case) -> None:
-    sets = split_overrides(case.sets)
-    path = str(RECIPES / f"{case.recipe}.toml")
-    recipe = load(path, sets).recipe
-    for pp_rank in {0, recipe.mesh.pp - 1}:
-        rank = pp_rank * (recipe.world_size // recipe.mesh.pp)
-        arguments = {"recipe": path, "sets": sets, "rank": rank}
-        found = pool.run(record_a_step, arguments, world_size=1)[0]
-        assert found == expected(recipe, pp_rank), f"pipeline rank {pp_rank}"
+# So many at a time that a test ends in seconds.
+@pytest.mark.parametrize("cases", [CASES[begin::4] for begin in range(4)])
+def test_steps_send_what_the_formulas_say(pool: Pool, cases: list[Case]) -> None:
+    steps = [Step(case, pp_rank) for case in cases for pp_rank in {0, case.load().mesh.pp - 1}]
+    found = pool.run(record_steps, {"steps": steps}, world_size=1, limit_s=200.0)[0]
+    for step, sums in zip(steps, found, strict=True):
+        assert sums == expected(step.case.load(), step.pp_rank), step

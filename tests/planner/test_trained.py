@@ -5,7 +5,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-from composer3d.facts import hardware
 from composer3d.models.registry import architecture
 from composer3d.parallel.freeze import freeze_others
 from composer3d.planner.memory import predict_memory
@@ -13,29 +12,25 @@ from composer3d.planner.predict import of_recipe
 from composer3d.planner.setup import Setup
 from composer3d.planner.traffic import traffic
 from composer3d.planner.trained import EVERYTHING, trained_of
-from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
 from tests.dryrun.jobs import dry_run_of, traffic_of
-from tools.prove.paths import ROOT
+from tests.planner import setups
+from tests.planner.setups import device
 
 GLOBS = '["blocks.*.attn.w*", "blocks.1.ffn.w2.*"]'
 LAYOUTS = {
-    "fsdp": ("mesh.dp_shard=8", "parallel.zero=3"),
-    "hsdp, tp": ("mesh.dp_replicate=2", "mesh.dp_shard=2", "mesh.tp=2", "parallel.zero=2"),
+    "hsdp, tp": ("mesh.dp_replicate=2", "mesh.dp_shard=2", "mesh.tp=2", "parallel.zero=3"),
     "pp": ("mesh.pp=2", "mesh.dp_shard=4"),
 }
 
 
 def recipe_of(*sets: str) -> Recipe:
-    base = str(ROOT / "recipes" / "debug-1-single.toml")
-    return load(base, ["data.global_batch=16", *sets], check_files=False).recipe
+    return setups.recipe_of("debug-1-single", "data.global_batch=16", *sets)
 
 
 def setup_of(recipe: Recipe) -> Setup:
-    row = hardware.by_name("H100")
-    assert row is not None
-    return of_recipe(recipe, row)
+    return of_recipe(recipe, device("H100"))
 
 
 def model_of(recipe: Recipe) -> torch.nn.Module:

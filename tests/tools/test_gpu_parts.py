@@ -2,37 +2,33 @@
 
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tools.gpu import traces
-from tools.gpu.__main__ import _has_failed
+from tools.gpu import kernels, traces
+from tools.gpu.__main__ import _has_failed, main
 from tools.gpu.page import PAGE, RESULTS, text_of
 from tools.gpu.parts import PARTS
-from tools.prove.paths import ROOT
 
 
-def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "tools.gpu", *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-
-
-def test_parts_are_rehearsed_and_the_page_has_their_figures(tmp_path: Path) -> None:
-    parts = ("grouped", "attention", "cudnn")
-    done = run(tmp_path, "run", *parts, "--out", str(tmp_path), "--rehearse")
-    assert done.returncode == 0, done.stdout + done.stderr
-    grouped = json.loads((tmp_path / "grouped.json").read_text())["figures"]
-    assert list(grouped) == ["even", "uneven", "half are empty"]
+def test_a_part_is_rehearsed_and_the_page_has_its_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["run", "attention", "--out", str(tmp_path), "--rehearse"])
+    assert status == 0, capsys.readouterr().out
     rows = json.loads((tmp_path / "attention.json").read_text())["figures"]["rows"]
     assert all(row["error"] < 1e-5 for row in rows.values())
     page = text_of(tmp_path)
     assert "| 16 documents | " in page
     assert "## Steps with experts" not in page
+
+
+def test_kernels_are_rehearsed() -> None:
+    assert list(kernels.grouped(True)) == ["even", "uneven", "half are empty"]
+    for row in kernels.cudnn(True).values():  # both sides are composer3d's
+        assert "failed" not in row
+        assert row["out_error"] == row["dv_error"] == 0
 
 
 def test_the_page_has_the_results_that_are_kept() -> None:
@@ -72,8 +68,7 @@ def test_a_trace_says_where_the_time_of_a_step_goes(tmp_path: Path) -> None:
 
 
 def test_a_part_that_fails_leaves_its_error(tmp_path: Path) -> None:
-    done = run(tmp_path, "run", "machine", "--out", str(tmp_path))
-    if done.returncode:  # there is no GPU here
+    if main(["run", "machine", "--out", str(tmp_path)]):  # there is no GPU here
         assert "torch sees no CUDA GPU here" in (tmp_path / "machine.json").read_text()
         assert "It failed:" in text_of(tmp_path)
 
@@ -83,7 +78,7 @@ def test_a_figure_that_failed_fails_its_part() -> None:
     assert not _has_failed({"summary": "9 passed", "failed": [], "error": 0.0})
 
 
-def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
-    done = run(tmp_path, "run", "memory", "--out", str(tmp_path))
-    assert done.returncode == 2
-    assert f"memory: use {', '.join(PARTS)}" in done.stderr
+def test_an_unknown_part_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "memory", "--out", str(tmp_path)])
+    assert f"memory: use {', '.join(PARTS)}" in capsys.readouterr().err

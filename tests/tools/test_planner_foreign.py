@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from composer3d.facts import hardware
 from composer3d.planner.constants import PRIORS
 from composer3d.planner.pipeline import compiled, critical_path, length_s
 from composer3d.planner.setup import BatchSizes, Machine
 from composer3d.planner.simulate import StageTimes, simulate
+from tests.planner.setups import device
 from tools.planner.foreign import (
     ForeignLayout,
     ForeignSetup,
@@ -37,16 +37,13 @@ BLOCK = 12 * 1024 * 1024
 def setup_of(
     *, sizes: ForeignSizes = SIZES, micro_batches: int = 8, **layout: object
 ) -> ForeignSetup:
-    row = hardware.by_name("A100-80GB")
-    assert row is not None
-    assert row.links is not None
     stages = int(layout.get("pp", 1)) * int(layout.get("stages_per_rank", 1))  # type: ignore[call-overload]
     blocks = (sizes.layers // stages,) * stages
     return ForeignSetup(
         sizes=sizes,
         layout=ForeignLayout(stage_blocks=blocks, **layout),  # type: ignore[arg-type]
         batch=BatchSizes(seq_len=512, micro_batch=2, micro_batches=micro_batches),
-        machine=Machine(row, 8, 2e11, 2e11, 2e10),
+        machine=Machine(device("A100-80GB"), 8, 2e11, 2e11, 2e10),
         software=ForeignSoftware(loss_copies=4.0, step_copies=0.0),
     )
 

@@ -49,10 +49,14 @@ from tools.bench.jobs import (
     measure,
     plain_job,
 )
+from tools.bench.tables import print_head, print_row, ratio_with_range
 
 HERE = Path(__file__).parent
 MOE_RECIPE = HERE / "moe.toml"
 GPU_RECIPE = HERE / "gpu.toml"
+
+# Adds options to the parser of a command.
+Options = Callable[[argparse.ArgumentParser], None]
 
 # One side of a comparison: makes the jobs of one run, with their files in an empty folder.
 Side = Callable[[Path], Sequence[Job]]
@@ -141,41 +145,33 @@ def train(args: argparse.Namespace) -> int:
 
 def one(args: argparse.Namespace) -> int:
     """Compare one process with the hand-written loop."""
-    sets = (*LAYOUTS["one"].sets, *_common_sets(args))
-    sides = {
-        "plain": plain(args, CPU_RECIPE, sets),
-        "composer3d": ours(args, CPU_RECIPE, sets),
-    }
+    sets = LAYOUTS["one"].sets
+    sides = {"plain": plain(args, CPU_RECIPE, sets), "composer3d": ours(args, CPU_RECIPE, sets)}
     return report(args, [compare("one", sides, args.repeats)])
 
 
 def layouts(args: argparse.Namespace) -> int:
-    """Compare each layout with the ideal for two cores: two processes, on half a batch each."""
-    half_batch = ("data.global_batch=4", "data.micro_batch=4", *_common_sets(args))
-    run_half_batch = ours(args, CPU_RECIPE, half_batch)
+    """Compare each layout with the ideal for two cores."""
+    two_halves = ideal(args, CPU_RECIPE)
 
-    def ideal(folder: Path) -> list[Job]:
-        return [*run_half_batch(folder / "first"), *run_half_batch(folder / "second")]
+    def sides(layout: Layout) -> dict[str, Side]:
+        return {"ideal": two_halves, "composer3d": ours(args, CPU_RECIPE, layout.sets)}
 
-    rows = []
-    for name in args.only or [name for name in LAYOUTS if name != "one"]:
-        sets = (*LAYOUTS[name].sets, *_common_sets(args))
-        sides: dict[str, Side] = {"ideal": ideal, "composer3d": ours(args, CPU_RECIPE, sets)}
-        rows.append(compare(name, sides, args.repeats))
-    return report(args, rows)
+    names = [name for name in LAYOUTS if name != "one"]
+    return report(args, compare_layouts(args, names, sides))
 
 
 def trees(args: argparse.Namespace) -> int:
     """Compare each layout with the composer3d of another checkout."""
-    rows = []
-    for name in args.only or LAYOUTS:
-        sets = (*LAYOUTS[name].sets, *_common_sets(args))
-        sides: dict[str, Side] = {
-            "other": _in_folder(ours(args, CPU_RECIPE, sets), args.other),
-            "this": _in_folder(ours(args, CPU_RECIPE, sets), HERE.parents[1]),
+
+    def sides(layout: Layout) -> dict[str, Side]:
+        side = ours(args, CPU_RECIPE, layout.sets)
+        return {
+            "other": _in_folder(side, args.other),
+            "this": _in_folder(side, HERE.parents[1]),
         }
-        rows.append(compare(name, sides, args.repeats))
-    return report(args, rows)
+
+    return report(args, compare_layouts(args, LAYOUTS, sides))
 
 
 def watches(args: argparse.Namespace) -> int:
@@ -189,10 +185,10 @@ def watches(args: argparse.Namespace) -> int:
         rows = [{**row._asdict(), "ratio": row.ratio} for row in found]
         print(json.dumps({"torch": _version(sys.executable, "torch"), "rows": rows}))
         return 0
-    print("| layout | unwatched, ms | watched, ms | ratio |\n|---|---|---|---|")
+    print_head("layout", "unwatched, ms", "watched, ms", "ratio")
     for row in found:
-        sides = (statistics.median(side) for side in (row.unwatched_ms, row.watched_ms))
-        print(f"| {row.name} | {' | '.join(f'{ms:.1f}' for ms in sides)} | {row.ratio:.4f} |")
+        medians = [statistics.median(side) for side in (row.unwatched_ms, row.watched_ms)]
+        print_row(row.name, *(f"{ms:.1f}" for ms in medians), f"{row.ratio:.4f}")
     return 0
 
 
@@ -211,20 +207,15 @@ def _in_folder(side: Side, folder: Path) -> Side:
 def moe(args: argparse.Namespace) -> int:
     """Compare a model with experts on one process with its dense twin, and on two with the ideal.
 
-    The ideal for two cores is two processes, on half a batch each.
+    The ideal is that of ``ideal``.
     """
-    sets = (*LAYOUTS["one"].sets, *_common_sets(args))
-    half_batch = ("data.global_batch=4", "data.micro_batch=4", *_common_sets(args))
-    run_half_batch = ours(args, MOE_RECIPE, half_batch)
-
-    def ideal(folder: Path) -> list[Job]:
-        return [*run_half_batch(folder / "first"), *run_half_batch(folder / "second")]
-
+    sets = LAYOUTS["one"].sets
     dense_and_moe = {"dense": ours(args, CPU_RECIPE, sets), "moe": ours(args, MOE_RECIPE, sets)}
     rows = [compare("one", dense_and_moe, args.repeats)]
+    two_halves = ideal(args, MOE_RECIPE)
     for ep in (1, 2):
-        layout = ("mesh.dp_shard=2", f"mesh.ep={ep}", "data.micro_batch=4", *_common_sets(args))
-        sides: dict[str, Side] = {"ideal": ideal, "composer3d": ours(args, MOE_RECIPE, layout)}
+        layout = ("mesh.dp_shard=2", f"mesh.ep={ep}", "data.micro_batch=4")
+        sides = {"ideal": two_halves, "composer3d": ours(args, MOE_RECIPE, layout)}
         rows.append(compare(f"dp_shard 2, ep {ep}", sides, args.repeats))
     status = report(args, rows)
     experts.report_parts()
@@ -233,15 +224,14 @@ def moe(args: argparse.Namespace) -> int:
 
 def muon(args: argparse.Namespace) -> int:
     """Compare each layout with Muon with the same layout with AdamW."""
-    rows = []
-    for name in args.only or ("one", "fsdp2", "dp2xtp2"):
-        sets = (*LAYOUTS[name].sets, *_common_sets(args))
-        sides: dict[str, Side] = {
-            "adamw": ours(args, CPU_RECIPE, sets),
-            "muon": ours(args, CPU_RECIPE, (*sets, "optim.name=muon")),
+
+    def sides(layout: Layout) -> dict[str, Side]:
+        return {
+            "adamw": ours(args, CPU_RECIPE, layout.sets),
+            "muon": ours(args, CPU_RECIPE, (*layout.sets, "optim.name=muon")),
         }
-        rows.append(compare(name, sides, args.repeats))
-    return report(args, rows)
+
+    return report(args, compare_layouts(args, ("one", "fsdp2", "dp2xtp2"), sides))
 
 
 def steps(args: argparse.Namespace) -> int:
@@ -259,14 +249,14 @@ def learning(args: argparse.Namespace) -> int:
 
 def peers(args: argparse.Namespace) -> int:
     """Compare each layout with torchtitan."""
-    rows = []
-    for name in args.only or LAYOUTS:
-        layout = LAYOUTS[name]
-        sides: dict[str, Side] = {
+
+    def sides(layout: Layout) -> dict[str, Side]:
+        return {
             "torchtitan": titan(args, layout),
-            "composer3d": ours(args, CPU_RECIPE, (*layout.sets, *_common_sets(args))),
+            "composer3d": ours(args, CPU_RECIPE, layout.sets),
         }
-        rows.append(compare(name, sides, args.repeats))
+
+    rows = compare_layouts(args, LAYOUTS, sides)
     titan_version = _version(str(args.titan / "venv/bin/python"), "torchtitan")
     return report(args, rows, torchtitan=titan_version)
 
@@ -289,17 +279,12 @@ def host(args: argparse.Namespace) -> int:
         return 0
     peers = ("plain",) if args.titan is None else ("plain", "torchtitan")
     sides = (*peers, "composer3d")
-    columns = ["layout", *(f"{side}, ms" for side in sides), *(f"of {peer}" for peer in peers)]
-    print(f"| {' | '.join(columns)} |")
-    print("|---" * len(columns) + "|")
+    print_head("layout", *(f"{side}, ms" for side in sides), *(f"of {peer}" for peer in peers))
     for row in found:
         turns = {"plain": row.plain_ms, "torchtitan": row.titan_ms, "composer3d": row.ours_ms}
-        cells = [f"{statistics.median(turns[side]):.1f}" for side in sides]
-        for peer in peers:
-            ratios = [ours / other for ours, other in zip(row.ours_ms, turns[peer], strict=True)]
-            ratio = statistics.median(row.ours_ms) / statistics.median(turns[peer])
-            cells.append(f"{ratio:.2f} ({min(ratios):.2f}..{max(ratios):.2f})")
-        print(f"| {row.name} | {' | '.join(cells)} |")
+        medians = [f"{statistics.median(turns[side]):.1f}" for side in sides]
+        ratios = [ratio_with_range(row.ours_ms, turns[peer]) for peer in peers]
+        print_row(row.name, *medians, *ratios)
     return 0
 
 
@@ -315,11 +300,10 @@ def gpu(args: argparse.Namespace) -> int:
     device = hardware.find(gpu_name)
     rows = []
     for precision, precision_sets in PRECISIONS.items():
-        sets = (*precision_sets, *_common_sets(args))
-        recipe = load(GPU_RECIPE, sets).recipe
+        recipe = load(GPU_RECIPE, _with_common_sets(args, precision_sets)).recipe
         sides = {
-            "plain": plain(args, GPU_RECIPE, sets),
-            "composer3d": ours(args, GPU_RECIPE, sets),
+            "plain": plain(args, GPU_RECIPE, precision_sets),
+            "composer3d": ours(args, GPU_RECIPE, precision_sets),
         }
         row = compare(precision, sides, args.repeats)
         flops_per_token = model_flops_per_token(recipe)
@@ -331,18 +315,26 @@ def gpu(args: argparse.Namespace) -> int:
     return report(args, rows, gpu=gpu_name)
 
 
-def _common_sets(args: argparse.Namespace) -> tuple[str, ...]:
-    return (f"run.steps={args.steps}", *args.set)
+def _with_common_sets(args: argparse.Namespace, sets: Sequence[str]) -> tuple[str, ...]:
+    return (*sets, f"run.steps={args.steps}", *args.set)
 
 
 def ours(args: argparse.Namespace, recipe: Path, sets: Sequence[str]) -> Side:
     """``composer3d train`` on a recipe."""
+    sets = _with_common_sets(args, sets)
     return lambda folder: [_on_one_thread(composer3d_job(args.python, recipe, sets, folder))]
 
 
 def plain(args: argparse.Namespace, recipe: Path, sets: Sequence[str]) -> Side:
     """The hand-written loop with the sizes of a recipe."""
+    sets = _with_common_sets(args, sets)
     return lambda folder: [_on_one_thread(plain_job(args.python, recipe, sets, folder))]
+
+
+def ideal(args: argparse.Namespace, recipe: Path) -> Side:
+    """The ideal for two cores: two processes at the same time, each on half of the batch."""
+    half_batch = ours(args, recipe, ("data.global_batch=4", "data.micro_batch=4"))
+    return lambda folder: [*half_batch(folder / "first"), *half_batch(folder / "second")]
 
 
 def titan(args: argparse.Namespace, layout: Layout) -> Side:
@@ -366,6 +358,13 @@ def titan(args: argparse.Namespace, layout: Layout) -> Side:
 def _on_one_thread(job: Job) -> Job:
     job.env |= ONE_THREAD
     return job
+
+
+def compare_layouts(
+    args: argparse.Namespace, names: Iterable[str], sides: Callable[[Layout], Mapping[str, Side]]
+) -> list[dict[str, Any]]:
+    """Run two sides of each layout that the user names, or of ``names``; return their rows."""
+    return [compare(name, sides(LAYOUTS[name]), args.repeats) for name in args.only or names]
 
 
 def compare(name: str, sides: Mapping[str, Side], repeats: int) -> dict[str, Any]:
@@ -425,28 +424,23 @@ def report(args: argparse.Namespace, rows: list[dict[str, Any]], **versions: str
         print(json.dumps(about | {"rows": rows}))
     else:
         print(", ".join(f"{key} {value}" for key, value in about.items()))
-        print(
-            "| run | side | tokens/s (range) | step s | launch to step 1, s | peak GiB | MFU | "
-            "ratio (range) |"
-        )
-        print("|---|---|---|---|---|---|---|---|")
+        columns = "run; side; tokens/s (range); step s; launch to step 1, s; peak GiB; MFU"
+        print_head(*columns.split("; "), "ratio (range)")
         for row in rows:
-            print("\n".join(_table_lines(row)))
+            _print_sides(row)
     return 1 if any("error" in row for row in rows) else 0
 
 
-def _table_lines(row: dict[str, Any]) -> list[str]:
-    """The lines of a row in the printed table: one for each side, the last one with the ratio."""
+def _print_sides(row: dict[str, Any]) -> None:
+    """Print a line for each side of a row, the last one with the ratio."""
     if "error" in row:
-        return [f"| {row['name']} | failed: {row['error'].splitlines()[0]} |"]
-    lines: list[str] = []
+        print_row(row["name"], f"failed: {row['error'].splitlines()[0]}")
+        return
+    ratio = ""
     for side, figures in row["sides"].items():
         speed = figures["tokens_per_s"]
         memory = figures.get("peak_gpu_gib", figures["peak_rss_gib"])
-        ratio = ""
-        if lines:
-            ratio = "{median:.3f} ({min:.3f}..{max:.3f})".format(**row["ratio"])
-        cells = (
+        print_row(
             row["name"],
             side,
             f"{speed['median']:.0f} ({speed['min']:.0f}..{speed['max']:.0f})",
@@ -456,8 +450,7 @@ def _table_lines(row: dict[str, Any]) -> list[str]:
             f"{figures['mfu']:.1%}" if figures.get("mfu") else "",
             ratio,
         )
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        ratio = "{median:.3f} ({min:.3f}..{max:.3f})".format(**row["ratio"])
 
 
 def machine() -> dict[str, Any]:
@@ -485,7 +478,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def add_plain_command(
-        command: Callable[[argparse.Namespace], int], description: str
+        command: Callable[[argparse.Namespace], int], description: str, *options: Options
     ) -> argparse.ArgumentParser:
         new = commands.add_parser(command.__name__, help=description, description=description)
         new.set_defaults(command=command)
@@ -495,13 +488,14 @@ def _parser() -> argparse.ArgumentParser:
             default=sys.executable,
             help="interpreter that runs composer3d",
         )
+        for add_option in options:
+            add_option(new)
         return new
 
     def add_command(
-        command: Callable[[argparse.Namespace], int], description: str
+        command: Callable[[argparse.Namespace], int], description: str, *options: Options
     ) -> argparse.ArgumentParser:
-        new = add_plain_command(command, description)
-        add_json(new)
+        new = add_plain_command(command, description, add_json, *options)
         new.add_argument(
             "--set", metavar="TABLE.KEY=VALUE", action="append", default=[], help="override a value"
         )
@@ -524,70 +518,59 @@ def _parser() -> argparse.ArgumentParser:
             "--repeats", metavar="N", type=_count, default=5, help="runs of each side"
         )
 
-    def add_only(command_parser: argparse.ArgumentParser) -> None:
+    def add_only(
+        command_parser: argparse.ArgumentParser, names: Iterable[str] = tuple(LAYOUTS)
+    ) -> None:
         command_parser.add_argument(
-            "--only", metavar="NAME,...", type=_names, help=f"layouts, of {', '.join(LAYOUTS)}"
+            "--only",
+            metavar="NAME,...",
+            type=partial(_names, layouts=names),
+            help=f"layouts, of {', '.join(names)}",
         )
 
     train_parser = add_command(train, "measure a recipe")
     train_parser.add_argument("recipe", metavar="RECIPE", type=Path)
-
-    one_parser = add_command(one, "one process against the hand-written loop of plain.py")
-    add_repeats(one_parser)
-
-    layouts_parser = add_command(
-        layouts, "each layout against two single processes that share the batch"
+    add_command(one, "one process against the hand-written loop of plain.py", add_repeats)
+    add_command(
+        layouts,
+        "each layout against two single processes that share the batch",
+        add_repeats,
+        add_only,
     )
-    add_repeats(layouts_parser)
-    add_only(layouts_parser)
-
-    trees_parser = add_command(trees, "each layout against the composer3d of another checkout")
-    add_repeats(trees_parser)
-    add_only(trees_parser)
+    trees_parser = add_command(
+        trees, "each layout against the composer3d of another checkout", add_repeats, add_only
+    )
     trees_parser.add_argument(
         "--other", metavar="DIR", type=Path, required=True, help="root of the other checkout"
     )
-
-    watches_parser = add_command(
-        watches, "each layout that watches its ranks and steps against the same without"
+    add_command(
+        watches, "each layout that watches its ranks and steps against the same without", add_only
     )
-    add_only(watches_parser)
-
-    moe_parser = add_command(moe, "a model with experts against its dense twin, and ep 2")
-    add_repeats(moe_parser)
-
-    muon_parser = add_command(muon, "each layout with Muon against the same with AdamW")
-    add_repeats(muon_parser)
-    add_only(muon_parser)
+    add_command(moe, "a model with experts against its dense twin, and ep 2", add_repeats)
+    add_command(muon, "each layout with Muon against the same with AdamW", add_repeats, add_only)
 
     add_plain_command(steps, "the loss of Muon in three quarters of the steps, against AdamW's")
     states_parser = commands.add_parser(
         "states", help="torchao's AdamW with small states: does a cut of the matrix change it?"
     )
     states_parser.set_defaults(command=states.states)
-
     add_plain_command(learning, "the load of experts, and their loss beside a dense model's")
 
-    peers_parser = add_command(peers, "each layout against torchtitan")
-    add_repeats(peers_parser)
-    add_only(peers_parser)
+    peers_parser = add_command(peers, "each layout against torchtitan", add_repeats, add_only)
     peers_parser.add_argument(
         "--titan", metavar="DIR", type=Path, required=True, help="folder with bench.sh and venv/"
     )
-
-    host_parser = add_command(host, "the time in which the host launches a step, on a fake world")
-    add_repeats(host_parser)
+    host_parser = add_command(
+        host,
+        "the time in which the host launches a step, on a fake world",
+        add_repeats,
+        partial(add_only, names=launches.LAYOUTS),
+    )
     host_parser.add_argument(
         "--titan",
         metavar="DIR",
         type=Path,
         help="folder with titan_cpu.py and venv/: torchtitan too",
-    )
-    host_parser.add_argument(
-        "--only",
-        metavar="NAME,...",
-        type=partial(_names, layouts=launches.LAYOUTS),
-        help=f"layouts, of {', '.join(launches.LAYOUTS)}",
     )
 
     counts_parser = commands.add_parser(
@@ -595,36 +578,36 @@ def _parser() -> argparse.ArgumentParser:
     )
     counts_parser.set_defaults(command=operators.counts)
     operators.add_arguments(counts_parser)
-
-    cp_parser = add_command(sequence.cp, "attention of one sequence over ranks against one process")
-    add_repeats(cp_parser)
-    sequence.add_arguments(cp_parser)
-
-    generate_parser = add_plain_command(
-        generation.generate, "tokens/s of generation against transformers"
+    add_command(
+        sequence.cp,
+        "attention of one sequence over ranks against one process",
+        add_repeats,
+        sequence.add_arguments,
     )
-    generation.add_arguments(generate_parser)
-
+    add_plain_command(
+        generation.generate,
+        "tokens/s of generation against transformers",
+        generation.add_arguments,
+    )
     prepare_parser = add_plain_command(
-        tokenizing.prepare, "the rate of prepare against the tokenizers library's own batch rate"
+        tokenizing.prepare,
+        "the rate of prepare against the tokenizers library's own batch rate",
+        add_repeats,
+        add_json,
     )
-    add_repeats(prepare_parser)
-    add_json(prepare_parser)
     prepare_parser.add_argument(
         "--copies", metavar="N", type=_count, default=2, help="copies of the text; default: 2"
     )
-
     start_parser = add_plain_command(
-        shards.start, "the start of a training on many shards against the start on one"
+        shards.start,
+        "the start of a training on many shards against the start on one",
+        add_repeats,
+        add_json,
     )
-    add_repeats(start_parser)
-    add_json(start_parser)
     start_parser.add_argument(
         "--shards", metavar="N", type=_count, default=1000, help="shards; default: 1,000"
     )
-
-    gpu_parser = add_command(gpu, "bfloat16 and float32 on one GPU against the hand-written loop")
-    add_repeats(gpu_parser)
+    add_command(gpu, "bfloat16 and float32 on one GPU against the hand-written loop", add_repeats)
     return parser
 
 
@@ -634,7 +617,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _names(text: str, layouts: Iterable[str] = LAYOUTS) -> list[str]:
+def _names(text: str, layouts: Iterable[str]) -> list[str]:
     names = text.split(",")
     wrong = [name for name in names if name not in layouts]
     if wrong:

@@ -23,6 +23,7 @@ from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.training.build import build_stages
+from tools.bench.tables import print_head, print_row
 
 RECIPE = Path(__file__).parent / "moe.toml"
 STEPS = 4  # of a measurement; the first one warms up
@@ -123,19 +124,16 @@ def operators() -> dict[str, int]:
     return {"forward": forward, "backward": backward}
 
 
-def report_parts() -> dict[str, Any]:
+def report_parts() -> None:
     """Measure and print the shares with ep 1 and 2, and the operators of a layer."""
-    rows: dict[str, Any] = {"operators": operators()}
+    rows: dict[str, dict[str, float]] = {}
     with Pool() as pool:
         rows["one process"] = shares(pool, ["data.micro_batch=8"], 1)
         for ep in (1, 2):
             sets = ["mesh.dp_shard=2", f"mesh.ep={ep}", "data.micro_batch=4"]
             rows[f"dp_shard 2, ep {ep}"] = shares(pool, sets, 2)
-    print("| forward and backward | " + " | ".join(PARTS) + " |")
-    print("|---|" + "---|" * len(PARTS))
+    print_head("forward and backward", *PARTS)
     for name, row in rows.items():
-        if name != "operators":
-            print(f"| {name} | " + " | ".join(f"{row[part]:.1%}" for part in PARTS) + " |")
-    counts = rows["operators"]
+        print_row(name, *(f"{row[part]:.1%}" for part in PARTS))
+    counts = operators()
     print(f"operators of a layer: {counts['forward']} forward, {counts['backward']} backward")
-    return rows

@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import torch
 
 from composer3d.generate.generator import Generator
 from composer3d.generate.load import load_model, open_checkpoint
+from tools.bench.tables import print_head, print_row, with_range
 
 
 class Case(NamedTuple):
@@ -73,15 +73,14 @@ def generate(args: argparse.Namespace) -> int:
 
     torch.set_num_threads(1)
     rows = []
-    print("| model | transformers, tokens/s | composer3d, tokens/s | ratio | tokens |")
-    print("|---|---|---|---|---|")
+    print_head("model", "transformers, tokens/s", "composer3d, tokens/s", "ratio", "tokens")
     for name in args.only or CASES:
         with tempfile.TemporaryDirectory() as folder:
             rows.append({"name": name, **_compare(CASES[name], Path(folder), args.repeats)})
         row = rows[-1]
-        speeds = [_text(row[side], ".1f") for side in ("transformers", "composer3d")]
+        speeds = [with_range(row[side], ".1f") for side in ("transformers", "composer3d")]
         same = "the same" if row["same"] else "DIFFERENT"
-        print(f"| {name} | {speeds[0]} | {speeds[1]} | {_text(row['ratio'], '.2f')} | {same} |")
+        print_row(name, *speeds, with_range(row["ratio"]), same)
     if args.json:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         print(json.dumps({"cores": os.cpu_count(), **versions, "rows": rows}))
@@ -138,11 +137,6 @@ def _seconds(function: Callable[[], object]) -> float:
     began_s = time.process_time()
     function()
     return time.process_time() - began_s
-
-
-def _text(values: list[float], form: str) -> str:
-    low, middle, high = min(values), statistics.median(values), max(values)
-    return f"{middle:{form}} ({low:{form}}..{high:{form}})"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

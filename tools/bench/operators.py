@@ -15,6 +15,7 @@ import torch
 from composer3d.facts.errors import UserError
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
+from tools.bench.tables import print_head, print_row
 from tools.fake_cuda import device
 from tools.fake_cuda.counts import (
     Job,
@@ -71,20 +72,17 @@ def counts(args: argparse.Namespace) -> int:
         raise UserError("bench counts: it compiles a few lines of C++; install a C++ compiler")
     rows: dict[str, dict[str, Any]] = {}
     print(f"torch {torch.__version__}")
-    print(
-        "| layout | operators a layer, forward | backward | copies to the device | to the host | "
-        "waits of the host | collectives of a step |"
+    print_head(
+        *("layout", "operators a layer, forward", "backward", "copies to the device"),
+        *("to the host", "waits of the host", "collectives of a step"),
     )
-    print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder, Pool() as pool:
         library = device.build(Path(folder))
         for name in args.only:
             row = rows[name] = measure(pool, library, name)
-            print(
-                f"| {name} | {row['forward']:.4g} | {row['backward']:.4g} | {row['to_device']} | "
-                f"{row['to_host']} | {row['waits']} | {describe(row['traffic'])} |",
-                flush=True,
-            )
+            operators = (f"{row[phase]:.4g}" for phase in ("forward", "backward"))
+            others = (row[key] for key in ("to_device", "to_host", "waits"))
+            print_row(name, *operators, *others, describe(row["traffic"]))
     if args.json:
         print(json.dumps({"torch": torch.__version__, "rows": rows}))
     return 0

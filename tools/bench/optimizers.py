@@ -7,7 +7,8 @@ first seed. Then both train with further seeds.
 
 import statistics
 
-from tools.bench.quickstarts import DENSE, EXPERTS, SEEDS, train
+from tools.bench.quickstarts import DENSE, EXPERTS, SEEDS, last_loss, train
+from tools.bench.tables import print_head, print_row
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 ADAMW_STEPS = 250  # of the recipes
@@ -18,8 +19,7 @@ RECIPES = {"quickstart": (DENSE, ()), "quickstart-moe": (EXPERTS, ("mesh.ep=1",)
 
 def report(python: str) -> None:
     """Print the last validation loss of each recipe, optimizer, rate and seed."""
-    print("| recipe | optimizer | steps | rate | seeds | validation loss | mean |")
-    print("|---|---|---|---|---|---|---|")
+    print_head("recipe", "optimizer", "steps", "rate", "seeds", "validation loss", "mean")
     for recipe in RECIPES:
         for optimizer in STEPS:
             tried = {}
@@ -44,15 +44,11 @@ def _last_loss(python: str, recipe: str, optimizer: str, rate: float, seed: int)
         "validation.every=1000",  # the end of a run always validates
         "validation.steps=16",
     )
-    lines = train(python, path, overrides)
-    return float([line["validation_loss"] for line in lines if "validation_loss" in line][-1])
+    return last_loss(train(python, path, overrides))
 
 
 def _print_row(recipe: str, optimizer: str, rate: float, losses: list[float]) -> None:
     shown = ", ".join(f"{loss:.4f}" for loss in losses)
     seeds = ", ".join(map(str, SEEDS[: len(losses)]))
     mean = f"{statistics.mean(losses):.4f}"
-    print(
-        f"| {recipe} | {optimizer} | {STEPS[optimizer]} | {rate:g} | {seeds} | {shown} | {mean} |",
-        flush=True,
-    )
+    print_row(recipe, optimizer, STEPS[optimizer], f"{rate:g}", seeds, shown, mean)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.jobs import Job, run_together
+from tools.bench.tables import print_head, print_row
 
 ROOT = Path(__file__).parents[2]
 DENSE, EXPERTS = ROOT / "recipes" / "quickstart.toml", ROOT / "recipes" / "quickstart-moe.toml"
@@ -55,8 +56,8 @@ def train(python: str, recipe: Path, sets: Sequence[str]) -> list[dict[str, Any]
 
 def report_balance(python: str) -> None:
     """Print the load of the busiest expert, over the mean, for each way to balance."""
-    print("| balance | load of the busiest expert / mean, by layer | of all layers | loss |")
-    print("|---|---|---|---|")
+    load = "load of the busiest expert / mean, by layer"
+    print_head("balance", load, "of all layers", "loss")
     for name, sets in BALANCES.items():
         every = (f"run.steps={BALANCE_STEPS}", "validation.every=0", "metrics.every=1")
         lines = train(python, EXPERTS, ["mesh.ep=1", *every, *sets])
@@ -66,19 +67,20 @@ def report_balance(python: str) -> None:
         loads = [statistics.mean(line[key] for line in last) for key in layers]
         shown = ", ".join(f"{load:.2f}" for load in loads)
         loss = statistics.mean(line["loss"] for line in last)
-        print(f"| {name} | {shown} | {statistics.mean(loads):.2f} | {loss:.3f} |", flush=True)
+        print_row(name, shown, f"{statistics.mean(loads):.2f}", f"{loss:.3f}")
 
 
 def report_losses(python: str) -> None:
     """Print the last validation loss of the quickstart, dense and with experts, for each seed."""
-    print("| seed | dense | experts |")
-    print("|---|---|---|")
+    print_head("seed", "dense", "experts")
     for seed in SEEDS:
-        losses = []
-        for recipe, sets in ((DENSE, ()), (EXPERTS, ("mesh.ep=1",))):
-            lines = train(python, recipe, [*sets, f"run.seed={seed}"])
-            losses.append(
-                [line["validation_loss"] for line in lines if "validation_loss" in line][-1]
-            )
-        cells = " | ".join(f"{loss:.4f}" for loss in losses)
-        print(f"| {seed} | {cells} |", flush=True)
+        losses = [
+            last_loss(train(python, recipe, [*sets, f"run.seed={seed}"]))
+            for recipe, sets in ((DENSE, ()), (EXPERTS, ("mesh.ep=1",)))
+        ]
+        print_row(seed, *(f"{loss:.4f}" for loss in losses))
+
+
+def last_loss(lines: Sequence[dict[str, Any]]) -> float:
+    """Return the last validation loss of a run."""
+    return float([line["validation_loss"] for line in lines if "validation_loss" in line][-1])

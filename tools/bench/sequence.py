@@ -26,6 +26,7 @@ from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.training.build import build_stages
+from tools.bench.tables import print_head, print_row
 
 # Ulysses cuts key-value heads too, here over up to 8 ranks.
 HEADS, KV_HEADS, WIDTH = 8, 8, 32
@@ -56,11 +57,10 @@ def cp(args: argparse.Namespace) -> int:
     kinds.insert(1, Kind(os.cpu_count() or 1, ALONE))
 
     rows: list[dict[str, Any]] = []
-    print(
-        "| tokens | ranks | method | forward + backward s | of one process's | peak MiB a rank | "
-        "MiB sent a rank |"
+    print_head(
+        *("tokens", "ranks", "method", "forward + backward s", "of one process's"),
+        *("peak MiB a rank", "MiB sent a rank"),
     )
-    print("|---|---|---|---|---|---|---|")
     with Pool() as pool:
         for tokens in args.tokens:
             runs: dict[Kind, list[Figures]] = {kind: [] for kind in kinds}
@@ -106,7 +106,7 @@ def _row(
 
 
 def _print_row(row: dict[str, Any]) -> None:
-    cells = (
+    print_row(
         row["tokens"],
         row["ranks"],
         row["method"],
@@ -115,7 +115,6 @@ def _print_row(row: dict[str, Any]) -> None:
         f"{row['peak_bytes'] / MIB:.1f}",
         f"{row['sent_bytes'] / MIB:.1f}",
     )
-    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
 def _step_memory_of_ranks(

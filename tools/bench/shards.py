@@ -18,6 +18,7 @@ import numpy as np
 from composer3d.data.tokens import open_tokens, write_manifest
 from composer3d.facts.token_manifest import CHUNK_BYTES, digest_of, shard_files
 from tools.bench.jobs import CPU_RECIPE, ONE_THREAD, Job, composer3d_job, run_together
+from tools.bench.tables import with_range
 
 SHARD_TOKENS = 100_000_000
 _ITEM_BYTES = 2
@@ -41,7 +42,8 @@ def start(args: argparse.Namespace) -> int:
                 opens[side].append(time.monotonic() - begin_s)
                 print(f"{side} {repeat + 1}/{args.repeats}: {launches[side][-1]:.2f} s")
     for side in sides:
-        print(f"| {side} | launch to step 1 {_spread(launches[side])}, data {_spread(opens[side])}")
+        launch, data = (with_range(seconds[side], unit=" s") for seconds in (launches, opens))
+        print(f"| {side} | launch to step 1 {launch}, data {data}")
     few, many = (statistics.median(values) for values in launches.values())
     print(f"difference {many - few:.2f} s")
     if args.json:
@@ -91,7 +93,3 @@ def _launch_s(python: str, data: Path, folder: Path) -> float:
     job.env = dict(ONE_THREAD)
     run_together([job])
     return job.first_step_s
-
-
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} s ({min(values):.2f}..{max(values):.2f})"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from composer3d.facts.errors import UserError
+from tools.bench.tables import print_head, print_row
 
 ROWS, COLUMNS = 512, 384  # half of the columns is no multiple of 256
 STEPS = 20
@@ -36,14 +37,13 @@ def states(_: argparse.Namespace) -> int:
 
     exact = _train(torch.optim.AdamW, weight, gradients, lambda whole: [whole])
     moved = (exact - weight).norm()
-    print("| states | cut | from the whole matrix, of the update | from float32 states |")
-    print("|---|---|---|---|")
+    print_head("states", "cut", "from the whole matrix, of the update", "from float32 states")
     for optimizer in (torch.optim.AdamW, AdamW8bit, AdamWFp8):
         whole = _train(optimizer, weight, gradients, lambda whole: [whole])
         for name, cut in CUTS.items():
             joined = _train(optimizer, weight, gradients, cut)
             by_cut, by_states = (joined - whole).norm() / moved, (whole - exact).norm() / moved
-            print(f"| {optimizer.__name__} | {name} | {by_cut:.1%} | {by_states:.1%} |")
+            print_row(optimizer.__name__, name, f"{by_cut:.1%}", f"{by_states:.1%}")
     return 0
 
 

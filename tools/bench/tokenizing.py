@@ -18,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from tools.bench.tables import print_row, ratio_with_range, with_range
+
 VOCAB = 32_000
 END = "<|endoftext|>"
 BATCH = 1_000  # documents that the library gets at once
@@ -34,14 +36,12 @@ def prepare(args: argparse.Namespace) -> int:
         for repeat in range(args.repeats):
             rates["tokenizers"].append(megabytes / _library_s(args.python, folder))
             rates["composer3d"].append(megabytes / _prepare_s(args.python, folder, repeat))
-    medians = {side: statistics.median(values) for side, values in rates.items()}
-    ratios = [ours / theirs for theirs, ours in zip(*rates.values(), strict=True)]
-    ratio = medians["composer3d"] / medians["tokenizers"]
     print(f"{megabytes:.0f} MB of text, {os.cpu_count()} cores, {args.repeats} repeats")
     for side, values in rates.items():
-        print(f"| {side} | {medians[side]:.2f} MB/s ({min(values):.2f}..{max(values):.2f}) |")
-    print(f"ratio {ratio:.3f} ({min(ratios):.3f}..{max(ratios):.3f})")
+        print_row(side, with_range(values, unit=" MB/s"))
+    print(f"ratio {ratio_with_range(rates['composer3d'], rates['tokenizers'], '.3f')}")
     if args.json:
+        ratio = statistics.median(rates["composer3d"]) / statistics.median(rates["tokenizers"])
         print(json.dumps({"rates_mb_per_s": rates, "ratio": ratio}))
     return 0
 

@@ -6,17 +6,19 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tools.gpu import page
 from tools.gpu.parts import PARTS
+from tools.prove.paths import ROOT
 
 # A part that has not ended is ended then.
 _MOST_S = 540.0
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.gpu", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="the parts, with the seconds that each may take")
@@ -29,7 +31,7 @@ def main() -> int:
     part_parser.add_argument("--rehearse", action="store_true")
     page_parser = commands.add_parser("page", help="write docs/gpu.md from results")
     page_parser.add_argument("folder", type=Path, nargs="?", default=page.RESULTS)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     match options.command:
         case "list":
             for name, part in PARTS.items():
@@ -76,6 +78,7 @@ def _run_part(name: str, *, rehearse: bool) -> dict[str, Any]:
     try:
         done = subprocess.run(
             command,
+            cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=limit_s,

@@ -10,8 +10,6 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from torch.distributed import TCPStore
-
 _ENDS = {signal.SIGTERM, signal.SIGINT}
 
 
@@ -20,6 +18,7 @@ def main(arguments: Sequence[str]) -> int:
     if not host or not port.isdigit():
         print("usage: python tools/launch/rendezvous.py HOST:PORT", file=sys.stderr)
         return 2
+    from torch.distributed import TCPStore  # takes a second, so a wrong argument is named first
 
     # Blocked before the store starts its threads, so that only ``sigwait`` takes them.
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from composer3d.facts.schedules import Cell
-from composer3d.planner.pipeline import Compiled, cells_of, compile_cells
+from composer3d.planner.pipeline import Compiled, compile_cells
+from composer3d.planner.schedule import cells_of
 from composer3d.planner.setup import Layout, Precision, Setup, Sizes, Software
 from tools.planner.zero_bubble import zero_bubble_actions
 
