@@ -4,6 +4,7 @@ The order of the documents is the same on every machine.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Callable, Container, Generator, Iterable, Iterator
@@ -311,6 +312,12 @@ def _parse_line(line: bytes, field: str, place: str) -> bytes:
         f"{place}: must be a JSON object such as {example}: {problem}; correct the line, or name "
         "the key of the text with data.field of a recipe, or --field of prepare"
     )
+
+
+def is_drawn(document: Document, share: float, purpose: bytes) -> bool:
+    """Return whether a document is in a share of all documents: by its text alone."""
+    digest = hashlib.blake2b(document.text, digest_size=8, person=purpose).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
 
 
 def refuse_end_of_document(document: Document) -> None:
