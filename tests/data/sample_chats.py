@@ -1,6 +1,7 @@
 """A small tokenizer folder with a chat template, and conversations."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,22 @@ CHATS: list[list[dict[str, Any]]] = [
 def write_tokenizer(
     folder: Path, template: str | None = MARKED, eos: str = "<|im_end|>"
 ) -> Tokenizer:
-    """Write a tokenizer of about 300 tokens that begins a text with <s>, and ends it with eos."""
+    """Write the tokenizer, and a configuration with which it ends a text with ``eos``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(_train())
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": {"__type": "AddedToken", "content": "<s>", "special": True},
+        "eos_token": eos,
+        "chat_template": template,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer.from_str(_train())
+
+
+@cache
+def _train() -> str:
+    """Train a tokenizer of about 300 tokens that begins a text with <s>."""
     coder = Tokenizer(models.BPE())
     coder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     coder.decoder = decoders.ByteLevel()
@@ -53,16 +69,8 @@ def write_tokenizer(
     coder.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", coder.token_to_id("<s>"))]
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    coder.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": {"__type": "AddedToken", "content": "<s>", "special": True},
-        "eos_token": eos,
-        "chat_template": template,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return coder
+    text: str = coder.to_str()
+    return text
 
 
 def write_lines(file: Path, entries: list[Any]) -> Path:

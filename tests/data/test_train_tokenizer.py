@@ -1,16 +1,14 @@
 """``prepare --train-tokenizer``: the same text gives the same tokenizer, which others can load."""
 
-import gzip
 import json
 import os
 import random
 import re
 import signal
-import subprocess
-import sys
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -22,6 +20,7 @@ from composer3d.convert.carried import read_carried_files
 from composer3d.data import prepare, train_tokenizer
 from composer3d.data.documents import Document
 from composer3d.runtime import progress
+from tests.data.test_tokenizer import children
 
 DICE = random.Random(0)
 SYLLABLES = ["ka", "Lo", "mi", "né", "日本", "(x", "  ", "1", "\n"]
@@ -117,7 +116,7 @@ def test_a_split_has_one_tokenizer(tmp_path: Path, source: Path) -> None:
 
 def test_a_large_source_gives_a_part_of_its_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[bytes] = []
-    monkeypatch.setattr(train_tokenizer, "_send", lambda _, content: sent.append(content))
+    monkeypatch.setattr(train_tokenizer, "send_frame", lambda _, content: sent.append(content))
     texts = [f"text {number}" for number in range(1000)]
     options: dict[str, Any] = {"source_bytes": 1000}
     train_tokenizer._send_documents(None, documents(texts), 0.25, **options)  # type: ignore[arg-type]
@@ -192,7 +191,7 @@ def test_after_an_interrupt_the_tokenizer_is_not_trained_again(
         assert cli.main(arguments(source, out)) == 130
         assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
         patch.undo()
-        patch.setattr(prepare, "load_tokenizer", interrupted)
+        patch.setattr(prepare, "FileTokenizer", interrupted)
         assert cli.main(arguments(source, out)) == 130
     assert f"{partial} keeps its tokenizer; run the same command" in capsys.readouterr().err
     kept = contents(partial)
@@ -228,26 +227,25 @@ def test_the_training_says_that_it_goes_on(
     assert re.match(r"train the tokenizer: 1 s, 0:00:00 so far$", lines[3])
 
 
-def test_ctrl_c_ends_the_training_at_once(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_training_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A text of unlike words, on which the trainer takes minutes.
-    text = " ".join(f"{number * 7919 % 10**9:x}{number:o}" for number in range(400_000))
-    with gzip.open(tmp_path / "x.txt.gz", "wt", compresslevel=1) as file:
-        file.write(text)
-    command = arguments(tmp_path / "x.txt.gz", tmp_path / "out", "--train-tokenizer", "99999")
-    with subprocess.Popen(
-        [sys.executable, "-m", "composer3d", *command],
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as process:
-        try:
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-            while process.poll() is None and not children.read_text():
-                time.sleep(0.05)
-            time.sleep(1.0)
-            (child,) = children.read_text().split()
-            os.killpg(process.pid, signal.SIGINT)
-            assert process.wait(30) == 130
-        finally:
-            process.kill()
-    assert not Path(f"/proc/{child}").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["x.txt.gz"]
+    text = " ".join(f"{number * 7919 % 10**9:x}{number:o}" for number in range(200_000))
+    (tmp_path / "x.txt").write_text(text)
+    trained: list[str] = []
+    wait = train_tokenizer._wait
+
+    def interrupted(answers: IO[bytes]) -> bytes:
+        """Send Ctrl-C to this process and to that of the training, as a terminal does."""
+        trained.extend(children())
+        for process in (*map(int, trained), os.getpid()):
+            threading.Timer(0.3, os.kill, (process, signal.SIGINT)).start()
+        return wait(answers)
+
+    monkeypatch.setattr(train_tokenizer, "_wait", interrupted)
+    out = tmp_path / "out"
+    begin_s = time.monotonic()
+    assert cli.main(arguments(tmp_path / "x.txt", out, "--train-tokenizer", "99999")) == 130
+    assert time.monotonic() - begin_s < 30
+    assert len(trained) == 1
+    assert not children()
+    assert [path.name for path in tmp_path.iterdir()] == ["x.txt"]
