@@ -26,6 +26,7 @@ from tests.data.sample_chats import (
     write_lines,
     write_tokenizer,
 )
+from tests.data.test_prepare import contents, interrupt_at
 from tests.data.token_folders import opened, refuses, reseal
 
 PAIRS = [
@@ -332,29 +333,15 @@ def test_an_interrupted_prepare_of_examples_goes_on(
     options = ["--shard-tokens", "30"]
     answers.prepare(entries, *options, out="whole")
 
-    write = prepare.ShardWriter.write
-    calls = 0
-
-    def fail(*arguments: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise KeyboardInterrupt
-        write(*arguments)
-
     with monkeypatch.context() as patch:
-        patch.setattr(prepare.ShardWriter, "write", fail)
+        interrupt_at(patch, KeyboardInterrupt(), 9)
         answers.command.errors(130, "x.jsonl", *answers.options(*options))
     assert (tmp_path / "out.partial/mask-00001.bin").exists()
     # Other keys, or no mask, would give other bytes.
     other = answers.options(*options, "--answer-field", "prompt")
     answers.command.refusal("x.jsonl", *other)
     answers.command.run("x.jsonl", *answers.options(*options))
-    whole, again = (
-        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
-        for name in ("whole", "out")
-    )
-    assert again == whole
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_inspect_shows_what_is_learned(
@@ -496,7 +483,6 @@ OPTIONS: dict[str, tuple[list[str], str]] = {
     ),
     "no template": (["--kind", "chat"], "has no chat template, neither chat_template.jinja nor"),
     "no such template": (["--kind", "chat", "--chat-template", "none"], "there is no such file"),
-    "no folder": (["--kind", "chat", "--tokenizer", "none"], "No such file or directory"),
 }
 
 

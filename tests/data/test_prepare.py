@@ -667,19 +667,9 @@ WRONG: list[tuple[dict[str, bytes], list[str], str]] = [
         "--eod </s> is not used with --tokenizer bytes, because byte 0 ends a document;",
     ),
     (
-        {"in/a": b"x"},
-        ["--eod", ""],
-        "composer3d: an argument is empty; give it a value, or leave it out",
-    ),
-    (
-        {"in/a": b"x", "in/b.json": b"{}"},
+        {"in/a": b"x", "in/b.NDJSON": b"{}"},
         [],
-        r"in/b.json: a .json file is not read as text; rename it to .jsonl if",
-    ),
-    (
-        {"in/a.jsonl": b"{}", "in/b.NDJSON": b"{}"},
-        [],
-        "in/b.NDJSON: a .ndjson file is not read as text; rename it",
+        "in/b.NDJSON: a .ndjson file is not read as text; rename it to .jsonl if",
     ),
     (
         {"in/a.txt.gz": b"x"},
@@ -699,12 +689,6 @@ WRONG: list[tuple[dict[str, bytes], list[str], str]] = [
         "in/a.jsonl:2: byte 0 at offset 1 would end a document there;",
     ),
     (
-        {"in/a.jsonl": b'{"body": "a"}'},
-        [],
-        r'in/a.jsonl:1: must be a JSON object such as \{"text": "..."\}: got \{"body": '
-        r'"a"\}; correct the line, or',
-    ),
-    (
         {"in/a": b"x"},
         ["--tokenizer", "no.json"],
         "--tokenizer no.json: No such file or directory; give bytes, or the path",
@@ -713,11 +697,6 @@ WRONG: list[tuple[dict[str, bytes], list[str], str]] = [
         {"in/a": b"x"},
         ["--tokenizer", __file__],
         r"--tokenizer \S+: Cannot instantiate Tokenizer from buffer: .*; give bytes",
-    ),
-    (
-        {"in/a": b"x"},
-        ["--tokenizer", "BPE", "--eod", "</s>"],
-        r"--tokenizer \S+: it has no </s> to end a document; name one of its tokens with --eod",
     ),
     (
         {"in/a": b"fine", "in/b": b"ab\xff"},
@@ -752,19 +731,6 @@ def test_a_wrong_source_or_option_is_refused(
     assert re.search(message, command.refusal("in", *named))
 
 
-def test_a_tokenizer_without_an_end_of_document_is_refused(
-    command: PrepareCommand, tmp_path: Path
-) -> None:
-    model = models.WordLevel({"a": 0, "q": 1}, unk_token="q")
-    named = write_vocabulary(tmp_path / "t.json", model)
-    (tmp_path / "a").write_text("a")
-    line = command.refusal("a", *named)
-    assert "it has no <|end_of_text|>, <|endoftext|>, </s>," in line
-    assert line.endswith("to end a document; name one of its tokens with --eod")
-    command.run("a", *named, "--eod", "q")
-    assert documents_of(tmp_path / "out")[0].tolist() == [0]
-
-
 WORDS = {"a": 0, "</s>": 1}
 UNKNOWN: dict[str, tuple[Any, str, str]] = {
     "an error": (
@@ -776,12 +742,6 @@ UNKNOWN: dict[str, tuple[Any, str, str]] = {
         models.BPE(WORDS, []),
         "zz",
         r"/b: no character of it has a token in \S+; remove the document",
-    ),
-    "the unknown is the end": (
-        models.WordLevel(WORDS, unk_token="</s>"),
-        "z",
-        "/b: its tokens hold </s>, which would end a document there; name another token with "
-        "--eod, or remove the document$",
     ),
 }
 

@@ -166,11 +166,6 @@ def test_one_of_both_options_is_needed(
     assert cli.main(["prepare", str(source), "-o", str(tmp_path / "out")]) == 2
     error = "one of the arguments --tokenizer --train-tokenizer is required"
     assert error in capsys.readouterr().err
-    assert cli.main(arguments(source, tmp_path / "out", "--train-tokeniser", "5")) == 2
-    assert "did you mean --train-tokenizer?" in capsys.readouterr().err
-    (tmp_path / "there").mkdir()
-    assert cli.main(arguments(source, tmp_path / "there")) == 2
-    assert "there exists; remove it, or give another -o" in capsys.readouterr().err
 
 
 def test_after_an_interrupt_the_tokenizer_is_not_trained_again(
