@@ -57,21 +57,6 @@ C = corpus_of(np.arange(2_000, 2_041), name="c")
 BLEND = Blend((A, B, C), (0.5, 0.3, 0.2))
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("packing", ["none", "documents"])
-def test_all_layouts_see_the_same_blend(ranks: int, packing: str) -> None:
-    alone = loader_of(BLEND, packing=packing)
-    together = [loader_of(BLEND, rank, ranks, packing=packing) for rank in range(ranks)]
-    halves = [
-        loader_of(BLEND, packing=packing, owned_ranges=[(first, 2)]) for first in (0, 2)
-    ]  # as ranks of cp
-    for step in range(20):
-        expected = alone[step]
-        assert torch.equal(rows([loader[step] for loader in together]), rows([expected]))
-        tokens = torch.cat([half[step].tokens_BT for half in halves], dim=1)
-        assert torch.equal(tokens, expected.tokens_BT)
-
-
 def test_each_part_has_its_own_order_and_epochs() -> None:
     loader = loader_of(BLEND)
     firsts = torch.cat([loader[step].tokens_BT[:, 0] for step in range(50)])  # 400 samples
@@ -83,17 +68,6 @@ def test_each_part_has_its_own_order_and_epochs() -> None:
         assert torch.equal(own, alone)
         for epoch in own.split(n_samples)[: share // n_samples]:
             assert len(set(epoch.tolist())) == n_samples
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 4), (8, 1)])
-def test_a_blend_resumes_exactly(before: int, after: int) -> None:
-    saved = loader_of(BLEND, before - 1, before)
-    for _ in range(7):
-        next(saved)
-    resumed = [loader_of(BLEND, rank, after) for rank in range(after)]
-    for loader in resumed:
-        loader.load_state_dict(saved.state_dict())
-    assert torch.equal(rows([next(loader) for loader in resumed]), rows([loader_of(BLEND)[7]]))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from composer3d.data import loader, sample_order
+from composer3d.data import Blend, Corpus, loader, sample_order
 from composer3d.data.order import Order
 from tests.data.samples import corpus_of, loader_of, rows
 from tests.data.token_folders import refuses
@@ -15,15 +15,6 @@ from tests.data.token_folders import refuses
 SEQ_LEN = 4
 # 19 samples of 4 tokens. Each sample starts with another token.
 CORPUS = corpus_of(range(1, 78))
-
-
-def steps_of_ranks(ranks: int, n_steps: int, state: dict | None = None) -> torch.Tensor:
-    """Return the rows of ``n_steps`` steps on all ranks. In each step, rank 0 comes first."""
-    loaders = [loader_of(CORPUS, rank, ranks) for rank in range(ranks)]
-    for rank_loader in loaders:
-        if state is not None:
-            rank_loader.load_state_dict(state)
-    return rows([next(rank_loader) for _ in range(n_steps) for rank_loader in loaders])
 
 
 def test_labels_are_the_inputs_shifted() -> None:
@@ -49,29 +40,85 @@ def test_batches_share_no_memory() -> None:
     assert CORPUS.tokens[0] == 1
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_all_ranks_together_have_the_same_rows_in_the_same_order(ranks: int) -> None:
-    assert torch.equal(steps_of_ranks(ranks, 6), steps_of_ranks(1, 6))
+def documents_of(seed: int, *, has_mask: bool) -> Corpus:
+    """Make a corpus of short documents, in which about half of the tokens are learned."""
+    generator = np.random.default_rng(seed)
+    tokens = [*generator.integers(0, 5, 96), 0]
+    mask = generator.random(97) < 0.5
+    return corpus_of(tokens, mask=mask if has_mask else None, name=f"documents {seed}")
+
+
+MASKED, PLAIN = documents_of(1, has_mask=True), documents_of(2, has_mask=False)
+# What is read, and the options of its loader.
+CASES: dict[str, tuple[Corpus | Blend, dict[str, Any]]] = {
+    "even": (CORPUS, {}),
+    "blend": (Blend((CORPUS, MASKED, PLAIN), (0.5, 0.3, 0.2)), {}),
+    "documents": (MASKED, {"packing": "documents"}),
+    "whole documents": (Blend((MASKED, PLAIN), (2.0, 1.0)), {"packing": "whole_documents"}),
+}
+
+
+@pytest.mark.parametrize("ranges", [[(0, 1), (3, 1)], [(1, 2)]], ids=str)  # two ranks of cp
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize(("corpus", "options"), CASES.values(), ids=CASES)
+def test_all_layouts_see_the_same_batches(
+    corpus: Corpus | Blend, options: dict[str, Any], ranks: int, ranges: list[tuple[int, int]]
+) -> None:
+    alone = loader_of(corpus, **options)
+    together = [
+        loader_of(corpus, rank, ranks, owned_ranges=ranges, **options) for rank in range(ranks)
+    ]
+    columns = [column for first, count in ranges for column in range(first, first + count)]
+    for step in range(8):
+        whole, parts = alone[step], [loader[step] for loader in together]
+        assert torch.equal(
+            torch.cat([part.tokens_BT for part in parts]), whole.tokens_BT[:, columns]
+        )
+        assert torch.equal(
+            torch.cat([part.labels_BT for part in parts]), whole.labels_BT[:, columns]
+        )
+        positions_BT = torch.cat([part.positions_BT for part in parts])
+        assert torch.equal(positions_BT, whole.positions_BT[:, columns])
+        documents = [part.documents_BT for part in parts if part.documents_BT is not None]
+        if whole.documents_BT is None:
+            assert documents == []
+        else:
+            assert torch.equal(torch.cat(documents), whole.documents_BT)
 
 
 # 19 samples, 8 in a step: step 2 crosses into the second epoch.
-@pytest.mark.parametrize("done", [0, 2, 3])
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 4), (4, 1)])
-def test_resume_continues_exactly(done: int, before: int, after: int) -> None:
-    saved = loader_of(CORPUS, before - 1, before)
+@pytest.mark.parametrize(("done", "before", "after"), [(0, 1, 1), (2, 2, 4), (3, 4, 1), (1, 8, 2)])
+@pytest.mark.parametrize(("corpus", "options"), CASES.values(), ids=CASES)
+def test_a_run_resumes_exactly(
+    corpus: Corpus | Blend, options: dict[str, Any], done: int, before: int, after: int
+) -> None:
+    saved = loader_of(corpus, before - 1, before, **options)
     for _ in range(done):
         next(saved)
-    state = saved.state_dict()
-    assert state == {
-        "next_step": done,
+    resumed = [loader_of(corpus, rank, after, **options) for rank in range(after)]
+    for each in resumed:
+        each.load_state_dict(saved.state_dict())
+    alone = loader_of(corpus, **options)
+    for step in range(done, done + 4):
+        assert torch.equal(rows([next(each) for each in resumed]), rows([alone[step]]))
+    assert resumed[0].state_dict() == saved.state_dict() | {"next_step": done + 4}
+    begun = loader_of(corpus, next_step=done, **options)
+    assert torch.equal(rows([next(begun)]), rows([alone[done]]))
+
+
+def test_what_a_state_holds() -> None:
+    state = {
+        "next_step": 0,
         "digest": CORPUS.digest,
         "seq_len": SEQ_LEN,
         "global_batch": 8,
         "order": "feistel",
         "order_seed": 3,
     }
-    assert torch.equal(steps_of_ranks(after, 4, state), steps_of_ranks(1, done + 4)[done * 8 :])
-    assert torch.equal(rows([next(loader_of(CORPUS, next_step=done))]), steps_of_ranks(1, 1, state))
+    assert loader_of(CORPUS).state_dict() == state
+    # A composer3d that does not know these samples refuses this order, and has no seed.
+    whole = loader_of(MASKED, packing="whole_documents").state_dict()
+    assert whole == state | {"digest": MASKED.digest, "order": "feistel of whole documents"}
 
 
 def test_a_run_keeps_the_order_that_it_began_with() -> None:

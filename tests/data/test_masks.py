@@ -54,17 +54,3 @@ def test_a_blend_masks_only_the_parts_that_have_a_mask() -> None:
     has_all = (batches[0] == batches[1]).all(1)
     assert has_all.sum() == ROWS // 3
     assert (batches[0][~has_all] == IGNORE_INDEX).any(1).all()
-
-
-def test_a_run_goes_on_with_the_same_labels_on_other_ranks() -> None:
-    corpus = make_corpus(1)
-    whole = loader_of(corpus, **SIZES)
-    next(whole)
-    state = whole.state_dict()
-    expected = next(whole).labels_BT
-    parts = []
-    for rank in range(3):
-        part = loader_of(corpus, rank, 3, **SIZES)
-        part.load_state_dict(state)
-        parts.append(next(part).labels_BT)
-    assert torch.equal(torch.cat(parts), expected)

@@ -115,26 +115,6 @@ def test_a_mask_and_what_fills_up_leave_labels_out() -> None:
     ]
 
 
-@pytest.mark.parametrize("ranges", [[(0, 2), (4, 2)], [(2, 2)]], ids=str)
-def test_ranks_have_their_rows_and_their_tokens(ranges: list[tuple[int, int]]) -> None:
-    corpus = documents_of(TOKENS, MASK)
-    places = [place for first, count in ranges for place in range(first, first + count)]
-    for step in range(4):
-        whole = whole_loader_of(corpus)[step]
-        parts = [whole_loader_of(corpus, rank, 2, owned_ranges=ranges)[step] for rank in range(2)]
-        assert torch.equal(
-            torch.cat([part.tokens_BT for part in parts]), whole.tokens_BT[:, places]
-        )
-        assert torch.equal(
-            torch.cat([part.labels_BT for part in parts]), whole.labels_BT[:, places]
-        )
-        positions_BT = torch.cat([part.positions_BT for part in parts])
-        assert torch.equal(positions_BT, whole.positions_BT[:, places])
-        documents = [part.documents_BT for part in parts]
-        assert None not in documents
-        assert torch.equal(torch.cat(documents), whole.documents_BT)  # type: ignore[arg-type]
-
-
 def test_a_blend_of_whole_documents_sees_each_sample_once_an_epoch() -> None:
     first, second = documents_of(TOKENS), documents_of([7, 7, END, 8, 8, END])
     loader = whole_loader_of(Blend((first, second), (4.0, 1.0)), global_batch=5)
@@ -147,21 +127,6 @@ def test_a_blend_of_whole_documents_sees_each_sample_once_an_epoch() -> None:
         (1, 2, 0),
     ]
     assert [epoch.filled for epoch in seen] == [20 / 24, 1]
-
-
-def test_a_run_goes_on_and_keeps_its_samples() -> None:
-    loader = whole_loader_of(documents_of(TOKENS))
-    for _ in range(2):
-        next(loader)
-    state = loader.state_dict()
-    expected = [next(loader) for _ in range(3)]
-    resumed = whole_loader_of(documents_of(TOKENS))
-    resumed.load_state_dict(state)
-    assert [rows_of(next(resumed)) for _ in range(3)] == [rows_of(batch) for batch in expected]
-    assert resumed.state_dict() == loader.state_dict()
-    # A composer3d that does not know these samples refuses this order, and has no seed.
-    assert state["order"] == "feistel of whole documents"
-    assert "seed" not in state
 
 
 @pytest.mark.parametrize("packing", ["none", "documents"])

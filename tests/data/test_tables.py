@@ -46,16 +46,13 @@ def test_parquet_gives_the_tokens_of_jsonl(
     kinds = [arrow.string(), arrow.large_string(), arrow.string_view()]
     kinds.append(arrow.dictionary(arrow.int32(), arrow.string()))
     for number, kind in enumerate(kinds):
-        texts = TEXTS[40 * number :][:40]
+        texts = TEXTS[30 * number :][:30]
         columns = {"text": texts[::-1], "a.body": arrow.array(texts).cast(kind)}
-        write_parquet(tmp_path / "in" / f"{number}.parquet", columns, row_group_size=30)
-    command.run("in", "--field", "a.body")
-    assert tokens_of(tmp_path / "out") == expected
+        write_parquet(tmp_path / "in" / f"{number}.parquet", columns, row_group_size=20)
     # Tables may stand beside JSONL.
-    write_texts(tmp_path / "rest.jsonl", TEXTS[100:])
-    write_parquet(tmp_path / "c.parquet", {"text": TEXTS[:100]})
-    command.run(("c.parquet", "rest.jsonl"), out="mixed")
-    assert tokens_of(tmp_path / "mixed") == expected
+    write_texts(tmp_path / "rest.jsonl", TEXTS[120:], "a.body")
+    command.run(("in", "rest.jsonl"), "--field", "a.body")
+    assert tokens_of(tmp_path / "out") == expected
 
 
 def test_a_saved_dataset_gives_the_tokens_of_jsonl(
