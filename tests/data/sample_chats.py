@@ -5,7 +5,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, processors
+
+from tests.data.conftest import train_bpe
 
 END = "<|endoftext|>"
 SPECIAL = [END, "<|im_start|>", "<|im_end|>", "<s>"]
@@ -56,16 +58,7 @@ def write_tokenizer(
 @cache
 def _train() -> str:
     """Train a tokenizer of about 300 tokens that begins a text with <s>."""
-    coder = Tokenizer(models.BPE())
-    coder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    coder.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=310,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    coder.train_from_iterator([TEXT] * 3, trainer)
+    coder = train_bpe([TEXT] * 3, size=310, special=SPECIAL)
     coder.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", coder.token_to_id("<s>"))]
     )

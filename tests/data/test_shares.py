@@ -1,6 +1,5 @@
 """A rank's loader serves the tokens that its stages own, with both packings and orders of cp."""
 
-import re
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -95,18 +94,3 @@ def test_a_loader_serves_the_tokens_that_its_stages_own(
     cp: int, balance: str, dp_shard: int, packing: str
 ) -> None:
     assert problems(recipe_of(cp, balance, packing, dp_shard)) == []
-
-
-@pytest.mark.parametrize("packing", ["none", "documents"])
-@pytest.mark.parametrize("cp", [2, 3])
-def test_positions_that_a_rank_counts_itself_are_seen(
-    cp: int, packing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from composer3d.data import Loader
-    from tools.prove.faults.data import give_positions_from_the_start_of_the_part
-
-    monkeypatch.setattr(Loader, "__getitem__", Loader.__getitem__)  # put back afterwards
-    give_positions_from_the_start_of_the_part()
-    lines = problems(recipe_of(cp, "contiguous", packing))
-    assert lines
-    assert all(re.match("positions_BT of rank [0-7]", line) for line in lines)
