@@ -48,14 +48,7 @@ def decompress(content: BinaryIO, path: Path) -> BinaryIO:
 
 
 def skip(content: BinaryIO, count: int) -> None:
-    """Read ``count`` bytes and forget them. A file that is not compressed is not read.
-
-    Raises:
-        EOFError: a compressed file holds fewer bytes.
-    """
-    if isinstance(content, io.BufferedReader) and not isinstance(content.raw, _ZstdReader):
-        content.seek(count)
-        return
+    """Read ``count`` bytes and forget them. Raises EOFError if there are fewer."""
     while count > 0:
         piece = content.read(min(count, 1 << 20))
         if not piece:

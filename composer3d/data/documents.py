@@ -239,9 +239,12 @@ def _read_lines(
     """
     file_bytes = os.fstat(content.fileno()).st_size
     file, offset, number = begin
-    skip(stream, offset)
-    has_own_size = stream is content
-    read = 0 if has_own_size else content.tell()  # compressed bytes
+    read = 0  # compressed bytes
+    if stream is content:
+        content.seek(offset)
+    else:
+        skip(stream, offset)
+        read = content.tell()
     while line := stream.readline(_LINE_BYTES + 1):
         number += 1
         offset += len(line)
@@ -258,7 +261,7 @@ def _read_lines(
         text = _parse_line(line, field, place) if isinstance(field, str) else field(line, place)
         if text:
             size = len(line)
-            if not has_own_size:
+            if stream is not content:
                 size, read = content.tell() - read, content.tell()
             yield Document(place, text, size, Position(file, offset, number))
 

@@ -32,11 +32,10 @@ def train_tokenizer(
     end: str,
     source_bytes: int,
     processes: int,
-    sample_bytes: int = _SAMPLE_BYTES,
 ) -> bytes:
     """Train a byte-level BPE on documents, and return its tokenizer.json.
 
-    If the source is larger than ``sample_bytes``, a part of the documents is taken. Whether a
+    If the source is larger than 512 MiB, a part of the documents is taken. Whether a
     document is taken depends on its text and on ``source_bytes``, so that equal sources give equal
     bytes.
 
@@ -46,13 +45,12 @@ def train_tokenizer(
         end: the name of the token that ends a document. It becomes token 0.
         source_bytes: the size of the files that hold the documents.
         processes: the threads of the training. The result does not depend on them.
-        sample_bytes: bytes of text to train on, about.
 
     Raises:
         DataError: the documents give fewer than ``size`` tokens; ordinary text could become
             ``end``; a document is not UTF-8 or too long; or the training takes too much memory.
     """
-    share = min(1.0, sample_bytes / max(source_bytes, 1))
+    share = min(1.0, _SAMPLE_BYTES / max(source_bytes, 1))
     process = start_worker(threads=processes)
     requests, answers = process.stdin, process.stdout
     assert requests is not None
