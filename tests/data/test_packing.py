@@ -12,7 +12,7 @@ from composer3d.data import Batch
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.runtime.launch import Pool
 from tests.data.samples import corpus_of, loader_of
-from tests.training.jobs import build_and_train
+from tests.training.jobs import RECIPE, SINGLE, build_and_train
 
 END = 2
 
@@ -63,31 +63,8 @@ def test_rows_that_are_not_split_have_no_documents() -> None:
     assert batch.positions_BT.tolist() == [[0, 1, 2, 3]]
 
 
-RECIPE = """\
-[run]
-name = "packed"
-steps = 3
-device = "cpu"
-
-[model]
-preset = "debug-tiny"
-
-[data]
-source = "jsonl"
-path = "train.jsonl"
-seq_len = 64
-global_batch = 4
-seed = 1
-
-[validation]
-every = 3
-steps = 2
-path = "held-out.jsonl"
-
-[metrics]
-every = 1
-tensorboard = false
-"""
+SETS = ["data.source=jsonl", "data.path=train.jsonl", "run.steps=3", "checkpoint.every=0"]
+SETS += ["validation.path=held-out.jsonl", "validation.every=3", "validation.steps=2"]
 
 
 def test_layouts_agree_on_packed_documents(pool: Pool, tmp_path: Path) -> None:
@@ -96,17 +73,17 @@ def test_layouts_agree_on_packed_documents(pool: Pool, tmp_path: Path) -> None:
             json.dumps({"text": f"{name} {i}: " + "abc "[: i % 5] * (i % 11)}) for i in range(count)
         ]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    (tmp_path / "recipe.toml").write_text(RECIPE)
+    (tmp_path / "recipe.toml").write_text(RECIPE.format(mesh=SINGLE))
     losses = {}
     for name, world_size, *sets in (
         ("plain", 1),
         ("one", 1, "data.packing=documents"),
         ("several", 4, "data.packing=documents", "mesh.cp=2", "mesh.pp=2", "data.micro_batch=2"),
     ):
-        arguments = {"folder": str(tmp_path), "sets": [f"run.out_dir={name}", *sets]}
+        arguments = {"folder": str(tmp_path), "sets": [*SETS, f"run.out_dir={name}", *sets]}
         limits = {"minutes": None, "largest_file": None}
         pool.run(build_and_train, arguments | limits, world_size=world_size)
-        metrics = (tmp_path / name / "packed/metrics.jsonl").read_text().splitlines()
+        metrics = (tmp_path / name / "small/metrics.jsonl").read_text().splitlines()
         losses[name] = [
             row[key]
             for row in map(json.loads, metrics)

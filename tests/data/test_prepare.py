@@ -378,25 +378,6 @@ def test_a_prepare_at_work_is_not_disturbed(command: PrepareCommand, left: Path)
     command.run("in", *AGAIN)
 
 
-def test_a_file_that_changes_while_prepare_runs_is_refused(
-    command: PrepareCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "in").mkdir()
-    for name in "ab":
-        (tmp_path / "in" / name).write_text(name)
-    whole = prepare.identify
-
-    def slow(file: Path, kind: Any) -> Any:
-        found = whole(file, kind)
-        file.write_text("later")
-        return found
-
-    monkeypatch.setattr(prepare, "identify", slow)
-    assert command.refusal("in").endswith(
-        "in/a: has changed since prepare began; run the same command again"
-    )
-
-
 @pytest.mark.parametrize("name", ["a", "a.jsonl", "a.jsonl.gz"])
 def test_a_file_that_changes_while_it_is_read_is_refused(
     command: PrepareCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
