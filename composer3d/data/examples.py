@@ -219,6 +219,9 @@ class _ChatTokenizer(FileTokenizer):
     """Renders conversations with a chat template, and encodes them.
 
     The first of ``ends`` that stands nowhere within a rendered conversation ends documents.
+
+    Attributes:
+        settings: what of the template determines the tokens, as JSON values.
     """
 
     special_as_text = False
@@ -227,14 +230,14 @@ class _ChatTokenizer(FileTokenizer):
         self, name: str, content: bytes, ends: Sequence[str | int], chat: ChatSettings
     ) -> None:
         super().__init__(name, content, ends, chat)
-        self._chat = chat
+        self.settings = chat._asdict()
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             if len(self._ends) > 1:
                 inner = self._tokens_within()
                 outer = [end for end in self._ends if end.number not in inner]
                 self._end_name, self.end = (outer or self._ends)[0]
-            self._begin = self._find_begin() or self._begin
+            self._begin = self._find_begin(chat.tokens.get("bos_token", "")) or self._begin
             on_error.pop_all()
 
     def _tokens_within(self) -> set[int]:
@@ -249,19 +252,13 @@ class _ChatTokenizer(FileTokenizer):
                 within.update(chats.tokens[:-1].tolist())
         return within
 
-    def _find_begin(self) -> tuple[int, ...]:
+    def _find_begin(self, name: str) -> tuple[int, ...]:
         """Return the token that begins a text by the name that templates have for it."""
-        name = self._chat.tokens.get("bos_token", "")
         with contextlib.suppress(TokenizerFailure):
             _, tokens = self._worker.encode([name.encode()])
             if len(tokens) == 1:
                 return (int(tokens[0]),)
         return ()
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What of the template determines the tokens, as JSON values."""
-        return self._chat._asdict()
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
         try:

@@ -47,24 +47,7 @@ def with_ends(ids: np.ndarray, cuts: list[int]) -> np.ndarray:
 
 def make_shards(folder: Path, ids: np.ndarray, cuts: list[int]) -> Path:
     """Make token files of several shards, cut at ``cuts``. Each shard is one document."""
-    folder.mkdir(parents=True)
-    ids = with_ends(ids, cuts)
-    parts = np.split(ids, cuts)
-    for number, part in enumerate(parts):
-        (folder / f"tokens-{number:05}.bin").write_bytes(part.tobytes())
-        starts = np.array([0, len(part)], dtype="<i8")
-        (folder / f"documents-{number:05}.bin").write_bytes(starts.tobytes())
-    facts = {
-        "dtype": ids.dtype.name,
-        "vocab": int(ids.max()) + 1,
-        "tokens": len(ids),
-        "documents": len(parts),
-        "end_of_document": int(ids[-1]),
-        "tokenizer": {"name": "bytes", "digest": None},
-        "shards": [{"tokens": len(part), "documents": 1} for part in parts],
-    }
-    tokens.write_manifest(folder, facts)
-    return folder
+    return write_tokens(folder, with_ends(ids, cuts), cuts=cuts, tokenizer_file=None)
 
 
 @pytest.fixture
