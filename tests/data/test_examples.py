@@ -109,8 +109,9 @@ def test_answers_are_learned_and_prompts_are_not(
 
 
 def test_a_split_and_more_processes_keep_masks_with_their_tokens(
-    answers: Examples, tmp_path: Path
+    answers: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(prepare, "_BATCH_BYTES", 100)  # so that both processes are used
     coder = write_tokenizer(tmp_path / "tok", eos=END)
     pairs = [(f"what is {n}?", f"warm {n}") for n in range(40)]
     options = ["--split", "0.3", "--processes", "2", "--shard-tokens", "100"]
@@ -544,7 +545,6 @@ def test_a_hostile_template_is_one_line(
     assert message in chats.refusal(CHAT_LINES, "--processes", "1")
 
 
-LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}%s{% endfor %}{% endfor %}"
 HOSTILE: dict[str, tuple[str, str]] = {
     "an error on some turns": (
         "{% if messages | length == 1 %}{{ messages[9].role }}{% endif %}x",
@@ -565,8 +565,8 @@ HOSTILE: dict[str, tuple[str, str]] = {
         "does not begin message 2 with what it puts before an answer",
     ),
     "a missing name": ("{{ strftime_now('%d') }}", "'strftime_now' is undefined"),
-    "endless output": (
-        LOOP.replace("%s", "x" * 999),
+    "long output": (
+        "{% for a in range(9999) %}" + "x" * 999 + "{% endfor %}",
         "the chat template makes more than 1,048,576",
     ),
     "the class": ("{{ ''.__class__.__mro__ }}", "unsafe"),
@@ -592,19 +592,20 @@ def test_a_template_can_write_no_file_and_has_little_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the sandbox had a hole, the process still could not fill a file, nor run for ever."""
-    monkeypatch.setattr(tokenizer, "_ENCODE_S", 1000.0)  # more than it has for loading
-    write_tokenizer(tmp_path / "tok")
+    monkeypatch.setattr(tokenizer, "_ENCODE_S_PER_MB", 1e9)  # so that the limit tells the request
+    write_tokenizer(tmp_path / "tok", "{{ raise_exception('no') }}")
     chat = examples.open_example_tokenizer(str(tmp_path / "tok"), None, examples.Chat())
     try:
         text = json.dumps({"messages": CHATS[0]}).encode()
-        chat.encode([Document("x:1", text, len(text))])
+        with refuses("x:1: the chat template fails: no"):
+            chat.encode([Document("x:1", text, len(text))])
         pid = chat._worker._process.pid
         limits = Path(f"/proc/{pid}/limits").read_text()
     finally:
         chat.close()
     soft = {line[:26].strip(): line[26:].split()[0] for line in limits.splitlines()}
     assert soft["Max file size"] == "0"
-    assert 1000 <= int(soft["Max cpu time"]) < 1010
+    assert 1000 * len(text) < int(soft["Max cpu time"]) < 1000 * (len(text) + 100)
 
 
 def test_marks_may_be_nested_and_filtered() -> None:
