@@ -239,12 +239,8 @@ def _read_lines(
     """
     file_bytes = os.fstat(content.fileno()).st_size
     file, offset, number = begin
-    read = 0  # compressed bytes
-    if stream is content:
-        content.seek(offset)
-    else:
-        skip(stream, offset)
-        read = content.tell()
+    skip(stream, content, offset)
+    read = content.tell()  # of a compressed file, compressed bytes
     while line := stream.readline(_LINE_BYTES + 1):
         number += 1
         offset += len(line)
