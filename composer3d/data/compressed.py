@@ -47,17 +47,16 @@ def decompress(content: BinaryIO, path: Path) -> BinaryIO:
     return content
 
 
-def skip(content: BinaryIO, count: int) -> None:
-    """Read ``count`` bytes and forget them. A file that is not compressed is not read.
+def skip(stream: BinaryIO, content: BinaryIO, count: int) -> None:
+    """Pass over ``count`` bytes of ``stream``, the text of ``content``, which is open at its start.
 
-    Raises:
-        EOFError: a compressed file holds fewer bytes.
+    Raises EOFError if a compressed file holds fewer bytes.
     """
-    if isinstance(content, io.BufferedReader) and not isinstance(content.raw, _ZstdReader):
+    if stream is content:
         content.seek(count)
         return
     while count > 0:
-        piece = content.read(min(count, 1 << 20))
+        piece = stream.read(min(count, 1 << 20))
         if not piece:
             raise EOFError("it is shorter than before")
         count -= len(piece)

@@ -4,6 +4,7 @@ The order of the documents is the same on every machine.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Callable, Container, Generator, Iterable, Iterator
@@ -238,9 +239,8 @@ def _read_lines(
     """
     file_bytes = os.fstat(content.fileno()).st_size
     file, offset, number = begin
-    skip(stream, offset)
-    has_own_size = stream is content
-    read = 0 if has_own_size else content.tell()  # compressed bytes
+    skip(stream, content, offset)
+    read = content.tell()  # of a compressed file, compressed bytes
     while line := stream.readline(_LINE_BYTES + 1):
         number += 1
         offset += len(line)
@@ -257,7 +257,7 @@ def _read_lines(
         text = _parse_line(line, field, place) if isinstance(field, str) else field(line, place)
         if text:
             size = len(line)
-            if not has_own_size:
+            if stream is not content:
                 size, read = content.tell() - read, content.tell()
             yield Document(place, text, size, Position(file, offset, number))
 
@@ -311,6 +311,12 @@ def _parse_line(line: bytes, field: str, place: str) -> bytes:
         f"{place}: must be a JSON object such as {example}: {problem}; correct the line, or name "
         "the key of the text with data.field of a recipe, or --field of prepare"
     )
+
+
+def is_drawn(document: Document, share: float, purpose: bytes) -> bool:
+    """Return whether a document is in a share of all documents: by its text alone."""
+    digest = hashlib.blake2b(document.text, digest_size=8, person=purpose).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
 
 
 def refuse_end_of_document(document: Document) -> None:

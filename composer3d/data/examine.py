@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from composer3d.data.tokenizer import TokenDecoder
+from composer3d.data.prompt_tokenizer import PromptTokenizer, make_prompt_tokenizer
 from composer3d.facts.errors import DataError
 from composer3d.facts.text import one_line
 from composer3d.facts.token_manifest import TOKENIZER, Shard, TokenManifest, digest_of
@@ -83,7 +83,11 @@ def decode_samples(manifest: TokenManifest, count: int) -> list[Sample]:
         if digest_of(content) != manifest.tokenizer_digest:
             raise DataError(f"{manifest.folder / TOKENIZER} is damaged")
     numbers = np.unique(np.linspace(0, manifest.documents - 1, count).round().astype(np.int64))
-    with contextlib.closing(TokenDecoder(content)) as decoder:
+    if content is None:
+        opened = PromptTokenizer()
+    else:
+        opened = make_prompt_tokenizer("its tokenizer.json cannot be used", content)
+    with contextlib.closing(opened) as decoder:
         return [_decode(manifest, decoder, int(number)) for number in numbers]
 
 
@@ -112,7 +116,7 @@ def _lengths(manifest: TokenManifest, shard: Shard, first: int, count: int) -> n
     return np.diff(starts)
 
 
-def _decode(manifest: TokenManifest, decoder: TokenDecoder, number: int) -> Sample:
+def _decode(manifest: TokenManifest, decoder: PromptTokenizer, number: int) -> Sample:
     """Return document ``number`` of the folder."""
     within = number
     for shard in manifest.shards:
@@ -126,7 +130,7 @@ def _decode(manifest: TokenManifest, decoder: TokenDecoder, number: int) -> Samp
     if shard.mask_file is not None:
         return _decode_masked(manifest, decoder, shard, number, start, length)
     tokens = _read(manifest, shard.tokens_file, start * dtype.itemsize, shown, dtype)
-    text = decoder.decode(tokens)
+    text = decoder.decode(tokens.tolist())
     if len(text) > _SAMPLE_CHARACTERS or shown < length - 1:
         text = text[:_SAMPLE_CHARACTERS] + "..."
     return Sample(number, length, one_line(text))
@@ -134,7 +138,7 @@ def _decode(manifest: TokenManifest, decoder: TokenDecoder, number: int) -> Samp
 
 def _decode_masked(
     manifest: TokenManifest,
-    decoder: TokenDecoder,
+    decoder: PromptTokenizer,
     shard: Shard,
     number: int,
     start: int,
@@ -150,7 +154,7 @@ def _decode_masked(
     bounds = [0, *(np.flatnonzero(np.diff(mask[:shown])) + 1).tolist(), shown]
     text = ""
     for begin, end in pairwise(bounds):
-        part = decoder.decode(tokens[begin:end], skips_special=False)
+        part = decoder.decode(tokens[begin:end].tolist(), skips_special=False)
         text += f"«{part}»" if begin < end and mask[begin] else part
     limit = _MASKED_SAMPLE * _SAMPLE_CHARACTERS
     if len(text) > limit or shown < length - 1:

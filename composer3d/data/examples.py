@@ -44,6 +44,7 @@ from composer3d.data.tokenizer import (
     ends_of,
     is_kept,
     read_tokenizer,
+    refuse_end_of_bytes,
     second_beginnings,
     tokenizer_file,
 )
@@ -140,17 +141,13 @@ def open_example_tokenizer(name: str, end: str | None, examples: Examples) -> To
                 "--kind chat needs a tokenizer with special tokens: give a Hugging Face folder in "
                 "place of --tokenizer bytes"
             )
-        if end is not None:
-            raise DataError(
-                f"--eod {one_line(end)} is not used with --tokenizer bytes, because byte 0 ends a "
-                "document; remove it"
-            )
+        refuse_end_of_bytes(end)
         return _ByteAnswerTokenizer()
     file = tokenizer_file(name)
     content = read_tokenizer(file)
     shown, ends = one_line(file), ends_of(file, end)
     if isinstance(examples, Answers):
-        return _AnswerTokenizer(shown, content, ends, special_as_text=False)
+        return _AnswerTokenizer(shown, content, ends)
     chat = _read_chat_settings(Path(name), examples)
     # Many models end turns with the token that ends a text. Then another one ends documents.
     candidates = ends if end is not None else tuple(dict.fromkeys((*ends, *USUAL_ENDS)))
@@ -183,21 +180,15 @@ class _AnswerTokenizer(FileTokenizer):
     A prompt begins with the special tokens that the tokenizer adds, as in ``generate``.
     """
 
-    def another(self) -> Tokenizer:
-        assert self.content is not None
-        ends = (self._end_name,)
-        return _AnswerTokenizer(self.name, self.content, ends, special_as_text=False)
+    special_as_text = False
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
         pairs = [Pair(*json.loads(document.text)) for document in documents]
-        try:
+        with self._name_failures(documents):
             counts, tokens = self._worker.encode(
                 [pair.prompt.encode() for pair in pairs], as_prompts=True
             )
             answers = self._worker.encode([pair.answer.encode() for pair in pairs])
-        except TokenizerFailure as error:
-            place = f"{documents[0].place} or soon after: --tokenizer {self.name}"
-            raise DataError(f"{place}: {error}") from None
 
         surplus = second_beginnings(tokens, counts, self._begin)
         prompts = counts - surplus, tokens[is_kept(counts, surplus)]
@@ -228,22 +219,26 @@ class _ChatTokenizer(FileTokenizer):
     """Renders conversations with a chat template, and encodes them.
 
     The first of ``ends`` that stands nowhere within a rendered conversation ends documents.
+
+    Attributes:
+        settings: what of the template determines the tokens, as JSON values.
     """
+
+    special_as_text = False
 
     def __init__(
         self, name: str, content: bytes, ends: Sequence[str | int], chat: ChatSettings
     ) -> None:
-        self._chat = chat
-        super().__init__(name, content, ends, special_as_text=False, chat=chat)
-        try:
+        super().__init__(name, content, ends, chat)
+        self.settings = chat._asdict()
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.close)
             if len(self._ends) > 1:
                 inner = self._tokens_within()
                 outer = [end for end in self._ends if end.number not in inner]
                 self._end_name, self.end = (outer or self._ends)[0]
-            self._begin = self._find_begin() or self._begin
-        except BaseException:
-            self.close()
-            raise
+            self._begin = self._find_begin(chat.tokens.get("bos_token", "")) or self._begin
+            on_error.pop_all()
 
     def _tokens_within(self) -> set[int]:
         """Return the tokens of small conversations, without their last ones."""
@@ -252,37 +247,25 @@ class _ChatTokenizer(FileTokenizer):
             messages = [{"role": role, "content": "a"} for role in roles]
             conversation = {"messages": messages, SILENT: list(range(len(messages)))}
             # A template may refuse some roles. What fails always is reported with its document.
-            with contextlib.suppress(TokenizerFailure):
+            with contextlib.suppress(ChatFailure, TokenizerFailure):
                 chats = self._worker.encode_chats([json.dumps(conversation).encode()])
                 within.update(chats.tokens[:-1].tolist())
         return within
 
-    def _find_begin(self) -> tuple[int, ...]:
+    def _find_begin(self, name: str) -> tuple[int, ...]:
         """Return the token that begins a text by the name that templates have for it."""
-        name = self._chat.tokens.get("bos_token", "")
         with contextlib.suppress(TokenizerFailure):
             _, tokens = self._worker.encode([name.encode()])
             if len(tokens) == 1:
                 return (int(tokens[0]),)
         return ()
 
-    def another(self) -> Tokenizer:
-        assert self.content is not None
-        return _ChatTokenizer(self.name, self.content, (self._end_name,), self._chat)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What of the template determines the tokens, as JSON values."""
-        return self._chat._asdict()
-
     def encode(self, documents: Sequence[Document]) -> Encoded:
         try:
-            chats = self._worker.encode_chats([doc.text for doc in documents])
+            with self._name_failures(documents):
+                chats = self._worker.encode_chats([doc.text for doc in documents])
         except ChatFailure as error:
             raise DataError(f"{documents[error.number].place}: {error}") from None
-        except TokenizerFailure as error:
-            place = f"{documents[0].place} or soon after: --tokenizer {self.name}"
-            raise DataError(f"{place}: {error}") from None
 
         surplus = second_beginnings(chats.tokens, chats.counts, self._begin)
         kept = is_kept(chats.counts, surplus)

@@ -6,7 +6,6 @@ processes, not on the size of the source.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import signal
@@ -28,6 +27,7 @@ from composer3d.data.documents import (
     Position,
     SourceFile,
     identify,
+    is_drawn,
     list_files,
     read_documents,
 )
@@ -37,9 +37,9 @@ from composer3d.data.tokenizer import (
     DOCUMENT_BYTES,
     FILE_BYTES,
     Encoded,
+    FileTokenizer,
     Tokenizer,
     TokenizerPool,
-    load_tokenizer,
     open_tokenizer,
     repeated_beginnings,
 )
@@ -203,17 +203,11 @@ class _EncodedBatch(NamedTuple):
 
 @dataclass
 class _Work:
-    """One call of ``prepare``.
+    """One call of ``prepare``, with its arguments.
 
     Attributes:
-        out: the folder to make.
         files: the files of the source.
         field: the key or the column of the text; None for text files.
-        processes: the number of processes that tokenize.
-        shard_tokens: as in ``prepare``.
-        split: as in ``prepare``.
-        examples: as in ``prepare``.
-        max_expansion: as in ``prepare``.
     """
 
     out: Path
@@ -280,7 +274,7 @@ class _Work:
                 write_atomic(path, content)
             write_atomic(unfinished.folder / train.CONFIG, train.make_config(end))
             name = f"{TOKENIZER} (trained)"
-            with contextlib.closing(load_tokenizer(name, content, end)) as tokenizer:
+            with contextlib.closing(FileTokenizer(name, content, (end,))) as tokenizer:
                 result = self._write(unfinished, source, tokenizer)
         return {**result, "trained_tokenizer": str(self.out / TOKENIZER)}
 
@@ -318,15 +312,14 @@ class _Work:
                 "digest": None if content is None else digest_of(content),
             },
         }
-        resumed_bytes = unfinished.source_bytes
+        resumed_bytes = unfinished.last.source_bytes
         with contextlib.closing(TokenizerPool(tokenizer, self.processes)) as pool:
             self._write_pieces(unfinished, pool, longest=tokenizer.longest)
         counts = {name: _count(unfinished.shards_of(name)) for name in self.splits}
         if not unfinished.pieces:
             raise DataError(f"{one_line(source)}: all files are empty; give a path that holds text")
-        turn_ends = unfinished.pieces[-1].turn_ends
-        if turn_ends:
-            facts["turn_ends"] = sorted(turn_ends)
+        if unfinished.last.turn_ends:
+            facts["turn_ends"] = sorted(unfinished.last.turn_ends)
         for name, count in counts.items():
             if not count["documents"]:
                 unfinished.discard()
@@ -347,27 +340,25 @@ class _Work:
         return {
             **facts,
             **whole,
-            "source_bytes": unfinished.source_bytes,
+            "source_bytes": unfinished.last.source_bytes,
             "resumed_bytes": resumed_bytes,
             **({} if self.split is None else {"splits": counts}),
         }
 
     def _write_pieces(self, unfinished: Unfinished, pool: TokenizerPool, *, longest: int) -> None:
         """Tokenize what is left of the source, and add it to the folder piece by piece."""
+        end, source_bytes, _, turn_ends = unfinished.last
         documents = read_documents(
             self.files,
             self.field if self.examples is None else self.examples.parse,
             longest=longest,
-            start=unfinished.end,
+            start=end,
             max_expansion=self.max_expansion,
         )
-        source_bytes = unfinished.source_bytes
         total_bytes = sum(file.size for file in self.files) - source_bytes
         counted = {name: _count(unfinished.shards_of(name)) for name in self.splits}
         documents_done = sum(count["documents"] for count in counted.values())
         tokens_done = sum(count["tokens"] for count in counted.values())
-        end = unfinished.end
-        turn_ends = unfinished.pieces[-1].turn_ends if unfinished.pieces else frozenset()
         repeated = 0
         writers: dict[str, ShardWriter] = {}  # of the piece that is being written
 
@@ -428,11 +419,8 @@ class _Work:
         return writers
 
     def _is_held_out(self, document: Document) -> bool:
-        """Return whether a document belongs to validation: by its text alone."""
-        if self.split is None:
-            return False
-        digest = hashlib.blake2b(document.text, digest_size=8, person=b"split").digest()
-        return int.from_bytes(digest, "big") < self.split * 2**64
+        """Return whether a document belongs to validation."""
+        return self.split is not None and is_drawn(document, self.split, b"split")
 
 
 def _encode(pool: TokenizerPool, batches: Iterator[list[Document]]) -> Iterator[_EncodedBatch]:

@@ -5,6 +5,7 @@ one, and the name of a special token in a prompt is that token. ``prepare`` does
 the file runs in a process of its own.
 """
 
+import contextlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,14 +13,13 @@ import numpy as np
 from composer3d.data.documents import END_OF_DOCUMENT
 from composer3d.data.tokenizer import (
     USUAL_ENDS,
-    TokenizerFailure,
     TokenizerProcess,
     ends_of,
+    name_failures,
     read_tokenizer,
     second_beginnings,
     tokenizer_file,
 )
-from composer3d.facts.errors import DataError
 from composer3d.facts.text import one_line
 
 
@@ -43,8 +43,8 @@ class PromptTokenizer:
         """
         return [list(text.encode()) for text in texts]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without special tokens.
+    def decode(self, tokens: Sequence[int], *, skips_special: bool = True) -> str:
+        """Return the text of tokens, without special tokens if ``skips_special``.
 
         Bytes that are not UTF-8, such as the first half of a character, become U+FFFD.
 
@@ -68,33 +68,25 @@ class _FileTokenizer(PromptTokenizer):
             special_as_text=False,
             adds_special_tokens=adds_special_tokens,
         )
-        try:
+        with contextlib.ExitStack() as on_error, name_failures(name):
+            on_error.callback(self.close)
             vocabulary = self._process.load()
-        except TokenizerFailure as error:
-            self.close()
-            raise DataError(f"{self.name}: {error}") from None
-        except BaseException:
-            self.close()
-            raise
+            on_error.pop_all()
         self.end = vocabulary.ends[0].number if vocabulary.ends else None
         self._begin = vocabulary.begin if adds_special_tokens else ()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        try:
+        with name_failures(self.name):
             counts, tokens = self._process.encode([text.encode() for text in texts])
-        except TokenizerFailure as error:
-            raise DataError(f"{self.name}: {error}") from None
         surplus = second_beginnings(tokens, counts, self._begin)
         self.repeated += int((surplus > 0).sum())
         stops = np.cumsum(counts)
         starts = stops - counts + surplus
         return [tokens[start:stop].tolist() for start, stop in zip(starts, stops, strict=True)]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        try:
-            return self._process.decode(tokens)
-        except TokenizerFailure as error:
-            raise DataError(f"{self.name}: {error}") from None
+    def decode(self, tokens: Sequence[int], *, skips_special: bool = True) -> str:
+        with name_failures(self.name):
+            return self._process.decode(tokens, skips_special=skips_special)
 
     def close(self) -> None:
         self._process.close()

@@ -14,10 +14,11 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -37,7 +38,7 @@ from composer3d.facts.token_manifest import TOKENIZER
 from composer3d.recipe.values import as_short_toml, join_with_or
 
 FILE_BYTES = 64 << 20  # in a tokenizer.json; the largest published ones have half of that
-WORKER = Path(__file__).with_name("tokenizer_worker.py")
+_WORKER = Path(__file__).with_name("tokenizer_worker.py")
 
 # The tokenizers library encodes a whole document at once, and takes this much memory for each byte.
 DOCUMENT_BYTES = 16 << 20
@@ -147,50 +148,6 @@ class Tokenizer:
         """End the process of the tokenizer, if there is one, and free its pipes."""
 
 
-class TokenDecoder:
-    """Turns tokens into text again, in a process of its own if there is a tokenizer.json.
-
-    Args:
-        content: the content of the tokenizer.json; None if tokens are bytes.
-
-    Raises:
-        DataError: the tokenizer cannot be loaded.
-    """
-
-    def __init__(self, content: bytes | None) -> None:
-        self._worker = None if content is None else TokenizerProcess(content, USUAL_ENDS)
-        if self._worker is None:
-            return
-        try:
-            self._worker.load()
-        except TokenizerFailure as error:
-            self.close()
-            raise DataError(f"its tokenizer.json cannot be used: {error}") from None
-        except BaseException:
-            self.close()
-            raise
-
-    def decode(self, tokens: np.ndarray, *, skips_special: bool = True) -> str:
-        """Return the text of some tokens: integers, 1-D. What is not UTF-8 is replaced.
-
-        ``skips_special`` leaves special tokens out.
-
-        Raises:
-            DataError: the tokenizer fails.
-        """
-        if self._worker is None:
-            return bytes(tokens.astype(np.uint8)).decode(errors="replace")
-        try:
-            return self._worker.decode(tokens.tolist(), skips_special=skips_special)
-        except TokenizerFailure as error:
-            raise DataError(f"its tokenizer.json cannot be used: {error}") from None
-
-    def close(self) -> None:
-        """End the process."""
-        if self._worker is not None:
-            self._worker.close()
-
-
 class TokenizerPool:
     """Several tokenizers that work at the same time, each in a process of its own.
 
@@ -253,30 +210,20 @@ def open_tokenizer(name: str, end: str | None) -> Tokenizer:
         DataError: the file cannot be read or loaded, its vocabulary is too large, it has no token
             that can end a document, or ``end`` is given for "bytes".
     """
-    if name != "bytes":
-        path = tokenizer_file(name)
-        content = read_tokenizer(path)
-        return FileTokenizer(one_line(path), content, ends_of(path, end))
+    if name == "bytes":
+        refuse_end_of_bytes(end)
+        return Tokenizer()
+    path = tokenizer_file(name)
+    return FileTokenizer(one_line(path), read_tokenizer(path), ends_of(path, end))
+
+
+def refuse_end_of_bytes(end: str | None) -> None:
+    """Raise DataError if the user names the token that ends a document of bytes."""
     if end is not None:
         raise DataError(
             f"--eod {one_line(end)} is not used with --tokenizer bytes, because byte 0 ends a "
             "document; remove it"
         )
-    return Tokenizer()
-
-
-def load_tokenizer(name: str, content: bytes, end: str) -> Tokenizer:
-    """Start the tokenizer in the content of a tokenizer.json. The caller must close it.
-
-    Args:
-        name: for messages and the manifest.
-        content: of the tokenizer.json.
-        end: the name of the token after each document.
-
-    Raises:
-        DataError: as ``open_tokenizer``.
-    """
-    return FileTokenizer(one_line(name), content, (end,))
 
 
 def tokenizer_file(name: str) -> Path:
@@ -383,27 +330,30 @@ class FileTokenizer(Tokenizer):
         content: its content.
         ends: names or numbers of tokens that may end a document; the first one that the vocabulary
             has is used.
-        special_as_text: as for ``TokenizerProcess``.
         chat: as for ``TokenizerProcess``.
 
     Raises:
         DataError: as ``open_tokenizer``.
     """
 
+    special_as_text = True  # as for ``TokenizerProcess``
+    longest = DOCUMENT_BYTES
+
     def __init__(
         self,
         name: str,
         content: bytes,
         ends: Sequence[str | int],
-        *,
-        special_as_text: bool = True,
         chat: "ChatSettings | None" = None,
     ) -> None:
         self.name = name
         self.content = content
-        self.longest = DOCUMENT_BYTES
-        self._worker = TokenizerProcess(content, ends, special_as_text=special_as_text, chat=chat)
-        try:
+        self._chat = chat
+        self._worker = TokenizerProcess(
+            content, ends, special_as_text=self.special_as_text, chat=chat
+        )
+        with contextlib.ExitStack() as on_error, name_failures(f"--tokenizer {name}"):
+            on_error.callback(self.close)
             vocabulary = self._worker.load()
             if not vocabulary.ends:
                 names = one_line(join_with_or(list(map(str, ends))))
@@ -414,20 +364,14 @@ class FileTokenizer(Tokenizer):
                 raise TokenizerFailure(
                     f"it has token ids up to {vocabulary.size - 1:,}; use one below {MOST_VOCAB:,}"
                 )
-        except TokenizerFailure as error:
-            self.close()
-            raise DataError(f"--tokenizer {self.name}: {error}") from None
-        except BaseException:
-            self.close()
-            raise
-
+            on_error.pop_all()
         self.vocab, self._ends, self._begin = vocabulary
         self._end_name, self.end = self._ends[0]
         self.dtype = np.dtype("<u2" if self.vocab <= 1 << 16 else "<u4")
 
     def another(self) -> Tokenizer:
         assert self.content is not None
-        return FileTokenizer(self.name, self.content, (self._end_name,))
+        return type(self)(self.name, self.content, (self._end_name,), self._chat)
 
     def kill(self) -> None:
         self._worker.kill()
@@ -443,12 +387,8 @@ class FileTokenizer(Tokenizer):
         """
         for document in documents:
             check_text(document)
-        try:
+        with self._name_failures(documents):
             counts, tokens = self._worker.encode([document.text for document in documents])
-        except TokenizerFailure as error:
-            # The tokenizers library does not say on which text it fails.
-            place = f"{documents[0].place} or soon after: --tokenizer {self.name}"
-            raise DataError(f"{place}: {error}") from None
 
         stops = np.cumsum(counts)
         self._check_tokens(documents, tokens, stops)
@@ -460,6 +400,11 @@ class FileTokenizer(Tokenizer):
                     "remove the document, or give a tokenizer that can represent it"
                 )
         return Encoded(np.insert(tokens, stops, self.end).astype(self.dtype), counts + 1)
+
+    def _name_failures(self, documents: Sequence[Document]) -> AbstractContextManager[None]:
+        """Raise DataError if the tokenizer fails in the body, on one of ``documents``."""
+        # The tokenizers library does not say on which text it fails.
+        return name_failures(f"{documents[0].place} or soon after: --tokenizer {self.name}")
 
     def _check_tokens(
         self, documents: Sequence[Document], tokens: np.ndarray, stops: np.ndarray
@@ -492,7 +437,16 @@ class TokenizerFailure(Exception):
     """The tokenizer has failed. The text says why, and what to change."""
 
 
-class ChatFailure(TokenizerFailure):
+@contextlib.contextmanager
+def name_failures(name: str) -> Iterator[None]:
+    """Raise DataError, which begins with ``name``, if a tokenizer fails in the body."""
+    try:
+        yield
+    except TokenizerFailure as error:
+        raise DataError(f"{name}: {error}") from None
+
+
+class ChatFailure(Exception):
     """A conversation cannot be rendered.
 
     Attributes:
@@ -574,15 +528,8 @@ class TokenizerProcess:
         adds_special_tokens: bool = False,
         chat: ChatSettings | None = None,
     ) -> None:
-        # -P keeps the folder of the program out of sys.path, so that its modules hide no others.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(WORKER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # Rust prints its panics there
-            # One thread: prepare runs as many of these processes as it may use cores.
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"},
-        )
+        # One thread: prepare runs as many of these processes as it may use cores.
+        self._process = start_worker(threads=1)
         settings = {
             "ends": list(ends),
             "special_as_text": special_as_text,
@@ -655,10 +602,7 @@ class TokenizerProcess:
             ChatFailure: a conversation cannot be rendered.
             TokenizerFailure: the tokenizer refuses a conversation, or the process ends.
         """
-        header = struct.pack(
-            f"<{len(conversations) + 1}q", len(conversations), *map(len, conversations)
-        )
-        request = b"c" + header + b"".join(conversations)
+        request = b"c" + pack(conversations)
         # A template may make a short conversation long.
         cpu_s = 2 * _ENCODE_S + 4 * len(request) / 1e6 * _ENCODE_S_PER_MB
         occasion = f"with its chat template, on {sum(map(len, conversations)):,} bytes"
@@ -698,12 +642,7 @@ class TokenizerProcess:
 
     def close(self) -> None:
         """Kill the process, wait for it, and close the pipes to it."""
-        self._process.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-        self._process.wait()
+        end_worker(self._process)
 
     def _ask(self, requests: Sequence[bytes], cpu_s: float, occasion: str) -> bytes:
         """Send requests and return the answer.
@@ -718,8 +657,7 @@ class TokenizerProcess:
         deadline_s = time.monotonic() + _WALL_S + _WALL_PER_CPU_S * cpu_s
         try:
             for request in requests:
-                pipe.write(struct.pack("<q", len(request)))
-                pipe.write(request)
+                send_frame(pipe, request)
             pipe.flush()
             (size,) = struct.unpack("<q", self._read(8, deadline_s))
             return self._read(size, deadline_s)
@@ -758,6 +696,38 @@ class TokenizerProcess:
                 raise EOFError
             content += piece
         return bytes(content)
+
+
+def start_worker(*, threads: int) -> subprocess.Popen[bytes]:
+    """Start the process that runs or trains a tokenizer.json. ``end_worker`` must end it."""
+    # -P keeps the folder of the program out of sys.path, so that its modules hide no others.
+    return subprocess.Popen(
+        [sys.executable, "-P", str(_WORKER)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # Rust prints its panics there
+        env={
+            **os.environ,
+            "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false",
+            "RAYON_NUM_THREADS": str(threads),
+        },
+    )
+
+
+def end_worker(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process, wait for it, and close the pipes to it."""
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(BrokenPipeError):
+            pipe.close()
+    process.wait()
+
+
+def send_frame(pipe: IO[bytes], content: bytes) -> None:
+    """Write a frame, as the worker reads it: the length, then the content."""
+    pipe.write(struct.pack("<q", len(content)))
+    pipe.write(content)
 
 
 def pack(texts: Sequence[bytes]) -> bytes:

@@ -5,19 +5,14 @@ tokenizers library does not return to Python before it has finished, not even at
 """
 
 import contextlib
-import hashlib
 import json
-import os
 import select
-import struct
-import subprocess
-import sys
 from collections.abc import Iterable
 from typing import IO
 
-from composer3d.data.documents import Document
+from composer3d.data.documents import Document, is_drawn
 from composer3d.data.tables import read_frame
-from composer3d.data.tokenizer import WORKER, check_text, pack
+from composer3d.data.tokenizer import check_text, end_worker, pack, send_frame, start_worker
 from composer3d.facts.errors import DataError
 from composer3d.runtime.progress import Progress
 
@@ -37,11 +32,10 @@ def train_tokenizer(
     end: str,
     source_bytes: int,
     processes: int,
-    sample_bytes: int = _SAMPLE_BYTES,
 ) -> bytes:
     """Train a byte-level BPE on documents, and return its tokenizer.json.
 
-    If the source is larger than ``sample_bytes``, a part of the documents is taken. Whether a
+    If the source is larger than 512 MiB, a part of the documents is taken. Whether a
     document is taken depends on its text and on ``source_bytes``, so that equal sources give equal
     bytes.
 
@@ -51,40 +45,25 @@ def train_tokenizer(
         end: the name of the token that ends a document. It becomes token 0.
         source_bytes: the size of the files that hold the documents.
         processes: the threads of the training. The result does not depend on them.
-        sample_bytes: bytes of text to train on, about.
 
     Raises:
         DataError: the documents give fewer than ``size`` tokens; ordinary text could become
             ``end``; a document is not UTF-8 or too long; or the training takes too much memory.
     """
-    share = min(1.0, sample_bytes / max(source_bytes, 1))
-    process = subprocess.Popen(
-        [sys.executable, "-P", str(WORKER)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={
-            **os.environ,
-            "TOKENIZERS_PARALLELISM": "true",
-            "RAYON_NUM_THREADS": str(processes),
-        },
-    )
+    share = min(1.0, _SAMPLE_BYTES / max(source_bytes, 1))
+    process = start_worker(threads=processes)
     requests, answers = process.stdin, process.stdout
     assert requests is not None
     assert answers is not None
     try:
         with contextlib.suppress(BrokenPipeError):  # the answer, or its absence, says why
-            _send(requests, json.dumps({"train": {"size": size, "end": end}}).encode())
+            send_frame(requests, json.dumps({"train": {"size": size, "end": end}}).encode())
             _send_documents(requests, documents, share, source_bytes)
-            _send(requests, b".")
+            send_frame(requests, b".")
             requests.flush()
         answer = _wait(answers)
     finally:
-        process.kill()
-        with contextlib.suppress(BrokenPipeError):
-            requests.close()
-        answers.close()
-        process.wait()
+        end_worker(process)
     if not answer:
         raise DataError(
             f"--train-tokenizer {size}: its process has ended; it may take too much memory; train "
@@ -115,26 +94,16 @@ def _send_documents(
     with Progress("read text for the tokenizer", source_bytes, "B") as progress:
         for document in documents:
             progress.advance(document.size)
-            if share < 1 and not _is_chosen(document, share):
+            if share < 1 and not is_drawn(document, share, b"sample"):
                 continue
             check_text(document)
             batch.append(document.text)
             batch_bytes += len(document.text)
             if batch_bytes >= _BATCH_BYTES:
-                _send(requests, pack(batch))
+                send_frame(requests, pack(batch))
                 batch, batch_bytes = [], 0
     if batch:
-        _send(requests, pack(batch))
-
-
-def _is_chosen(document: Document, share: float) -> bool:
-    digest = hashlib.blake2b(document.text, digest_size=8, person=b"sample").digest()
-    return int.from_bytes(digest, "big") < share * 2**64
-
-
-def _send(requests: IO[bytes], content: bytes) -> None:
-    requests.write(struct.pack("<q", len(content)))
-    requests.write(content)
+        send_frame(requests, pack(batch))
 
 
 def _wait(answers: IO[bytes]) -> bytes:

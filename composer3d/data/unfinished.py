@@ -27,7 +27,7 @@ from composer3d.facts import token_manifest
 from composer3d.facts.errors import DataError
 from composer3d.facts.files import parse_json, read_plain
 from composer3d.facts.text import one_line
-from composer3d.facts.token_manifest import TOKENIZER, ContentDigest, mask_file, shard_files
+from composer3d.facts.token_manifest import TOKENIZER, ContentDigest, File, mask_file, shard_files
 from composer3d.runtime.files import append_whole, open_own, sync, write_atomic
 
 _JOURNAL, _LOCK = "journal.jsonl", "lock"
@@ -40,13 +40,6 @@ def unfinished_folder(out: Path) -> Path:
     return out.with_name(f"{out.name}.partial")
 
 
-class FinishedFile(NamedTuple):
-    """A file of a shard: its size, and the digest of each chunk."""
-
-    bytes: int
-    digests: list[str]
-
-
 class FinishedShard(NamedTuple):
     """A finished shard: what it holds, and the entries of its files.
 
@@ -57,12 +50,12 @@ class FinishedShard(NamedTuple):
     tokens: int
     documents: int
     content: str
-    tokens_file: FinishedFile
-    documents_file: FinishedFile
+    tokens_file: File
+    documents_file: File
     learned: int | None = None
-    mask_file: FinishedFile | None = None
+    mask_file: File | None = None
 
-    def files(self, number: int) -> dict[str, FinishedFile]:
+    def files(self, number: int) -> dict[str, File]:
         """Return the entries of the files by name. ``number`` is that of the shard."""
         tokens_name, documents_name = shard_files(number)
         files = {tokens_name: self.tokens_file, documents_name: self.documents_file}
@@ -139,14 +132,9 @@ class Unfinished:
             raise
 
     @property
-    def end(self) -> Position:
-        """Where reading goes on."""
-        return self.pieces[-1].end if self.pieces else BEGINNING
-
-    @property
-    def source_bytes(self) -> int:
-        """The bytes of the source that have been read."""
-        return self.pieces[-1].source_bytes if self.pieces else 0
+    def last(self) -> Piece:
+        """The last finished piece, or an empty one at the beginning of the source."""
+        return self.pieces[-1] if self.pieces else Piece(BEGINNING, 0, {})
 
     def shards_of(self, split: str) -> list[FinishedShard]:
         """Return the finished shards of a split, in order."""
@@ -355,13 +343,13 @@ class _DigestingFile:
             if self._bytes % token_manifest.CHUNK_BYTES == 0:
                 self._end_chunk()
 
-    def finish(self) -> FinishedFile:
+    def finish(self) -> File:
         if self._bytes % token_manifest.CHUNK_BYTES:
             self._end_chunk()
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        return FinishedFile(self._bytes, self._digests)
+        return File(self._bytes, tuple(self._digests))
 
     def remove(self) -> None:
         self._file.close()
@@ -457,5 +445,5 @@ def _from_json(entry: dict[str, Any], splits: Sequence[str]) -> Piece:
     return Piece(Position(file, offset, line), int(entry["source_bytes"]), shards, turn_ends)
 
 
-def _file_entry(size: Any, digests: Any) -> FinishedFile:
-    return FinishedFile(int(size), [str(digest) for digest in digests])
+def _file_entry(size: Any, digests: Any) -> File:
+    return File(int(size), tuple(map(str, digests)))

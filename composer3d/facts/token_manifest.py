@@ -45,8 +45,7 @@ _MOST = 1 << 50  # tokens, documents or bytes
 _DIGEST_DIGITS = 32
 
 
-@dataclass(frozen=True)
-class File:
+class File(NamedTuple):
     """One file of the folder.
 
     Attributes:

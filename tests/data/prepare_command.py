@@ -41,8 +41,8 @@ class PrepareCommand:
         assert cli.main([*self.arguments(source, *options, out=out), "--json"]) == 0
         summary, *details, last = self.capsys.readouterr().out.splitlines()
         assert summary.startswith(f"{self.folder / out}: ")
-        # Only a split and a mask have more to tell.
-        assert not details or "--split" in options or "--kind" in options
+        # Only a split, a mask and a trained tokenizer have more to tell.
+        assert not details or {"--split", "--kind", "--train-tokenizer"} & set(options)
         answer: dict[str, Any] = json.loads(last)
         assert answer.pop("ok") is True
         return answer

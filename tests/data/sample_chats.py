@@ -1,10 +1,13 @@
 """A small tokenizer folder with a chat template, and conversations."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, processors
+
+from tests.data.conftest import train_bpe
 
 END = "<|endoftext|>"
 SPECIAL = [END, "<|im_start|>", "<|im_end|>", "<s>"]
@@ -39,22 +42,9 @@ CHATS: list[list[dict[str, Any]]] = [
 def write_tokenizer(
     folder: Path, template: str | None = MARKED, eos: str = "<|im_end|>"
 ) -> Tokenizer:
-    """Write a tokenizer of about 300 tokens that begins a text with <s>, and ends it with eos."""
-    coder = Tokenizer(models.BPE())
-    coder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    coder.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=310,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    coder.train_from_iterator([TEXT] * 3, trainer)
-    coder.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", coder.token_to_id("<s>"))]
-    )
+    """Write the tokenizer, and a configuration with which it ends a text with ``eos``."""
     folder.mkdir(parents=True, exist_ok=True)
-    coder.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(_train())
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": {"__type": "AddedToken", "content": "<s>", "special": True},
@@ -62,7 +52,18 @@ def write_tokenizer(
         "chat_template": template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return coder
+    return Tokenizer.from_str(_train())
+
+
+@cache
+def _train() -> str:
+    """Train a tokenizer of about 300 tokens that begins a text with <s>."""
+    coder = train_bpe([TEXT] * 3, size=310, special=SPECIAL)
+    coder.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", coder.token_to_id("<s>"))]
+    )
+    text: str = coder.to_str()
+    return text
 
 
 def write_lines(file: Path, entries: list[Any]) -> Path:

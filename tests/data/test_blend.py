@@ -1,17 +1,22 @@
 """A blend has exact shares, on every layout and after every restart."""
 
+import logging
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from composer3d.data import Batch, Blend, Corpus, Loader
+from composer3d.data import Blend, Corpus
 from composer3d.data.blend import whole_weights
 from composer3d.data.order import samples_before, sources_of
-from tests.data.token_folders import refuses
+from composer3d.recipe.resolve import load
+from composer3d.training.batches import open_data
+from composer3d.training.observers.epochs import log_epochs
+from tests.data.samples import corpus_of, loader_of, rows
+from tests.data.token_folders import refuses, write_tokens
 
 WEIGHTS = [
     (1.0, 1.0),
@@ -46,39 +51,10 @@ def test_a_far_sample_is_found_at_once() -> None:
     assert sources_of(whole, 10**15, 30).tolist() == sources_of(whole, 0, 30).tolist()
 
 
-def corpus_of(name: str, first: int, n_tokens: int, dtype: str = "<u2") -> Corpus:
-    tokens = (first + np.arange(n_tokens)).astype(dtype)
-    return Corpus(tokens, 0, digest=name, n_documents=1, name=name)
-
-
-A, B, C = corpus_of("a", 1, 401), corpus_of("b", 1_000, 81, "<u4"), corpus_of("c", 2_000, 41)
+A = corpus_of(np.arange(1, 402), name="a")
+B = corpus_of(np.arange(1_000, 1_081), name="b", dtype="<u4")
+C = corpus_of(np.arange(2_000, 2_041), name="c")
 BLEND = Blend((A, B, C), (0.5, 0.3, 0.2))
-ORDER: dict[str, Any] = {"seq_len": 4, "global_batch": 8, "seed": 3}
-
-
-def loader_of(corpus: Corpus | Blend, rank: int = 0, ranks: int = 1, **options: Any) -> Loader:
-    return Loader(corpus, batch_rank=rank, batch_ranks=ranks, **{**ORDER, **options})
-
-
-def rows(batches: list[Batch]) -> torch.Tensor:
-    return torch.cat(
-        [torch.cat([b.tokens_BT, b.labels_BT, b.positions_BT], dim=1) for b in batches]
-    )
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("packing", ["none", "documents"])
-def test_all_layouts_see_the_same_blend(ranks: int, packing: str) -> None:
-    alone = loader_of(BLEND, packing=packing)
-    together = [loader_of(BLEND, rank, ranks, packing=packing) for rank in range(ranks)]
-    halves = [
-        loader_of(BLEND, packing=packing, owned_ranges=[(first, 2)]) for first in (0, 2)
-    ]  # as ranks of cp
-    for step in range(20):
-        expected = alone[step]
-        assert torch.equal(rows([loader[step] for loader in together]), rows([expected]))
-        tokens = torch.cat([half[step].tokens_BT for half in halves], dim=1)
-        assert torch.equal(tokens, expected.tokens_BT)
 
 
 def test_each_part_has_its_own_order_and_epochs() -> None:
@@ -92,17 +68,6 @@ def test_each_part_has_its_own_order_and_epochs() -> None:
         assert torch.equal(own, alone)
         for epoch in own.split(n_samples)[: share // n_samples]:
             assert len(set(epoch.tolist())) == n_samples
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 4), (8, 1)])
-def test_a_blend_resumes_exactly(before: int, after: int) -> None:
-    saved = loader_of(BLEND, before - 1, before)
-    for _ in range(7):
-        next(saved)
-    resumed = [loader_of(BLEND, rank, after) for rank in range(after)]
-    for loader in resumed:
-        loader.load_state_dict(saved.state_dict())
-    assert torch.equal(rows([next(loader) for loader in resumed]), rows([loader_of(BLEND)[7]]))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +86,7 @@ def test_a_blend_of_one_is_its_corpus() -> None:
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
-    other = Corpus(A.tokens, 7, digest="", n_documents=1, name="other")
+    other = replace(A, end_of_document=7, name="other")
     with refuses("other ends documents with token 7, but a with 0"):
         Blend((A, other), (1, 1))
     with refuses(r"corpus c has 41 tokens: too few for data\.seq_len = 41"):
@@ -143,20 +108,16 @@ def test_epochs_are_told() -> None:
 
 
 def test_a_run_blends_token_files(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from composer3d import cli
-
     monkeypatch.chdir(tmp_path)
     for name, size in (("web", 4_000), ("code", 900)):
-        (tmp_path / f"{name}.txt").write_text(name * (size // len(name)))
-        arguments = ["prepare", f"{name}.txt", "-o", name, "--tokenizer", "bytes"]
-        assert cli.main(arguments) == 0
+        ids = np.frombuffer((name * size)[:size].encode() + b"\0", np.uint8)
+        write_tokens(tmp_path / name, ids.astype("<u2"))
     (tmp_path / "r.toml").write_text(
         """\
 [run]
 steps = 30
-device = "cpu"
 [model]
 preset = "debug-tiny"
 [data]
@@ -169,14 +130,13 @@ weight = 3
 [[data.sources]]
 path = "code"
 weight = 1
-[metrics]
-tensorboard = false
 """
     )
-    assert cli.main(["train", "r.toml"]) == 0
-    lines = capfd.readouterr().err.splitlines()
-    for expected in (
-        "data: web (train) has 124 samples of 32 tokens; 30 steps see it 0.36 times",
+    recipe = load("r.toml").recipe
+    corpus, _ = open_data(recipe)
+    caplog.set_level(logging.INFO, logger="composer3d")
+    log_epochs(recipe, loader_of(corpus, seq_len=32, global_batch=2))
+    assert caplog.messages == [
+        "data: web (train) has 125 samples of 32 tokens; 30 steps see it 0.36 times",
         "data: code (train) has 28 samples of 32 tokens; 30 steps see it 0.54 times",
-    ):
-        assert expected in lines
+    ]

@@ -26,8 +26,7 @@ def prepared(source: Path, *options: str) -> Path:
     return out
 
 
-@pytest.mark.parametrize("shard_tokens", ["1", "1000000"])
-@pytest.mark.parametrize("block", [2, 1 << 20])
+@pytest.mark.parametrize(("shard_tokens", "block"), [("1", 1 << 20), ("1000000", 2)])
 def test_lengths_and_samples_of_bytes(
     source: Path,
     capsys: pytest.CaptureFixture[str],

@@ -29,36 +29,11 @@ CONVERSATIONS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[int]]]
         [user(), assistant(), user(), assistant()],
         [1],
     ),
-    **{
-        f"{key} of a turn": (
-            {"messages": [user(), assistant(**{key: value})]},
-            [user(), assistant()],
-            [1],
-        )
-        for key, value in (
-            ("train", False),
-            ("training", False),
-            ("trainable", 0),
-            ("loss", 0.0),
-            ("learn", False),
-            ("learned", False),
-            ("masked", True),
-            ("mask", 1),
-        )
-    },
     "a masked question": (
         {"messages": [user(train=False), assistant()]},
         [user(), assistant()],
         [],
     ),
-    **{
-        f"{key} of a line": (
-            {"messages": [user(), assistant()], key: value},
-            [user(), assistant()],
-            [0, 1],
-        )
-        for key, value in (("weight", 0), ("train", False), ("masked", True))
-    },
     "a learned line": (
         {"messages": [user(), assistant()], "train": True},
         [user(), assistant()],
@@ -120,6 +95,17 @@ def test_conversations(
     line: dict[str, Any], messages: list[dict[str, Any]], silent: list[int]
 ) -> None:
     assert read_conversation(line, "messages", "x:1") == (messages, None, silent)
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "training", "trainable", "loss", "learn"])
+@pytest.mark.parametrize("value", [False, 0, 0.0], ids=str)
+def test_a_turn_or_a_line_that_says_so_is_not_learned(key: str, value: Any) -> None:
+    for name, no in ((key, value), ("learned", value), ("mask", not value), ("masked", 1)):
+        of_a_turn = {"messages": [user(), assistant(**{name: no})]}
+        of_a_line = {"messages": [user(), assistant()], name: no}
+        for line, silent in ((of_a_turn, [1]), (of_a_line, [0, 1])):
+            found = read_conversation(line, "messages", "x:1")
+            assert found == ([user(), assistant()], None, silent)
 
 
 # The chosen conversation of a line of preferences, by --field chosen.

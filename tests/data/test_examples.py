@@ -1,16 +1,19 @@
 """Prompts with answers, and conversations: their tokens, and which of them are learned."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from jinja2 import TemplateError
 
 from composer3d import cli
-from composer3d.data import chat_template, examples, open_corpus, prepare, tokenizer
+from composer3d.data import chat_template, examples, prepare, tokenizer
 from composer3d.data.chat_template import ChatTemplate
+from composer3d.data.documents import Document
 from composer3d.facts.errors import DataError
 from composer3d.facts.token_manifest import read_manifest
 from tests.data.prepare_command import PrepareCommand
@@ -23,6 +26,7 @@ from tests.data.sample_chats import (
     write_lines,
     write_tokenizer,
 )
+from tests.data.test_prepare import contents, interrupt_at
 from tests.data.token_folders import opened, refuses, reseal
 
 PAIRS = [
@@ -68,8 +72,7 @@ def chats(command: PrepareCommand) -> Examples:
 
 
 def read(folder: Path) -> Read:
-    corpus = open_corpus("tokens", folder, split="train")
-    assert corpus.mask is not None
+    corpus = opened(folder)
     everything = np.arange(len(corpus.tokens))
     return corpus.tokens[everything].tolist(), corpus.mask[everything].tolist()
 
@@ -105,17 +108,10 @@ def test_answers_are_learned_and_prompts_are_not(
     assert len(manifest.shards) == (len(PAIRS) if shard_tokens == "1" else 1)
 
 
-def test_answers_of_bytes(answers: Examples) -> None:
-    ids, mask = [], []
-    for prompt, answer in PAIRS:
-        ids += [*prompt.encode(), *answer.encode(), 0]
-        mask += [0] * len(prompt.encode()) + [1] * (len(answer.encode()) + 1)
-    assert answers.read(entries_of(PAIRS), "--tokenizer", "bytes") == (ids, mask)
-
-
 def test_a_split_and_more_processes_keep_masks_with_their_tokens(
-    answers: Examples, tmp_path: Path
+    answers: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(prepare, "_BATCH_BYTES", 100)  # so that both processes are used
     coder = write_tokenizer(tmp_path / "tok", eos=END)
     pairs = [(f"what is {n}?", f"warm {n}") for n in range(40)]
     options = ["--split", "0.3", "--processes", "2", "--shard-tokens", "100"]
@@ -179,29 +175,30 @@ def test_turns_and_lines_that_are_not_learned_are_input(
 ) -> None:
     coder = write_tokenizer(tmp_path / "tok", template)
     plain = {"messages": [{"role": turn["role"], "content": turn["content"]} for turn in SILENT]}
-    tokens, mask = map(np.array, chats.read([plain, plain], out="all"))
+    tokens, mask = map(np.array, chats.read([plain] * 3, out="all"))
     starts = np.flatnonzero(np.diff(mask, prepend=0) == 1)
-    assert len(starts) == 4
-    # The same tokens. Those of the first turn, or of the second line, are not learned.
-    for name, entries, first, last in (
-        ("silent", [{"messages": SILENT}, plain], 0, starts[1]),
-        ("line", [plain, plain | {"train": False}], starts[2], len(mask)),
-    ):
-        expected = mask.copy()
-        expected[first:last] = 0
-        assert chats.read(entries, out=name) == (tokens.tolist(), expected.tolist())
-        assert read_manifest(tmp_path / name).turn_ends == (coder.token_to_id("<|im_end|>"),)
+    assert len(starts) == 6
+    # The same tokens. Those of the first turn, and of the third line, are not learned.
+    mask[: starts[1]] = 0
+    mask[starts[4] :] = 0
+    entries = [{"messages": SILENT}, plain, plain | {"train": False}]
+    assert chats.read(entries, out="silent") == (tokens.tolist(), mask.tolist())
+    for out in ("all", "silent"):
+        assert read_manifest(tmp_path / out).turn_ends == (coder.token_to_id("<|im_end|>"),)
 
 
-@pytest.mark.parametrize(("coder", "length"), [("tok", 5), ("bytes", 4)])
+@pytest.mark.parametrize("coder", ["tok", "bytes"])
 def test_answers_of_lines_that_are_not_learned_are_input(
-    answers: Examples, tmp_path: Path, coder: str, length: int
+    answers: Examples, tmp_path: Path, coder: str
 ) -> None:
     write_tokenizer(tmp_path / "tok", eos=END)
-    entry: dict[str, Any] = {"prompt": "a", "answer": "bc"}
+    entry: dict[str, Any] = {"prompt": "é", "answer": "bc"}
     options = ["--tokenizer", "bytes"] if coder == "bytes" else []
-    _, mask = answers.read([entry | {"weight": 0}, entry], *options)
-    assert mask == [0] * (2 * length - 3) + [1] * 3
+    ids, mask = answers.read([entry | {"weight": 0}, entry], *options)
+    if coder == "bytes":
+        assert ids == [*"ébc".encode(), 0] * 2
+    half = len(ids) // 2
+    assert mask == [0] * half + [0] * (half - 3) + [1] * 3
 
 
 def test_no_folder_is_made_in_which_nothing_is_learned(answers: Examples) -> None:
@@ -332,29 +329,15 @@ def test_an_interrupted_prepare_of_examples_goes_on(
     options = ["--shard-tokens", "30"]
     answers.prepare(entries, *options, out="whole")
 
-    write = prepare.ShardWriter.write
-    calls = 0
-
-    def fail(*arguments: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise KeyboardInterrupt
-        write(*arguments)
-
     with monkeypatch.context() as patch:
-        patch.setattr(prepare.ShardWriter, "write", fail)
+        interrupt_at(patch, KeyboardInterrupt(), 9)
         answers.command.errors(130, "x.jsonl", *answers.options(*options))
     assert (tmp_path / "out.partial/mask-00001.bin").exists()
     # Other keys, or no mask, would give other bytes.
     other = answers.options(*options, "--answer-field", "prompt")
     answers.command.refusal("x.jsonl", *other)
     answers.command.run("x.jsonl", *answers.options(*options))
-    whole, again = (
-        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
-        for name in ("whole", "out")
-    )
-    assert again == whole
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_inspect_shows_what_is_learned(
@@ -426,30 +409,34 @@ def test_no_mask_is_trusted(masked: Path) -> None:
     assert cli.main(["inspect", str(masked), "--full"]) == 1
 
 
-LINES: dict[str, tuple[str, str, str]] = {
-    "no answer": ("answers", '{"prompt": "a"}', "a key is missing or is no text"),
-    "a number": ("answers", '{"prompt": 1, "answer": "a"}', "a key is missing or is no text"),
-    "no object": ("answers", "[]", "the line is no object"),
-    "no JSON": ("answers", "{", "Expecting property name"),
-    "a surrogate": ("answers", r'{"prompt": "\ud800", "answer": "a"}', "surrogates not allowed"),
-    "an end": ("answers", '{"prompt": "a", "answer": "a<|endoftext|>"}', "would end a document"),
-    "half a weight": ("answers", '{"prompt": "a", "answer": "b", "weight": 0.5}', '"weight": 0.5'),
-    "an image": (
-        "chat",
-        '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
-        'message 1: part 1 of its content is "image"',
+LINES: dict[str, tuple[examples.Examples, str, str]] = {
+    "no answer": (examples.Answers(), '{"prompt": "a"}', "a key is missing or is no text"),
+    "no object": (examples.Answers(), "[]", "the line is no object"),
+    "no JSON": (examples.Answers(), "{", "Expecting property name"),
+    "a surrogate": (
+        examples.Answers(),
+        r'{"prompt": "\ud800", "answer": "a"}',
+        "surrogates not allowed",
     ),
-    "preferences": ("chat", '{"chosen": [], "rejected": []}', "--field chosen"),
-    "preferences as text": ("text", '{"chosen": [], "rejected": []}', "--field chosen"),
-    "Alpaca as text": ("text", '{"instruction": "", "output": ""}', "--kind chat and --kind ans"),
-    "no messages": ("chat", "{}", "--field names another key"),
-    "no role": ("chat", '{"messages": [{"content": "a"}]}', "no role or content"),
-    "parts": ("chat", '{"messages": [{"role": "user", "content": []}]}', "no role or content"),
+    "no messages": (examples.Chat(), "{}", "--field names another key"),
     "a wide number": (
-        "chat",
+        examples.Chat(),
         '{"messages": [{"role": "user", "content": "a", "x": 1e999}]}',
         "not JSON compliant",
     ),
+}
+
+
+@pytest.mark.parametrize(("kind", "line", "message"), LINES.values(), ids=LINES)
+def test_wrong_lines_are_refused(kind: examples.Examples, line: str, message: str) -> None:
+    with refuses(f"^x:2: .*{message}"):
+        kind.parse(line.encode(), "x:2")
+
+
+# The kind of the examples, a line that is refused when it is encoded or read as text, and why.
+WRONG_TEXTS: dict[str, tuple[str, str, str]] = {
+    "an end": ("answers", '{"prompt": "a", "answer": "a<|endoftext|>"}', "would end a document"),
+    "preferences as text": ("text", '{"chosen": [], "rejected": []}', "--field chosen"),
     "no assistant": (
         "chat",
         '{"messages": [{"role": "user", "content": "a"}]}',
@@ -463,8 +450,8 @@ LINES: dict[str, tuple[str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "line", "message"), LINES.values(), ids=LINES)
-def test_wrong_lines_are_refused_by_their_place(
+@pytest.mark.parametrize(("kind", "line", "message"), WRONG_TEXTS.values(), ids=WRONG_TEXTS)
+def test_wrong_texts_are_refused_by_their_place(
     command: PrepareCommand, tmp_path: Path, kind: str, line: str, message: str
 ) -> None:
     write_tokenizer(tmp_path / "tok", eos=END if kind == "answers" else "<|im_end|>")
@@ -492,7 +479,6 @@ OPTIONS: dict[str, tuple[list[str], str]] = {
     ),
     "no template": (["--kind", "chat"], "has no chat template, neither chat_template.jinja nor"),
     "no such template": (["--kind", "chat", "--chat-template", "none"], "there is no such file"),
-    "no folder": (["--kind", "chat", "--tokenizer", "none"], "No such file or directory"),
 }
 
 
@@ -522,12 +508,6 @@ def test_a_tokenizer_of_chats_is_not_trained(command: PrepareCommand, tmp_path: 
     assert "--train-tokenizer is not used with --kind chat" in error
 
 
-def test_a_broken_tokenizer_config_is_named(chats: Examples, tmp_path: Path) -> None:
-    write_tokenizer(tmp_path / "tok", None)
-    (tmp_path / "tok/tokenizer_config.json").write_text("[")
-    assert "tokenizer_config.json: cannot be used: " in chats.refusal(CHAT_LINES)
-
-
 def test_a_tokenizer_that_fails_is_named(chats: Examples, tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok")
     content = json.loads((tmp_path / "tok/tokenizer.json").read_text())
@@ -546,18 +526,31 @@ def test_an_old_jinja_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         examples.open_example_tokenizer(str(tmp_path / "tok"), None, examples.Chat())
 
 
-LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}%s{% endfor %}{% endfor %}"
-HOSTILE: dict[str, tuple[str, str]] = {
+# What is refused by the process of the tokenizer, with the place of the conversation.
+OF_THE_PROCESS: dict[str, tuple[str, str]] = {
     "syntax": ("{% for %}", "the chat template cannot be used: Expected"),
     "an error": (
         "{{ raise_exception('no system\nhere') }}",
         "x.jsonl:1: the chat template fails: no system here",
     ),
+    "all memory": ("{{ 'x' * 9999999999 }}", "takes too much memory"),
+}
+
+
+@pytest.mark.parametrize(("template", "message"), OF_THE_PROCESS.values(), ids=OF_THE_PROCESS)
+def test_a_hostile_template_is_one_line(
+    chats: Examples, tmp_path: Path, template: str, message: str
+) -> None:
+    write_tokenizer(tmp_path / "tok", template)
+    assert message in chats.refusal(CHAT_LINES, "--processes", "1")
+
+
+HOSTILE: dict[str, tuple[str, str]] = {
     "an error on some turns": (
         "{% if messages | length == 1 %}{{ messages[9].role }}{% endif %}x",
-        "x.jsonl:1: the chat template fails on the first 1 messages alone: list object has no",
+        "the chat template fails on the first 1 messages alone: list object has no",
     ),
-    "chance": ("{{ messages | random }}", "the chat template cannot be used: No filter named"),
+    "chance": ("{{ messages | random }}", "No filter named"),
     "changed marks": (
         "{% set x %}{% generation %}a{% endgeneration %}{% endset %}{{ x | upper }}",
         "changes a text after {% generation %} has marked it",
@@ -572,12 +565,10 @@ HOSTILE: dict[str, tuple[str, str]] = {
         "does not begin message 2 with what it puts before an answer",
     ),
     "a missing name": ("{{ strftime_now('%d') }}", "'strftime_now' is undefined"),
-    "an endless loop": (LOOP.replace("%s", ""), "s of processor time with its chat template"),
-    "endless output": (
-        LOOP.replace("%s", "x" * 999),
+    "long output": (
+        "{% for a in range(9999) %}" + "x" * 999 + "{% endfor %}",
         "the chat template makes more than 1,048,576",
     ),
-    "all memory": ("{{ 'x' * 9999999999 }}", "takes too much memory"),
     "the class": ("{{ ''.__class__.__mro__ }}", "unsafe"),
     "globals": ("{{ raise_exception.__globals__['x'] }}", "unsafe"),
     "a change": ("{{ messages.append(1) }}", "unsafe"),
@@ -592,25 +583,29 @@ HOSTILE: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize(("template", "message"), HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_template_is_one_line(
-    chats: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, message: str
+def test_what_a_template_may_not_do(template: str, message: str) -> None:
+    with pytest.raises((ValueError, TypeError, TemplateError), match=re.escape(message)):
+        ChatTemplate(template, {}).render({"messages": CHATS[0]})
+
+
+def test_a_template_can_write_no_file_and_has_little_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer, "_ENCODE_S", 0.0)
-    write_tokenizer(tmp_path / "tok", template)
-    assert message in chats.refusal(CHAT_LINES, "--processes", "1")
-
-
-def test_a_template_can_write_no_file(tmp_path: Path) -> None:
-    """If the sandbox had a hole, the process still could not fill a file."""
-    write_tokenizer(tmp_path / "tok")
-    opened = examples.open_example_tokenizer(str(tmp_path / "tok"), None, examples.Chat())
+    """If the sandbox had a hole, the process still could not fill a file, nor run for ever."""
+    monkeypatch.setattr(tokenizer, "_ENCODE_S_PER_MB", 1e9)  # so that the limit tells the request
+    write_tokenizer(tmp_path / "tok", "{{ raise_exception('no') }}")
+    chat = examples.open_example_tokenizer(str(tmp_path / "tok"), None, examples.Chat())
     try:
-        pid = opened._worker._process.pid
+        text = json.dumps({"messages": CHATS[0]}).encode()
+        with refuses("x:1: the chat template fails: no"):
+            chat.encode([Document("x:1", text, len(text))])
+        pid = chat._worker._process.pid
         limits = Path(f"/proc/{pid}/limits").read_text()
     finally:
-        opened.close()
-    (line,) = [line for line in limits.splitlines() if line.startswith("Max file size")]
-    assert line.split()[3] == "0"
+        chat.close()
+    soft = {line[:26].strip(): line[26:].split()[0] for line in limits.splitlines()}
+    assert soft["Max file size"] == "0"
+    assert 1000 * len(text) < int(soft["Max cpu time"]) < 1000 * (len(text) + 100)
 
 
 def test_marks_may_be_nested_and_filtered() -> None:

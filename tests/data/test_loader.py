@@ -1,56 +1,24 @@
 """The order of samples is a function of (seed, step), on every layout and after every restart."""
 
-import hashlib
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from composer3d.data import Batch, Corpus, Loader, loader, sample_order
+from composer3d.data import Blend, Corpus, loader, sample_order
 from composer3d.data.order import Order
-from composer3d.facts.errors import DataError
+from tests.data.samples import corpus_of, loader_of, rows
+from tests.data.token_folders import refuses
 
 SEQ_LEN = 4
-
-
-def corpus_of(tokens: bytes) -> Corpus:
-    array = np.frombuffer(tokens, dtype=np.uint8)
-    return Corpus(
-        tokens=array,
-        digest=hashlib.blake2b(tokens).hexdigest(),
-        end_of_document=0,
-        n_documents=1,
-        name="test",
-    )
-
-
 # 19 samples of 4 tokens. Each sample starts with another token.
-CORPUS = corpus_of(bytes(range(1, 78)))
-
-
-def loader_of(batch_rank: int = 0, batch_ranks: int = 1, **options: int) -> Loader:
-    settings: dict[str, int] = {"seq_len": SEQ_LEN, "global_batch": 8, "seed": 3, **options}
-    return Loader(CORPUS, batch_rank=batch_rank, batch_ranks=batch_ranks, **settings)
-
-
-def rows(batches: list[Batch]) -> torch.Tensor:
-    return torch.cat(
-        [torch.cat([b.tokens_BT, b.labels_BT, b.positions_BT], dim=1) for b in batches]
-    )
-
-
-def steps_of_ranks(batch_ranks: int, n_steps: int, state: dict | None = None) -> torch.Tensor:
-    """Return the rows of ``n_steps`` steps on all ranks. In each step, rank 0 comes first."""
-    loaders = [loader_of(rank, batch_ranks) for rank in range(batch_ranks)]
-    for rank_loader in loaders:
-        if state is not None:
-            rank_loader.load_state_dict(state)
-    return rows([next(rank_loader) for _ in range(n_steps) for rank_loader in loaders])
+CORPUS = corpus_of(range(1, 78))
 
 
 def test_labels_are_the_inputs_shifted() -> None:
-    batch = next(loader_of())
+    batch = next(loader_of(CORPUS))
     starts = CORPUS.tokens[sample_order(19, 3, 0, 8) * SEQ_LEN]
     for name, offset in [("tokens_BT", 0), ("labels_BT", 1)]:
         expected = torch.tensor(
@@ -64,7 +32,7 @@ def test_labels_are_the_inputs_shifted() -> None:
 
 
 def test_batches_share_no_memory() -> None:
-    batches = loader_of()
+    batches = loader_of(CORPUS)
     first = next(batches)
     first.positions_BT.zero_()
     first.tokens_BT.zero_()
@@ -72,29 +40,85 @@ def test_batches_share_no_memory() -> None:
     assert CORPUS.tokens[0] == 1
 
 
-@pytest.mark.parametrize("batch_ranks", [2, 4, 8])
-def test_all_ranks_together_have_the_same_rows_in_the_same_order(batch_ranks: int) -> None:
-    assert torch.equal(steps_of_ranks(batch_ranks, 6), steps_of_ranks(1, 6))
+def documents_of(seed: int, *, has_mask: bool) -> Corpus:
+    """Make a corpus of short documents, in which about half of the tokens are learned."""
+    generator = np.random.default_rng(seed)
+    tokens = [*generator.integers(0, 5, 96), 0]
+    mask = generator.random(97) < 0.5
+    return corpus_of(tokens, mask=mask if has_mask else None, name=f"documents {seed}")
+
+
+MASKED, PLAIN = documents_of(1, has_mask=True), documents_of(2, has_mask=False)
+# What is read, and the options of its loader.
+CASES: dict[str, tuple[Corpus | Blend, dict[str, Any]]] = {
+    "even": (CORPUS, {}),
+    "blend": (Blend((CORPUS, MASKED, PLAIN), (0.5, 0.3, 0.2)), {}),
+    "documents": (MASKED, {"packing": "documents"}),
+    "whole documents": (Blend((MASKED, PLAIN), (2.0, 1.0)), {"packing": "whole_documents"}),
+}
+
+
+@pytest.mark.parametrize("ranges", [[(0, 1), (3, 1)], [(1, 2)]], ids=str)  # two ranks of cp
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize(("corpus", "options"), CASES.values(), ids=CASES)
+def test_all_layouts_see_the_same_batches(
+    corpus: Corpus | Blend, options: dict[str, Any], ranks: int, ranges: list[tuple[int, int]]
+) -> None:
+    alone = loader_of(corpus, **options)
+    together = [
+        loader_of(corpus, rank, ranks, owned_ranges=ranges, **options) for rank in range(ranks)
+    ]
+    columns = [column for first, count in ranges for column in range(first, first + count)]
+    for step in range(8):
+        whole, parts = alone[step], [loader[step] for loader in together]
+        assert torch.equal(
+            torch.cat([part.tokens_BT for part in parts]), whole.tokens_BT[:, columns]
+        )
+        assert torch.equal(
+            torch.cat([part.labels_BT for part in parts]), whole.labels_BT[:, columns]
+        )
+        positions_BT = torch.cat([part.positions_BT for part in parts])
+        assert torch.equal(positions_BT, whole.positions_BT[:, columns])
+        documents = [part.documents_BT for part in parts if part.documents_BT is not None]
+        if whole.documents_BT is None:
+            assert documents == []
+        else:
+            assert torch.equal(torch.cat(documents), whole.documents_BT)
 
 
 # 19 samples, 8 in a step: step 2 crosses into the second epoch.
-@pytest.mark.parametrize("done", [0, 1, 2, 3, 5])
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 4), (4, 1)])
-def test_resume_continues_exactly(done: int, before: int, after: int) -> None:
-    saved = loader_of(before - 1, before)
+@pytest.mark.parametrize(("done", "before", "after"), [(0, 1, 1), (2, 2, 4), (3, 4, 1), (1, 8, 2)])
+@pytest.mark.parametrize(("corpus", "options"), CASES.values(), ids=CASES)
+def test_a_run_resumes_exactly(
+    corpus: Corpus | Blend, options: dict[str, Any], done: int, before: int, after: int
+) -> None:
+    saved = loader_of(corpus, before - 1, before, **options)
     for _ in range(done):
         next(saved)
-    state = saved.state_dict()
-    assert state == {
-        "next_step": done,
+    resumed = [loader_of(corpus, rank, after, **options) for rank in range(after)]
+    for each in resumed:
+        each.load_state_dict(saved.state_dict())
+    alone = loader_of(corpus, **options)
+    for step in range(done, done + 4):
+        assert torch.equal(rows([next(each) for each in resumed]), rows([alone[step]]))
+    assert resumed[0].state_dict() == saved.state_dict() | {"next_step": done + 4}
+    begun = loader_of(corpus, next_step=done, **options)
+    assert torch.equal(rows([next(begun)]), rows([alone[done]]))
+
+
+def test_what_a_state_holds() -> None:
+    state = {
+        "next_step": 0,
         "digest": CORPUS.digest,
         "seq_len": SEQ_LEN,
         "global_batch": 8,
         "order": "feistel",
         "order_seed": 3,
     }
-    assert torch.equal(steps_of_ranks(after, 4, state), steps_of_ranks(1, done + 4)[done * 8 :])
-    assert torch.equal(rows([next(loader_of(next_step=done))]), steps_of_ranks(1, 1, state))
+    assert loader_of(CORPUS).state_dict() == state
+    # A composer3d that does not know these samples refuses this order, and has no seed.
+    whole = loader_of(MASKED, packing="whole_documents").state_dict()
+    assert whole == state | {"digest": MASKED.digest, "order": "feistel of whole documents"}
 
 
 def test_a_run_keeps_the_order_that_it_began_with() -> None:
@@ -105,7 +129,7 @@ def test_a_run_keeps_the_order_that_it_began_with() -> None:
         "global_batch": 8,
         "seed": 3,
     }
-    resumed = loader_of()
+    resumed = loader_of(CORPUS)
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state  # as older versions read it
     firsts = (next(resumed).tokens_BT[:, 0] - 1) // SEQ_LEN
@@ -113,57 +137,45 @@ def test_a_run_keeps_the_order_that_it_began_with() -> None:
     assert firsts.tolist() != sample_order(19, 3, 8, 8).tolist()
 
 
-def test_an_unknown_order_is_refused() -> None:
-    state = {**loader_of().state_dict(), "order": "sorted"}
-    with pytest.raises(DataError, match='order of samples "sorted", and this composer3d knows'):
-        loader_of().load_state_dict(state)
-
-
 def test_a_state_can_be_loaded_after_batches_were_drawn() -> None:
-    batches = loader_of()
+    batches = loader_of(CORPUS)
     expected = rows(list(islice(batches, 3)))
-    batches.load_state_dict(loader_of(next_step=1).state_dict())
+    batches.load_state_dict(loader_of(CORPUS, next_step=1).state_dict())
     assert torch.equal(rows(list(islice(batches, 2))), expected[8:])
     assert batches.state_dict()["next_step"] == 3
 
 
-def test_other_data_is_refused() -> None:
-    state = loader_of().state_dict()
-    changed = corpus_of(bytes(range(1, 77)) + b"!")
-    other = Loader(changed, seq_len=SEQ_LEN, global_batch=8, seed=3, batch_rank=0, batch_ranks=1)
-    with pytest.raises(
-        DataError, match=r"corpus test has digest .* the data has changed since"
-    ) as caught:
-        other.load_state_dict(state)
-    assert CORPUS.digest in caught.value.lines[0]
-    assert changed.digest in caught.value.lines[0]
+CHANGED = corpus_of([*range(1, 77), 33])
+# What is changed in a state, and what refuses it.
+OTHER_STATES: dict[str, tuple[dict[str, Any], str]] = {
+    "order": ({"order": "sorted"}, 'order of samples "sorted", and this composer3d knows'),
+    "data": (
+        {"digest": CHANGED.digest},
+        f"test has digest {CORPUS.digest}, .* with {CHANGED.digest}: the data has changed since",
+    ),
+    "seq_len": ({"seq_len": 8}, r"data\.seq_len = 4, but the checkpoint was made with 8"),
+    "global_batch": ({"global_batch": 16}, r"data\.global_batch = 8, but .* made with 16"),
+    "seed": ({"order_seed": 4}, r"data\.seed = 3, but the checkpoint was made with 4"),
+}
 
 
-@pytest.mark.parametrize(("key", "value"), [("seq_len", 8), ("global_batch", 16), ("seed", 4)])
-def test_another_order_is_refused(key: str, value: int) -> None:
-    state = loader_of().state_dict()
-    made_with = state["order_seed" if key == "seed" else key]
-    with pytest.raises(
-        DataError, match=rf"data\.{key} = {value}, but the checkpoint was made with {made_with}"
-    ):
-        loader_of(**{key: value}).load_state_dict(state)
+@pytest.mark.parametrize(("changed", "message"), OTHER_STATES.values(), ids=OTHER_STATES)
+def test_the_state_of_another_run_is_refused(changed: dict[str, Any], message: str) -> None:
+    state = loader_of(CORPUS).state_dict()
+    with refuses(message):
+        loader_of(CORPUS).load_state_dict(state | changed)
 
 
 @pytest.mark.parametrize(("n_tokens", "n_samples"), [(5, 1), (8, 1), (9, 2)])
 def test_samples_of_a_corpus(n_tokens: int, n_samples: int) -> None:
-    corpus = corpus_of(bytes(range(n_tokens)))
-    batch = next(
-        Loader(corpus, seq_len=SEQ_LEN, global_batch=3, seed=0, batch_rank=0, batch_ranks=1)
-    )
+    batch = next(loader_of(corpus_of(range(n_tokens)), global_batch=3))
     assert batch.tokens_BT.shape == (3, SEQ_LEN)
     assert set(batch.tokens_BT[:, 0].tolist()) == {SEQ_LEN * sample for sample in range(n_samples)}
 
 
 def test_a_corpus_that_is_too_small_is_refused() -> None:
-    with pytest.raises(
-        DataError, match=r"corpus test has 4 tokens: too few for data\.seq_len = 4, which needs 5"
-    ):
-        Loader(corpus_of(b"four"), seq_len=4, global_batch=8, seed=0, batch_rank=0, batch_ranks=1)
+    with refuses(r"corpus test has 4 tokens: too few for data\.seq_len = 4, which needs 5"):
+        loader_of(corpus_of(range(4)))
 
 
 def test_a_rank_gathers_only_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +186,7 @@ def test_a_rank_gathers_only_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> No
         return sample_order(n_samples, seed, first, count, order)
 
     monkeypatch.setattr(loader, "sample_order", spy)
-    batches = loader_of(3, 4)
+    batches = loader_of(CORPUS, 3, 4)
     assert drawn == []
     assert next(batches).tokens_BT.shape == (2, SEQ_LEN)
     next(batches)
@@ -184,6 +196,6 @@ def test_a_rank_gathers_only_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> No
 def test_global_random_state_is_left_alone() -> None:
     before = torch.random.get_rng_state()
     numpy_before = np.random.get_state(legacy=False)
-    next(loader_of())
+    next(loader_of(CORPUS))
     assert torch.equal(torch.random.get_rng_state(), before)
     assert repr(np.random.get_state(legacy=False)) == repr(numpy_before)

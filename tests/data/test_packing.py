@@ -1,38 +1,25 @@
 """Rows are split into documents: their numbers, positions and labels, and training on them."""
 
 import json
-import sys
 from pathlib import Path
-from subprocess import run
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer3d import cli
-from composer3d.data import Batch, Corpus, Loader, open_corpus
+from composer3d.data import Batch
 from composer3d.models.contract import IGNORE_INDEX
+from composer3d.runtime.launch import Pool
+from tests.data.samples import corpus_of, loader_of
+from tests.training.jobs import RECIPE, SINGLE, build_and_train
 
 END = 2
 
 
 def batch_of(tokens: list[int], seq_len: int, packing: str) -> Batch:
-    array = np.array(tokens, dtype=np.uint16)
-    corpus = Corpus(tokens=array, end_of_document=END, digest="", n_documents=1, name="test")
-    rows = (len(tokens) - 1) // seq_len
-    return next(
-        Loader(
-            corpus,
-            seq_len=seq_len,
-            global_batch=rows,
-            seed=1,
-            batch_rank=0,
-            batch_ranks=1,
-            packing=packing,
-        )
-    )
+    sizes = {"seq_len": seq_len, "global_batch": (len(tokens) - 1) // seq_len}
+    return next(loader_of(corpus_of(tokens, end=END), packing=packing, **sizes))
 
 
 def split(row: list[int], following: list[int]) -> tuple[list[int], list[int], list[int]]:
@@ -76,79 +63,33 @@ def test_rows_that_are_not_split_have_no_documents() -> None:
     assert batch.positions_BT.tolist() == [[0, 1, 2, 3]]
 
 
-def test_every_source_names_its_end_of_document(tmp_path: Path, bpe: Path) -> None:
-    (tmp_path / "text").mkdir()
-    for name in ("a", "b", "c"):
-        (tmp_path / "text" / name).write_text(f"text of {name}\n" * 5)
-    out = tmp_path / "tokens"
-    assert (
-        cli.main(["prepare", str(tmp_path / "text"), "-o", str(out), "--tokenizer", str(bpe)]) == 0
-    )
-    for corpus, end in (
-        (open_corpus("text", tmp_path / "text", split="train"), 0),
-        (open_corpus("tokens", out, split="train"), 1),
-    ):
-        assert corpus.end_of_document == end
-        assert np.count_nonzero(corpus.tokens == end) == corpus.n_documents == 3
+SETS = ["data.source=jsonl", "data.path=train.jsonl", "validation.path=held-out.jsonl"]
+SETS += ["run.steps=3", "optim.warmup=0", "checkpoint.every=0"]
+SETS += ["validation.every=3", "validation.steps=2"]
 
 
-RECIPE = """\
-[run]
-name = "packed"
-steps = 3
-device = "cpu"
-
-[model]
-preset = "debug-tiny"
-
-[data]
-source = "jsonl"
-path = "train.jsonl"
-seq_len = 64
-global_batch = 4
-seed = 1
-
-[validation]
-every = 3
-steps = 2
-path = "held-out.jsonl"
-
-[metrics]
-every = 1
-tensorboard = false
-"""
-
-
-def test_layouts_agree_on_packed_documents(tmp_path: Path) -> None:
+def test_layouts_agree_on_packed_documents(pool: Pool, tmp_path: Path) -> None:
     for name, count in (("train", 60), ("held-out", 30)):
         lines = [
             json.dumps({"text": f"{name} {i}: " + "abc "[: i % 5] * (i % 11)}) for i in range(count)
         ]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    (tmp_path / "recipe.toml").write_text(RECIPE)
+    (tmp_path / "recipe.toml").write_text(RECIPE.format(mesh=SINGLE))
     losses = {}
-    for name, *sets in (
-        ("plain",),
-        ("one", "data.packing=documents"),
-        ("several", "data.packing=documents", "mesh.cp=2", "mesh.pp=2", "data.micro_batch=2"),
+    for name, world_size, *sets in (
+        ("plain", 1),
+        ("one", 1, "data.packing=documents"),
+        ("several", 4, "data.packing=documents", "mesh.cp=2", "mesh.pp=2", "data.micro_batch=2"),
     ):
-        command = [
-            sys.executable,
-            "-m",
-            "composer3d",
-            "train",
-            "recipe.toml",
-            f"--set=run.out_dir={name}",
-        ]
-        command += [f"--set={override}" for override in sets]
-        done = run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
-        assert done.returncode == 0, done.stderr
-        rows = [
-            json.loads(line)
-            for line in (tmp_path / name / "packed/metrics.jsonl").read_text().splitlines()
-        ]
+        arguments = {"folder": str(tmp_path), "sets": [*SETS, f"run.out_dir={name}", *sets]}
+        limits = {"minutes": None, "largest_file": None}
+        pool.run(build_and_train, arguments | limits, world_size=world_size)
+        metrics = (tmp_path / name / "small/metrics.jsonl").read_text().splitlines()
         losses[name] = [
-            row[key] for key in ("loss", "validation_loss") for row in rows if key in row
+            row[key]
+            for row in map(json.loads, metrics)
+            for key in ("loss", "validation_loss")
+            if key in row
         ]
         assert len(losses[name]) == 4
     assert losses["several"] == pytest.approx(losses["one"], rel=1e-5)

@@ -15,32 +15,23 @@ from composer3d.data.rows import FILLING, WholeDocumentRows
 from composer3d.data.tokens import document_bounds, open_tokens
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.verify.data import whole_document_samples
+from tests.data.samples import corpus_of, loader_of
 from tests.data.token_folders import refuses
 
 END = 9
 
 
-def corpus_of(tokens: list[int], mask: list[int] | None = None) -> Corpus:
-    return Corpus(
-        np.array(tokens, dtype=np.uint16),
-        END,
-        str(hash((*tokens, *(mask or ())))),
-        tokens.count(END),
-        "test",
-        None if mask is None else np.array(mask, dtype=np.uint8),
-    )
+OPTIONS = {"seq_len": 6, "global_batch": 4, "packing": "whole_documents"}
 
 
-def loader_of(corpus: Corpus | Blend, **changed: Any) -> Loader:
-    options: dict[str, Any] = {
-        "seq_len": 6,
-        "global_batch": 4,
-        "seed": 3,
-        "batch_rank": 0,
-        "batch_ranks": 1,
-        "packing": "whole_documents",
-    }
-    return Loader(corpus, **options | changed)
+def documents_of(tokens: list[int], mask: list[int] | None = None) -> Corpus:
+    return corpus_of(tokens, end=END, mask=mask)
+
+
+def whole_loader_of(
+    corpus: Corpus | Blend, rank: int = 0, ranks: int = 1, **changed: Any
+) -> Loader:
+    return loader_of(corpus, rank, ranks, **OPTIONS | changed)
 
 
 def rows_of(batch: Batch) -> list[tuple[list[int], ...]]:
@@ -57,7 +48,7 @@ def rows_of(batch: Batch) -> list[tuple[list[int], ...]]:
 )
 def test_samples_of_whole_documents(seq_len: int, lengths: list[int], rest: int) -> None:
     tokens = [token for length in lengths for token in [*[1] * (length - 1), END]]
-    corpus = corpus_of([*tokens, *[1] * rest])
+    corpus = documents_of([*tokens, *[1] * rest])
     cut = WholeDocumentRows.of(corpus, seq_len)
     places = cut.places(np.arange(len(cut)))
     assert places.shape == (len(cut), seq_len)
@@ -93,7 +84,7 @@ MASK = [0, 1, 1, 1, 0, 0, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 0, 1, 1]
 
 
 def test_a_batch_of_whole_documents() -> None:
-    batch = next(loader_of(corpus_of(TOKENS)))
+    batch = next(whole_loader_of(documents_of(TOKENS)))
     x = IGNORE_INDEX
     assert rows_of(batch) == [
         # The third document is too long: its beginning.
@@ -112,7 +103,7 @@ def test_a_batch_of_whole_documents() -> None:
 
 
 def test_a_mask_and_what_fills_up_leave_labels_out() -> None:
-    plain, masked = (next(loader_of(corpus_of(TOKENS, mask))) for mask in (None, MASK))
+    plain, masked = (next(whole_loader_of(documents_of(TOKENS, mask))) for mask in (None, MASK))
     assert torch.equal(masked.tokens_BT, plain.tokens_BT)
     # In the order of ``test_a_batch_of_whole_documents``, what is learned of each row.
     x = IGNORE_INDEX
@@ -124,34 +115,11 @@ def test_a_mask_and_what_fills_up_leave_labels_out() -> None:
     ]
 
 
-@pytest.mark.parametrize("ranges", [[(0, 2), (4, 2)], [(2, 2)]], ids=str)
-def test_ranks_have_their_rows_and_their_tokens(ranges: list[tuple[int, int]]) -> None:
-    corpus = corpus_of(TOKENS, MASK)
-    places = [place for first, count in ranges for place in range(first, first + count)]
-    for step in range(4):
-        whole = loader_of(corpus)[step]
-        parts = [
-            loader_of(corpus, batch_rank=rank, batch_ranks=2, owned_ranges=ranges)[step]
-            for rank in range(2)
-        ]
-        assert torch.equal(
-            torch.cat([part.tokens_BT for part in parts]), whole.tokens_BT[:, places]
-        )
-        assert torch.equal(
-            torch.cat([part.labels_BT for part in parts]), whole.labels_BT[:, places]
-        )
-        positions_BT = torch.cat([part.positions_BT for part in parts])
-        assert torch.equal(positions_BT, whole.positions_BT[:, places])
-        documents = [part.documents_BT for part in parts]
-        assert None not in documents
-        assert torch.equal(torch.cat(documents), whole.documents_BT)  # type: ignore[arg-type]
-
-
 def test_a_blend_of_whole_documents_sees_each_sample_once_an_epoch() -> None:
-    first, second = corpus_of(TOKENS), corpus_of([7, 7, END, 8, 8, END])
-    loader = loader_of(Blend((first, second), (4.0, 1.0)), global_batch=5)
+    first, second = documents_of(TOKENS), documents_of([7, 7, END, 8, 8, END])
+    loader = whole_loader_of(Blend((first, second), (4.0, 1.0)), global_batch=5)
     tokens = sorted(row[0] for row in rows_of(loader[0]))
-    alone = [row[0] for row in rows_of(loader_of(first)[0])]
+    alone = [row[0] for row in rows_of(whole_loader_of(first)[0])]
     assert tokens == sorted([*alone, [7, 7, END, 8, 8, END]])
     seen = loader.epochs_in(2)
     assert [(epoch.n_samples, epoch.epochs, epoch.n_cut) for epoch in seen] == [
@@ -161,24 +129,12 @@ def test_a_blend_of_whole_documents_sees_each_sample_once_an_epoch() -> None:
     assert [epoch.filled for epoch in seen] == [20 / 24, 1]
 
 
-def test_a_run_goes_on_and_keeps_its_samples() -> None:
-    loader = loader_of(corpus_of(TOKENS))
-    for _ in range(2):
-        next(loader)
-    state = loader.state_dict()
-    expected = [next(loader) for _ in range(3)]
-    resumed = loader_of(corpus_of(TOKENS))
-    resumed.load_state_dict(state)
-    assert [rows_of(next(resumed)) for _ in range(3)] == [rows_of(batch) for batch in expected]
-    assert resumed.state_dict() == loader.state_dict()
-    # A composer3d that does not know these samples refuses this order, and has no seed.
-    assert state["order"] == "feistel of whole documents"
-    assert "seed" not in state
-
-
 @pytest.mark.parametrize("packing", ["none", "documents"])
 def test_other_samples_are_refused(packing: str) -> None:
-    whole, even = loader_of(corpus_of(TOKENS)), loader_of(corpus_of(TOKENS), packing=packing)
+    whole, even = (
+        whole_loader_of(documents_of(TOKENS)),
+        whole_loader_of(documents_of(TOKENS), packing=packing),
+    )
     with refuses(f"packing = {packing}, .* made with whole_documents"):
         even.load_state_dict(whole.state_dict())
     with refuses(r"= whole_documents, .* made with documents or none"):
@@ -187,7 +143,7 @@ def test_other_samples_are_refused(packing: str) -> None:
 
 def test_a_corpus_without_a_whole_document_is_refused() -> None:
     with refuses("test has no whole document"):
-        loader_of(corpus_of([1, 2, 3, 4, 5, 6, 7]))
+        whole_loader_of(documents_of([1, 2, 3, 4, 5, 6, 7]))
 
 
 @pytest.mark.parametrize("shards", [1, 3])

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models
 
 from composer3d import cli
 from composer3d.data.documents import Document
+from composer3d.data.special_tokens import read_own_ends
 from composer3d.data.tokenizer import open_tokenizer
 from composer3d.facts.errors import DataError
 from tests.data.token_folders import refuses
@@ -156,9 +157,12 @@ def test_prepare_refuses_with_one_line_and_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "t.json"]
 
 
-def test_tokens_are_those_of_the_library(bpe: Path) -> None:
+def test_tokens_are_those_of_the_library(bpe: Path, tmp_path: Path) -> None:
     texts = ["def f(x):\n\treturn x\n", "", "héllo 日本語 😀", " \n ", "parser = " * 50]
-    coder = open_tokenizer(str(bpe), None)
+    content = json.loads(bpe.read_text())
+    content["model"]["dropout"] = 0.5  # which would make tokens random
+    (tmp_path / "t.json").write_text(json.dumps(content))
+    coder = open_tokenizer(str(tmp_path / "t.json"), None)
     try:
         for first in range(2):  # a process takes several batches
             batch = [document(text.encode()) for text in texts[first:] if text]
@@ -178,52 +182,57 @@ def test_tokens_are_those_of_the_library(bpe: Path) -> None:
     assert not children()
 
 
-# Files beside a tokenizer.json, and the name of the token that then ends a document.
-BESIDE: dict[str, tuple[dict[str, Any], str]] = {
-    "none": ({}, "</s>"),
-    "a name": ({"tokenizer_config.json": {"eos_token": "b"}}, "b"),
-    "an object": ({"tokenizer_config.json": {"eos_token": {"content": "b"}}}, "b"),
-    "null": ({"tokenizer_config.json": {"eos_token": None}}, "</s>"),
-    "the map": ({"special_tokens_map.json": {"eos_token": "b"}}, "b"),
-    "the first of numbers": ({"generation_config.json": {"eos_token_id": [1, 2]}}, "b"),
-    "a number": ({"config.json": {"eos_token_id": 1}}, "b"),
-    "a number of the model": ({"config.json": {"eos_token_id": 99, "x": 1}}, ""),
+# Files beside a tokenizer.json, and the names or numbers of tokens that they say end a text.
+BESIDE: dict[str, tuple[dict[str, Any], tuple[str | int, ...]]] = {
+    "none": ({}, ()),
+    "a name": ({"tokenizer_config.json": {"eos_token": "b"}}, ("b",)),
+    "an object": ({"tokenizer_config.json": {"eos_token": {"content": "b"}}}, ("b",)),
+    "null": ({"tokenizer_config.json": {"eos_token": None}}, ()),
+    "the map": ({"special_tokens_map.json": {"eos_token": "b"}}, ("b",)),
+    "the first of numbers": ({"generation_config.json": {"eos_token_id": [1, 2]}}, (1,)),
+    "a number": ({"config.json": {"eos_token_id": 1, "x": 1}}, (1,)),
     "all": (
         {
             "tokenizer_config.json": {"eos_token": "c"},
             "special_tokens_map.json": {"eos_token": "b"},
             "config.json": {"eos_token_id": 0},
         },
-        "c",
+        ("c", "b", 0),
     ),
-    "an unknown name": ({"tokenizer_config.json": {"eos_token": "</S>"}}, ""),
 }
 
 
-@pytest.mark.parametrize(("files", "end"), BESIDE.values(), ids=BESIDE)
-def test_a_document_ends_as_the_tokenizer_says(
-    tmp_path: Path, files: dict[str, Any], end: str
+@pytest.mark.parametrize(("files", "ends"), BESIDE.values(), ids=BESIDE)
+def test_files_beside_a_tokenizer_name_its_ends(
+    tmp_path: Path, files: dict[str, Any], ends: tuple[str | int, ...]
 ) -> None:
-    vocab = {"a": 0, "b": 1, "c": 2, "</s>": 3, "[UNK]": 4}
-    coder = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
-    coder.save(str(tmp_path / "tokenizer.json"))
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    for path in (tmp_path, tmp_path / "tokenizer.json"):
-        if not end:
-            with refuses("to end a document; name one of its tokens with"):
-                open_tokenizer(str(path), None)
+    assert read_own_ends(tmp_path / "tokenizer.json") == ends
+    # The other files are not of this one.
+    assert read_own_ends(tmp_path / "t.json") == ()
+
+
+def test_a_document_ends_as_the_tokenizer_says(tmp_path: Path) -> None:
+    vocab = {"a": 0, "b": 1, "c": 2, "</s>": 3, "[UNK]": 4}
+    file = tmp_path / "tokenizer.json"
+    Tokenizer(models.WordLevel(vocab, unk_token="[UNK]")).save(str(file))
+
+    def end_of(path: Path, end: str | None = None) -> int:
+        opened = open_tokenizer(str(path), end)
+        opened.close()
+        return opened.end
+
+    assert end_of(file) == vocab["</s>"]
+    # The second number of a file ends turns. A name is not looked up among usual ones.
+    for config, end in (({"eos_token_id": [1, 2]}, "b"), ({"eos_token_id": 99}, "")):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if end:
+            assert end_of(tmp_path) == end_of(file) == vocab[end]
         else:
-            opened = open_tokenizer(str(path), None)
-            opened.close()
-            assert opened.end == vocab[end]
-    opened = open_tokenizer(str(tmp_path), "c")
-    opened.close()
-    assert opened.end == 2
-    coder.save(str(tmp_path / "t.json"))  # the other files are not of this one
-    opened = open_tokenizer(str(tmp_path / "t.json"), None)
-    opened.close()
-    assert opened.end == 3
+            with refuses("it has no 99 to end a document; name one of its tokens with"):
+                end_of(tmp_path)
+        assert end_of(tmp_path, "c") == vocab["c"]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from composer3d.data.blend import Blend
 from composer3d.facts import token_manifest
 from composer3d.facts.errors import DataError
 from composer3d.facts.token_manifest import digest_of
+from tests.data import samples
 from tests.data.token_folders import opened, refuses, reseal, write_tokens
 
 N = 1_000
@@ -47,24 +47,7 @@ def with_ends(ids: np.ndarray, cuts: list[int]) -> np.ndarray:
 
 def make_shards(folder: Path, ids: np.ndarray, cuts: list[int]) -> Path:
     """Make token files of several shards, cut at ``cuts``. Each shard is one document."""
-    folder.mkdir(parents=True)
-    ids = with_ends(ids, cuts)
-    parts = np.split(ids, cuts)
-    for number, part in enumerate(parts):
-        (folder / f"tokens-{number:05}.bin").write_bytes(part.tobytes())
-        starts = np.array([0, len(part)], dtype="<i8")
-        (folder / f"documents-{number:05}.bin").write_bytes(starts.tobytes())
-    facts = {
-        "dtype": ids.dtype.name,
-        "vocab": int(ids.max()) + 1,
-        "tokens": len(ids),
-        "documents": len(parts),
-        "end_of_document": int(ids[-1]),
-        "tokenizer": {"name": "bytes", "digest": None},
-        "shards": [{"tokens": len(part), "documents": 1} for part in parts],
-    }
-    tokens.write_manifest(folder, facts)
-    return folder
+    return write_tokens(folder, with_ends(ids, cuts), cuts=cuts, tokenizer_file=None)
 
 
 @pytest.fixture
@@ -73,8 +56,7 @@ def shards(tmp_path: Path) -> Path:
 
 
 def loader_of(corpus: Any, seq_len: int, global_batch: int = 2, **options: Any) -> Loader:
-    sizes = {"seq_len": seq_len, "global_batch": global_batch}
-    return Loader(corpus, seed=1, batch_rank=0, batch_ranks=1, **sizes, **options)
+    return samples.loader_of(corpus, seq_len=seq_len, global_batch=global_batch, **options)
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
@@ -95,9 +77,7 @@ def test_a_loader_reads_rows_of_the_map(tmp_path: Path, dtype: str) -> None:
     assert torch.equal(batch.tokens_BT[:, 1:], batch.labels_BT[:, :-1])
 
 
-def test_a_loader_refuses_too_few_tokens_and_other_data(tmp_path: Path, folder: Path) -> None:
-    with refuses(rf"corpus \S+/t \(train\) has {N} tokens: too few for data.seq_len = {N}"):
-        loader_of(opened(folder), N)
+def test_a_loader_refuses_other_data(tmp_path: Path, folder: Path) -> None:
     state = loader_of(opened(folder), N - 1).state_dict()
     moved = {"name": "moved", "digest": digest_of(b"{}")}
     same = write_tokens(tmp_path / "same", IDS, tokenizer=moved)
@@ -137,21 +117,11 @@ def test_samples_do_not_depend_on_the_shards(
     assert corpus.tokens[np.arange(N)].tolist() == with_ends(ids, CUTS).tolist()
 
 
-def test_a_thousand_shards_open_few_files_and_quickly(tmp_path: Path) -> None:
-    folder = make_shards(tmp_path / "t", np.arange(20_000, dtype="<u2"), [*range(20, 20_000, 20)])
-    start_s = time.process_time()
-    batch = next(loader_of(opened(folder), 64, 300))
-    assert time.process_time() - start_s < 5
-    assert torch.equal(batch.tokens_BT[:, 1:], batch.labels_BT[:, :-1])
-    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-    assert 0 < sum(path.startswith(str(folder)) for path in mapped) <= tokens.MOST_MAPS
-
-
-def test_a_start_reads_the_shards_of_the_first_batch(
+def test_a_start_reads_only_the_shards_of_its_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids = np.arange(100_000, dtype="<u4")
-    folder = make_shards(tmp_path / "t", ids, [*range(100, 100_000, 100)])
+    ids = np.arange(4_000, dtype="<u4")
+    folder = make_shards(tmp_path / "t", ids, [*range(20, 4_000, 20)])  # 200 shards
     verified: list[Any] = []
     mapped: list[str] = []
     whole = tokens._map_shard
@@ -165,9 +135,15 @@ def test_a_start_reads_the_shards_of_the_first_batch(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     corpus = opened(folder)
     assert (len(verified), mapped) == (16, [])
-    next(loader_of(corpus, 64, 4))
-    # A sample of 65 tokens is in one shard or in two.
+    next(loader_of(corpus, 15, 4))
+    # A sample of 16 tokens is in one shard or in two.
     assert 4 <= len(mapped) <= 8
+    # More shards are read than files may be open.
+    batch = next(loader_of(corpus, 15, 266))
+    assert torch.equal(batch.tokens_BT[:, 1:], batch.labels_BT[:, :-1])
+    assert len(set(mapped)) == 200
+    maps = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    assert 0 < sum(path.startswith(str(folder)) for path in maps) <= tokens.MOST_MAPS
 
 
 @pytest.mark.parametrize("name", ["tokens-00002.bin", "documents-00007.bin"])
@@ -235,25 +211,10 @@ def test_a_damaged_file_is_refused_by_its_name(
         opened(folder)
 
 
-SIZES, DIGEST = "its tokens and documents make", "its digest does not match its content"
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "problem"),
-    [
-        ("vocab", 1_071, DIGEST),
-        ("tokens", 999, f"files.tokens.bin.bytes is 2000, but {SIZES} 1998"),
-        ("documents", 2, f"files.documents.bin.bytes is 16, but {SIZES} 24"),
-        ("dtype", "uint32", f"files.tokens.bin.bytes is 2000, but {SIZES} 4000"),
-        ("end_of_document", 1, DIGEST),
-    ],
-)
-def test_changes_of_the_manifest_are_found(
-    folder: Path, key: str, value: Any, problem: str
-) -> None:
+def test_a_change_of_the_manifest_is_found(folder: Path) -> None:
     path = folder / "tokens.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    with refuses(rf"t/tokens\.json cannot be used \({problem}\); make"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab": 1_071}))
+    with refuses(r"t/tokens\.json cannot be used \(its digest does not match its content\); make"):
         opened(folder)
 
 
@@ -364,8 +325,7 @@ def test_inspect_verifies_all_chunks(
     assert inspect(1).count("tokens.bin is missing") == 1
 
 
-@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
-@pytest.mark.parametrize("at", [0, 1, N // 2, N - 2])
+@pytest.mark.parametrize(("dtype", "at"), [("<u2", 0), ("<u2", N - 2), ("<u4", N // 2)])
 def test_a_token_above_the_vocabulary_is_refused(tmp_path: Path, dtype: str, at: int) -> None:
     ids = np.full(N, 9, dtype=dtype)
     ids[-1] = 7
@@ -400,8 +360,9 @@ def test_documents_must_be_in_order(tmp_path: Path, case: str) -> None:
             opened(folder)
 
 
-@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
-@pytest.mark.parametrize("at", [0, 255, 256, N // 2, N - 1])
+@pytest.mark.parametrize(
+    ("dtype", "at"), [("<u2", 0), ("<u2", 255), ("<u2", 256), ("<u2", N - 1), ("<u4", N // 2)]
+)
 def test_ends_of_documents_must_stand_where_documents_end(
     tmp_path: Path, dtype: str, at: int
 ) -> None:
@@ -454,11 +415,13 @@ WRONG_MANIFESTS: list[tuple[dict[str, Any], str]] = [
     ({"vocab": 65_537}, "vocab is 65537, not a whole number from 1 to 65536"),
     ({"vocab": "9"}, 'vocab is "9", not a whole number'),
     ({"vocab": True}, "vocab is true, not a whole number"),
-    ({"tokens": -1}, "tokens is -1, not a whole number"),
     ({"tokens": 1000.0}, "tokens is 1000.0, not a whole number"),
     ({"tokens": 10**18}, "tokens is 1000000000000000000, not a whole number"),
+    ({"tokens": 999}, "files.tokens.bin.bytes is 2000, but its tokens and documents make 1998"),
+    ({"dtype": "uint32"}, "files.tokens.bin.bytes is 2000, but its tokens and documents make 4000"),
     ({"documents": 0}, "documents is 0, not a whole number from 1 to 1000"),
     ({"documents": 1001}, "documents is 1001, not a whole number from 1 to 1000"),
+    ({"documents": 2}, "files.documents.bin.bytes is 16, but its tokens and documents make 24"),
     ({"end_of_document": N}, "end_of_document is 1000, not a whole number from 0 to 999"),
     ({"end_of_document": -1}, "end_of_document is -1, not a whole number"),
     ({"tokenizer": "t"}, 'tokenizer must be an object, not "t"'),
@@ -526,15 +489,12 @@ def test_no_shard_of_a_manifest_is_trusted(shards: Path, changed: Any, message: 
 
 # Changed facts of tokens.bin in a manifest, and what refuses them.
 WRONG_FILES: list[tuple[dict[str, Any], str]] = [
-    ({"digests": []}, ".digests must be a list of 4, one for each 512 bytes"),
-    ({"digests": ["0" * 32] * 3}, ".digests must be a list of 4"),
-    ({"digests": ["0" * 32] * 5}, ".digests must be a list of 4"),
+    ({"digests": ["0" * 32] * 5}, ".digests must be a list of 4, one for each 512 bytes"),
     ({"digests": "0" * 4}, ".digests must be a list of 4"),
     ({"digests": [0] * 4}, ".digests has 0, not a digest of 32 hexadecimal digits"),
     ({"digests": ["A" * 32] * 4}, f'.digests has "{"A" * 32}", not a digest'),
     ({"bytes": 1999}, ".bytes is 1999, but its tokens and documents make 2000"),
     ({"bytes": 0}, ".bytes is 0, not a whole number"),
-    ({"bytes": -2}, ".bytes is -2, not a whole number"),
     ({"bytes": None}, ".bytes is null, not a whole number"),
     ({"link": "/etc/passwd"}, ' has "link", which does not belong there'),
 ]
@@ -548,7 +508,7 @@ def test_no_file_of_a_manifest_is_trusted(
     assert refusal(folder).startswith(f"files.tokens.bin{message}")
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "", ".", "tokens.bin\0"])
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "", "tokens.bin\0"])
 def test_a_manifest_names_no_other_files(folder: Path, name: str) -> None:
     reseal(folder, lambda m: m["files"].update({name: m["files"]["tokens.bin"]}))
     line = refusal(folder)

@@ -1,16 +1,14 @@
 """``prepare --train-tokenizer``: the same text gives the same tokenizer, which others can load."""
 
-import gzip
 import json
 import os
 import random
 import re
 import signal
-import subprocess
-import sys
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -22,6 +20,8 @@ from composer3d.convert.carried import read_carried_files
 from composer3d.data import prepare, train_tokenizer
 from composer3d.data.documents import Document
 from composer3d.runtime import progress
+from tests.data.prepare_command import PrepareCommand, write_texts
+from tests.data.test_tokenizer import children
 
 DICE = random.Random(0)
 SYLLABLES = ["ka", "Lo", "mi", "né", "日本", "(x", "  ", "1", "\n"]
@@ -31,15 +31,12 @@ TEXTS += ["héllo 日本語 😀", "it says <|endoftext|>"]
 FILES = {"tokens.bin", "documents.bin", "tokens.json", "tokenizer.json", "tokenizer_config.json"}
 
 
+TRAIN = ("--train-tokenizer", "500")
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    path = tmp_path / "x.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return path
-
-
-def arguments(source: Path, out: Path, *options: str) -> list[str]:
-    return ["prepare", str(source), "-o", str(out), "--train-tokenizer", "500", *options]
+    return write_texts(tmp_path / "x.jsonl", TEXTS)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -55,11 +52,11 @@ def documents(texts: list[str]) -> list[Document]:
 
 
 def test_transformers_and_our_checks_accept_the_folder(
-    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+    command: PrepareCommand, tmp_path: Path, source: Path
 ) -> None:
     out = tmp_path / "out"
-    assert cli.main(arguments(source, out, "--json")) == 0
-    shown = capsys.readouterr().out
+    assert cli.main([*command.arguments(source, *TRAIN), "--json"]) == 0
+    shown = command.capsys.readouterr().out
     assert f"{out}/tokenizer.json: trained on this text, 500 tokens\n" in shown
     answer = json.loads(shown.splitlines()[-1])
     assert (answer["vocab"], answer["end_of_document"], answer["documents"]) == (500, 0, len(TEXTS))
@@ -81,10 +78,9 @@ def test_transformers_and_our_checks_accept_the_folder(
         "".join(TEXTS[:-1])
     )
     assert cli.main(["inspect", str(out), "--full"]) == 0
-    assert "tokenizer.json (trained)" in capsys.readouterr().out
+    assert "tokenizer.json (trained)" in command.capsys.readouterr().out
     # The tokenizer can be given to another prepare, and gives the same tokens.
-    again = ["prepare", str(source), "-o", str(tmp_path / "b"), "--tokenizer"]
-    assert cli.main([*again, str(out / "tokenizer.json")]) == 0
+    assert cli.main(command.arguments(source, "--tokenizer", str(out), out="b")) == 0
     assert (tmp_path / "b" / "tokens.bin").read_bytes() == (out / "tokens.bin").read_bytes()
 
 
@@ -104,10 +100,9 @@ def test_the_same_text_gives_the_same_bytes(tmp_path: Path) -> None:
     assert coder.decode(coder.encode(text).ids) == text
 
 
-def test_a_split_has_one_tokenizer(tmp_path: Path, source: Path) -> None:
-    out = tmp_path / "out"
-    assert cli.main(arguments(source, out, "--split", "0.4", "--eod", "</s>")) == 0
-    found = contents(out)
+def test_a_split_has_one_tokenizer(command: PrepareCommand, tmp_path: Path, source: Path) -> None:
+    command.run(source, *TRAIN, "--split", "0.4", "--eod", "</s>")
+    found = contents(tmp_path / "out")
     parts = {"tokens.bin", "documents.bin", "tokens.json", "tokenizer.json"}
     expected = {f"{side}/{name}" for side in ("train", "validation") for name in parts}
     assert set(found) == expected | {"tokenizer.json", "tokenizer_config.json"}
@@ -117,7 +112,7 @@ def test_a_split_has_one_tokenizer(tmp_path: Path, source: Path) -> None:
 
 def test_a_large_source_gives_a_part_of_its_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[bytes] = []
-    monkeypatch.setattr(train_tokenizer, "_send", lambda _, content: sent.append(content))
+    monkeypatch.setattr(train_tokenizer, "send_frame", lambda _, content: sent.append(content))
     texts = [f"text {number}" for number in range(1000)]
     options: dict[str, Any] = {"source_bytes": 1000}
     train_tokenizer._send_documents(None, documents(texts), 0.25, **options)  # type: ignore[arg-type]
@@ -150,69 +145,51 @@ def test_a_large_source_gives_a_part_of_its_documents(monkeypatch: pytest.Monkey
     ids=["too little text", "an end of ordinary text", "too small", "both", "a wrong key"],
 )
 def test_what_cannot_be_trained_is_refused(
-    tmp_path: Path,
-    source: Path,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    message: str,
+    command: PrepareCommand, tmp_path: Path, source: Path, options: list[str], message: str
 ) -> None:
-    assert cli.main(arguments(source, tmp_path / "out", *options)) == 2
-    assert re.search(message, capsys.readouterr().err.splitlines()[-1])
+    errors = command.errors(2, source, *TRAIN, *options)
+    assert re.search(message, errors.splitlines()[-1])
     assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
 
 
-def test_one_of_both_options_is_needed(
-    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["prepare", str(source), "-o", str(tmp_path / "out")]) == 2
+def test_one_of_both_options_is_needed(command: PrepareCommand, source: Path) -> None:
+    assert cli.main(["prepare", str(source), "-o", "out"]) == 2
     error = "one of the arguments --tokenizer --train-tokenizer is required"
-    assert error in capsys.readouterr().err
-    assert cli.main(arguments(source, tmp_path / "out", "--train-tokeniser", "5")) == 2
-    assert "did you mean --train-tokenizer?" in capsys.readouterr().err
-    (tmp_path / "there").mkdir()
-    assert cli.main(arguments(source, tmp_path / "there")) == 2
-    assert "there exists; remove it, or give another -o" in capsys.readouterr().err
+    assert error in command.capsys.readouterr().err
 
 
 def test_after_an_interrupt_the_tokenizer_is_not_trained_again(
-    tmp_path: Path,
-    source: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    command: PrepareCommand, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli.main(arguments(source, tmp_path / "whole")) == 0
-    capsys.readouterr()
-    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    command.run(source, *TRAIN, out="whole")
+    partial = tmp_path / "out.partial"
 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(prepare.train, "train_tokenizer", interrupted)
-        assert cli.main(arguments(source, out)) == 130
+        command.errors(130, source, *TRAIN)
         assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
         patch.undo()
-        patch.setattr(prepare, "load_tokenizer", interrupted)
-        assert cli.main(arguments(source, out)) == 130
-    assert f"{partial} keeps its tokenizer; run the same command" in capsys.readouterr().err
+        patch.setattr(prepare, "FileTokenizer", interrupted)
+        shown = command.errors(130, source, *TRAIN)
+    assert f"{partial} keeps its tokenizer; run the same command" in shown
     kept = contents(partial)
     assert set(kept) == {"journal.jsonl", "lock", "tokenizer.json", "tokenizer_config.json"}
 
     # It is of this size and of this text only.
     wrong = "was begun with another tokenizer or other options (tokenizer); give the same"
-    assert cli.main(arguments(source, out, "--train-tokenizer", "501")) == 2
-    assert wrong in capsys.readouterr().err
+    assert wrong in command.refusal(source, "--train-tokenizer", "501")
     before = source.stat()
     os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
-    assert cli.main(arguments(source, out)) == 2
-    assert wrong in capsys.readouterr().err
+    assert wrong in command.refusal(source, *TRAIN)
     os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare.train, "train_tokenizer", interrupted)
-        assert cli.main(arguments(source, out)) == 0
-    assert f"{partial}: goes on with the tokenizer that it holds" in capsys.readouterr().err
-    assert contents(out) == contents(tmp_path / "whole")
+    monkeypatch.setattr(prepare.train, "train_tokenizer", interrupted)
+    shown = command.errors(0, source, *TRAIN)
+    assert f"{partial}: goes on with the tokenizer that it holds" in shown
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_the_training_says_that_it_goes_on(
@@ -228,26 +205,26 @@ def test_the_training_says_that_it_goes_on(
     assert re.match(r"train the tokenizer: 1 s, 0:00:00 so far$", lines[3])
 
 
-def test_ctrl_c_ends_the_training_at_once(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_training_at_once(
+    command: PrepareCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A text of unlike words, on which the trainer takes minutes.
-    text = " ".join(f"{number * 7919 % 10**9:x}{number:o}" for number in range(400_000))
-    with gzip.open(tmp_path / "x.txt.gz", "wt", compresslevel=1) as file:
-        file.write(text)
-    command = arguments(tmp_path / "x.txt.gz", tmp_path / "out", "--train-tokenizer", "99999")
-    with subprocess.Popen(
-        [sys.executable, "-m", "composer3d", *command],
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as process:
-        try:
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-            while process.poll() is None and not children.read_text():
-                time.sleep(0.05)
-            time.sleep(1.0)
-            (child,) = children.read_text().split()
-            os.killpg(process.pid, signal.SIGINT)
-            assert process.wait(30) == 130
-        finally:
-            process.kill()
-    assert not Path(f"/proc/{child}").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["x.txt.gz"]
+    text = " ".join(f"{number * 7919 % 10**9:x}{number:o}" for number in range(200_000))
+    (tmp_path / "x.txt").write_text(text)
+    trained: list[str] = []
+    wait = train_tokenizer._wait
+
+    def interrupted(answers: IO[bytes]) -> bytes:
+        """Send Ctrl-C to this process and to that of the training, as a terminal does."""
+        trained.extend(children())
+        for process in (*map(int, trained), os.getpid()):
+            threading.Timer(0.3, os.kill, (process, signal.SIGINT)).start()
+        return wait(answers)
+
+    monkeypatch.setattr(train_tokenizer, "_wait", interrupted)
+    begin_s = time.monotonic()
+    command.errors(130, "x.txt", "--train-tokenizer", "99999")
+    assert time.monotonic() - begin_s < 30
+    assert len(trained) == 1
+    assert not children()
+    assert [path.name for path in tmp_path.iterdir()] == ["x.txt"]

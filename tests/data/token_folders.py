@@ -1,7 +1,7 @@
 """Folders of token files, made without ``prepare``, and how they are opened and changed."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,40 +10,50 @@ import pytest
 
 from composer3d.data import open_corpus, tokens
 from composer3d.facts.errors import DataError
-from composer3d.facts.token_manifest import digest_of, digest_of_manifest
+from composer3d.facts.token_manifest import digest_of, digest_of_manifest, shard_files
 
 
 def write_tokens(
     folder: Path,
     ids: np.ndarray,
     *,
+    cuts: Sequence[int] = (),
     starts: list[int] | None = None,
-    tokenizer_file: bytes = b"{}",
+    tokenizer_file: bytes | None = b"{}",
     **changed: Any,
 ) -> Path:
-    """Write token files of one shard.
+    """Write token files.
 
     Args:
         folder: is made.
         ids: the tokens. The last one is the one that ends documents.
+        cuts: where another shard begins, each after an end of a document.
         starts: where documents begin, and where the last one ends. By default, after each end.
-        tokenizer_file: the content of tokenizer.json.
+        tokenizer_file: the content of tokenizer.json; None: the tokens are bytes.
         changed: other facts of the manifest.
     """
     folder.mkdir(parents=True)
-    if starts is None:
-        starts = [0, *(np.flatnonzero(ids == ids[-1]) + 1)]
-    (folder / "tokens.bin").write_bytes(ids.tobytes())
-    (folder / "documents.bin").write_bytes(np.array(starts, dtype="<i8").tobytes())
-    (folder / "tokenizer.json").write_bytes(tokenizer_file)
+    shards = []
+    for number, part in enumerate(np.split(ids, cuts)):
+        tokens_file, documents_file = shard_files(number if cuts else None)
+        bounds = [0, *(np.flatnonzero(part == ids[-1]) + 1)] if starts is None else starts
+        (folder / tokens_file).write_bytes(part.tobytes())
+        (folder / documents_file).write_bytes(np.array(bounds, dtype="<i8").tobytes())
+        shards.append({"tokens": len(part), "documents": len(bounds) - 1})
+    digest = None
+    if tokenizer_file is not None:
+        (folder / "tokenizer.json").write_bytes(tokenizer_file)
+        digest = digest_of(tokenizer_file)
     facts = {
         "dtype": ids.dtype.name,
         "vocab": int(ids.max()) + 1,
         "tokens": len(ids),
-        "documents": len(starts) - 1,
+        "documents": sum(shard["documents"] for shard in shards),
         "end_of_document": int(ids[-1]),
-        "tokenizer": {"name": "t", "digest": digest_of(tokenizer_file)},
+        "tokenizer": {"name": "t", "digest": digest},
     }
+    if cuts:
+        facts["shards"] = shards
     tokens.write_manifest(folder, {**facts, **changed})
     return folder
 
