@@ -153,7 +153,7 @@ def test_commands_answer_without_torch() -> None:
         "import sys\n"
         "import composer3d.cli, composer3d.recipe.resolve, composer3d.verify.proof\n"
         "import composer3d.commands.train, composer3d.commands.dryrun, composer3d.runtime.launch\n"
-        "print(sorted({'torch', 'numpy', 'tensorboard'} & set(sys.modules)))"
+        "print(sorted({'torch', 'numpy', 'tensorboard', 'torchdata'} & set(sys.modules)))"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True

@@ -5,12 +5,15 @@ global_batch - 1. Batch rank r of n takes the r-th of n contiguous slices of the
 of a step do not depend on the number of ranks.
 """
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from composer3d.data.blend import Blend, whole_weights
 from composer3d.data.order import (
@@ -121,7 +124,7 @@ def _shifted(pick: _Pick, columns: np.ndarray, shift: int) -> np.ndarray:
 
 
 @dataclass(eq=False)
-class Loader:
+class Loader(Dataset[Batch]):
     """An endless iterator over the batches of one rank.
 
     A rank gets global_batch / batch_ranks rows in each step. ``loader[step]`` is the batch of any
@@ -175,6 +178,20 @@ class Loader:
         self._cuts = [self._cut(corpus) for corpus in self._corpora]
         self._n_samples = [len(cut) for cut in self._cuts]
 
+        # A DataLoader draws a seed for its workers when it starts. With a generator of its own, it
+        # does not change the state of torch's global generator.
+        generator = torch.Generator()
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls set_vital in every constructor; torch 2.13 warns and does
+            # nothing.
+            warnings.filterwarnings(
+                "ignore", message="'set_vital' is deprecated", category=UserWarning
+            )
+            loader: StatefulDataLoader[Batch] = StatefulDataLoader(
+                self, batch_size=None, sampler=self._steps(), generator=generator
+            )
+        self._batches: Iterator[Batch] = iter(loader)
+
     def _cut(self, corpus: Corpus) -> Rows:
         """Return how a corpus is cut into samples. Raises DataError if it has none."""
         if self.packing == "whole_documents":
@@ -192,6 +209,11 @@ class Loader:
                 "data.seq_len or give more text"
             )
         return EvenRows.of(corpus, self.seq_len)
+
+    def _steps(self) -> Iterator[int]:
+        while True:
+            self.next_step += 1
+            yield self.next_step - 1
 
     def __getitem__(self, step: int) -> Batch:
         first_sample = step * self.global_batch + self.batch_rank * self._rows
@@ -293,8 +315,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        self.next_step += 1
-        return self[self.next_step - 1]
+        return next(self._batches)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs.
@@ -352,5 +373,7 @@ class Loader:
             )
         if changed:
             raise DataError(changed)
+        # Without workers, the DataLoader takes one step of the sampler for each batch and never
+        # reads ahead. So the sampler's next step is the whole state.
         self.next_step = state["next_step"]
         self.order = cast(Order, order)

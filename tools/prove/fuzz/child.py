@@ -39,7 +39,7 @@ _HARD_LIMIT_BYTES = 6 << 30  # so that an endless allocation does not take the m
 _WARM = (
     *(f"composer3d.commands.{name}" for name in ("check", "convert", "inspect", "prepare")),
     *("composer3d.commands.train", "composer3d.training.loop", "composer3d.training.build"),
-    *("torch", "torch.distributed.checkpoint", "safetensors.torch"),
+    *("torch", "torch.distributed.checkpoint", "safetensors.torch", "torchdata"),
 )
 _CAUSES = ("Traceback (most", "panicked at", "Fatal Python error", "Segmentation fault")
 
