@@ -10,7 +10,7 @@ import pickle
 import shutil
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from tools.prove.hostile.base import CHECKPOINT
 from tools.prove.hostile.case import Case, cases_of, marker_of
 from tools.prove.hostile.files import (
     Change,
+    each_value,
     flipped,
     pipe,
     place_of,
@@ -322,6 +323,11 @@ def _chunks(
     return edit
 
 
+_STORAGE: dict[str, list[Any]] = {
+    "relative_path": ["../../outside/secret.txt", "/etc/passwd", ".", "", 5, "a\0b"],
+    "offset": [-8, 2**70, "0"],
+    "length": [2**62, 0],
+}
 STRUCTURES: dict[str, Callable[[Metadata], object]] = {
     "no-chunks": _chunks(lambda size: []),
     "half": _chunks(lambda size: [((0, 0), (size[0] // 2, size[1]))]),
@@ -334,17 +340,7 @@ STRUCTURES: dict[str, Callable[[Metadata], object]] = {
     "many": _chunks(lambda size: [((0, 0), (1, 1))] * 50_000),
     "one-dimension": _chunks(lambda size: [((0,), (size[0] * size[1],))]),
     "no-storage": lambda metadata: metadata.storage_data.pop(_storage(metadata)[0]),
-    "elsewhere": _stored_as(relative_path="../../outside/secret.txt"),
-    "absolute": _stored_as(relative_path="/etc/passwd"),
-    "folder": _stored_as(relative_path="."),
-    "empty-name": _stored_as(relative_path=""),
-    "number-name": _stored_as(relative_path=5),
-    "nul-name": _stored_as(relative_path="a\0b"),
-    "negative-offset": _stored_as(offset=-8),
-    "huge-offset": _stored_as(offset=2**70),
-    "huge-length": _stored_as(length=2**62),
-    "zero-length": _stored_as(length=0),
-    "text-offset": _stored_as(offset="0"),
+    **{name: _stored_as(**{key: value}) for name, key, value in each_value(_STORAGE)},
     "huge-size": lambda metadata: setattr(_entry(metadata), "size", torch.Size((2**40, 2**20))),
     "size-list": lambda metadata: setattr(_entry(metadata), "size", [1, 2]),
     "no-properties": lambda metadata: setattr(_entry(metadata), "properties", None),
@@ -390,39 +386,25 @@ def _raw_manifest(content: bytes) -> Change:
 
 
 _WRONG_NUMBERS = (-1, "x", 1e30, None, [], True, 10**30)
+# By field, which ``place_of`` finds.
+_FIELDS: dict[str, Sequence[Any]] = {
+    "data/next_step": _WRONG_NUMBERS,
+    "step": _WRONG_NUMBERS,
+    "lr": ("x", -1e400, [], {}),
+    "layout": (5, [], {"pp": "x"}, {"pp": -1}, None),
+    "files": (5, [], {"a": 1}, {"../x": [1, "a"]}, None),
+    "tensors": (5, [], {"a": 1}, {"a": [1, 2]}),
+    "model": (5, [], {}, {"model.dim": "x"}),
+    "model/model.n_layers": (10**7,),
+    "model/model.dim": (10**18, -4),
+    "model/model.tied": ("false",),
+    "world_size": (-3,),
+    "recipe": (5, "[[[", "a = " + "[" * 50_000),
+    "extra": (1,),
+    "format": (10**30,),
+}
 MANIFESTS: dict[str, Change] = {
-    **{
-        f"next-step-{n}": _manifest("data/next_step", value)
-        for n, value in enumerate(_WRONG_NUMBERS)
-    },
-    **{f"step-{n}": _manifest("step", value) for n, value in enumerate(_WRONG_NUMBERS)},
-    **{f"lr-{n}": _manifest("lr", value) for n, value in enumerate(("x", -1e400, [], {}))},
-    **{
-        f"layout-{n}": _manifest("layout", value)
-        for n, value in enumerate((5, [], {"pp": "x"}, {"pp": -1}, None))
-    },
-    **{
-        f"files-{n}": _manifest("files", value)
-        for n, value in enumerate((5, [], {"a": 1}, {"../x": [1, "a"]}, None))
-    },
-    **{
-        f"tensors-{n}": _manifest("tensors", value)
-        for n, value in enumerate((5, [], {"a": 1}, {"a": [1, 2]}))
-    },
-    **{
-        f"model-{n}": _manifest("model", value)
-        for n, value in enumerate((5, [], {}, {"model.dim": "x"}))
-    },
-    "model-layers": _manifest("model/model.n_layers", 10**7),
-    "model-dim": _manifest("model/model.dim", 10**18),
-    "model-dim-negative": _manifest("model/model.dim", -4),
-    "model-tied": _manifest("model/model.tied", "false"),
-    "world-size": _manifest("world_size", -3),
-    "recipe-number": _manifest("recipe", 5),
-    "recipe-broken": _manifest("recipe", "[[["),
-    "recipe-deep": _manifest("recipe", "a = " + "[" * 50_000),
-    "unknown-field": _manifest("extra", 1),
-    "format": _manifest("format", 10**30),
+    **{name: _manifest(field, value) for name, field, value in each_value(_FIELDS)},
     "deep": _raw_manifest(b"[" * 200_000),
     "digits": _raw_manifest(b'{"step": ' + b"9" * 100_000 + b"}"),
     "list": _raw_manifest(b"[]"),
@@ -515,6 +497,14 @@ def _bomb(folder: Path) -> bytes:
     return b"\x80\x02]" + b"N0" * 50_000_000 + b"."
 
 
+_FACTS: dict[str, list[Any]] = {
+    "layout": [5],
+    "step": ["x", 10**30, -1],
+    "model": [[1], None],
+    "data": ["x"],
+    "recipe": [5],
+    "extra": [5],
+}
 TORCH: dict[str, Callable[[Path], object]] = {
     "call": _saved(lambda content, folder: {**content, "x": touch(folder)}),
     "call-as-key": _saved(lambda content, folder: {touch(folder): 1}),
@@ -523,15 +513,7 @@ TORCH: dict[str, Callable[[Path], object]] = {
     "memo-bomb": _pickled(_memo_bomb),
     "long": _pickled(lambda folder: b"\x80\x02\x8b" + struct.pack("<i", 2**31 - 1) + b"."),
     "compressed": _pickled(_bomb, compress=True),
-    "layout-number": _fact("layout", 5),
-    "step-text": _fact("step", "x"),
-    "step-huge": _fact("step", 10**30),
-    "step-negative": _fact("step", -1),
-    "model-list": _fact("model", [1]),
-    "model-none": _fact("model", None),
-    "data-text": _fact("data", "x"),
-    "recipe-number": _fact("recipe", 5),
-    "unknown": _fact("extra", 5),
+    **{name: _fact(field, value) for name, field, value in each_value(_FACTS)},
     "no-facts": _saved(lambda content, folder: content.pop("composer3d") and None),
     "facts-number": _saved(lambda content, folder: content.update(composer3d=5)),
     "facts-tensor": _saved(lambda content, folder: content.update(composer3d=torch.ones(2))),
