@@ -14,7 +14,6 @@ Exit status: 0 if all cases are right, 1 if one is not, 2 if the arguments are w
 import importlib
 import os
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -190,7 +189,3 @@ def try_all(
             subprocess.run(["rm", "-rf", str(folder)], check=True)
         time.sleep(0.002)
     return Tally(outcomes, findings, time.monotonic() - begin)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

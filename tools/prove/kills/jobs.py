@@ -19,7 +19,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -104,11 +104,41 @@ def cases(count: int, seed: int = 13) -> list[Case]:
     return out
 
 
-class Job:
-    """A started job and its processes. ``folder`` holds its run, temporary files and output."""
+def command_of(launcher: Launcher, recipe: Path, world: int, restarts: int = 3) -> list[str]:
+    """The command that starts a job, without overrides. torchrun restarts it ``restarts`` times."""
+    train = ["-m", "composer3d", "train", str(recipe)]
+    if launcher == "train":
+        return [sys.executable, *train]
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--max-restarts", str(restarts), "--nproc-per-node", str(world)),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
+        *train,
+    ]
 
-    def __init__(self, folder: Path, world: int, launcher: Launcher, *sets: str) -> None:
-        self.folder, self.world, self.launcher = folder, world, launcher
+
+class Job:
+    """A started job and its processes. ``folder`` holds its run, temporary files and output.
+
+    Args:
+        folder: of the job. The recipes are beside it.
+        world: the number of ranks.
+        launcher: what starts them.
+        sets: overrides of the recipe.
+        command: another command than that of ``command_of``.
+        around: a command that runs the one that follows it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        world: int,
+        launcher: Launcher,
+        *sets: str,
+        command: Sequence[str] = (),
+        around: Sequence[str] = (),
+    ) -> None:
+        self.folder = folder
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True, exist_ok=True)
         self._mark = uuid.uuid4().hex
@@ -119,33 +149,15 @@ class Job:
             "OMP_NUM_THREADS": "1",
         }
         self.output_path = folder / f"output-{self._mark}"
-        command = self.command()
-        command += overrides(f"run.out_dir={folder}", *sets)
+        command = command or command_of(launcher, folder.parent / f"recipe-{world}.toml", world)
         with self.output_path.open("wb") as output:
             self.process = subprocess.Popen(
-                command,
+                [*around, *command, *overrides(f"run.out_dir={folder}", *sets)],
                 env=environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-
-    def command(self) -> list[str]:
-        """The command to start, without overrides."""
-        recipe = str(self.folder.parent / f"recipe-{self.world}.toml")
-        train = ["-m", "composer3d", "train", recipe]
-        if self.launcher == "train":
-            return [sys.executable, *train]
-        torchrun = ["-m", "torch.distributed.run"]
-        options = {
-            "--max-restarts": "3",
-            "--nproc-per-node": str(self.world),
-            "--rdzv-backend": "c10d",
-            "--rdzv-endpoint": "localhost:0",
-        }
-        for option, value in options.items():
-            torchrun += [option, value]
-        return [sys.executable, *torchrun, *train]
 
     def processes(self) -> list[int]:
         """The job's running processes: the launcher and all that it started, without zombies."""
@@ -162,20 +174,24 @@ class Job:
                 pids.append(int(entry.name))
         return pids
 
-    def wait_for_step(self, step: int) -> None:
-        """Wait until a step is logged.
+    def wait_until(self, holds: Callable[[], bool], what: str) -> None:
+        """Wait until something holds, which ``what`` names.
 
         Raises:
             RuntimeError: the job ends before, or takes longer than ``LIMIT_S``.
         """
         until = time.monotonic() + LIMIT_S
-        # The lines may be dropped between two looks, when the job starts again.
-        while max(self.losses(), default=0) < step:
+        while not holds():
             if self.process.poll() is not None:
-                raise RuntimeError(f"it ended before step {step}: {self.output()}")
+                raise RuntimeError(f"it ended before {what}: {self.output()}")
             if time.monotonic() > until:
-                raise RuntimeError(f"no step {step} within {LIMIT_S:.0f} s: {self.output()}")
+                raise RuntimeError(f"no {what} within {LIMIT_S:.0f} s: {self.output()}")
             time.sleep(0.02)
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until a step is logged. Raises as ``wait_until``."""
+        # The lines may be dropped between two looks, when the job starts again.
+        self.wait_until(lambda: max(self.losses(), default=0) >= step, f"step {step}")
 
     def losses(self) -> dict[int, float]:
         """The losses that the run has logged so far, by step."""

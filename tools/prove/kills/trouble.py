@@ -65,13 +65,7 @@ class _Attempt:
         self.job: Job | None = None
 
     def start(self, *sets: str, around: tuple[str, ...] = ()) -> Job:
-        """Start the job; ``around`` is a command that runs the one that follows it."""
-
-        class Wrapped(Job):
-            def command(self) -> list[str]:
-                return [*around, *super().command()]
-
-        self.job = Wrapped(self.folder, self.trouble.world, "train", *sets)
+        self.job = Job(self.folder, self.trouble.world, "train", *sets, around=around)
         return self.job
 
     def expect(self, status: int | tuple[int, ...], *words: str, limit_s: float = 200.0) -> None:
@@ -158,10 +152,8 @@ def _full_disk_for_a_moment(attempt: _Attempt) -> None:
         job = attempt.start("checkpoint.every=0", "metrics.tensorboard=true")
         job.wait_for_step(attempt.trouble.step)
         _fill(ballast)
-        until = time.monotonic() + 20
         full = "metrics.jsonl cannot be written: No space left on device"
-        while full not in job.output() and time.monotonic() < until:
-            time.sleep(0.01)
+        job.wait_until(lambda: full in job.output(), "warning")
         ballast.unlink()
         attempt.expect(0, "metrics.jsonl can be written again; lines lost before this: ")
         found = job.losses()
