@@ -126,20 +126,8 @@ class Pairs(NamedTuple):
 
 
 _OF_SCHEDULES = (
-    "data",
-    "cp",
-    "cp method",
-    "tp",
-    "sequence",
-    "kv heads",
-    "vocabulary",
-    "layers",
-    "tied",
-    "packing",
-    "norms",
-    "micro-batches",
-    "micro-batch",
-    "pp",
+    *("data", "cp", "cp method", "tp", "sequence", "kv heads", "vocabulary", "layers", "tied"),
+    *("packing", "norms", "micro-batches", "micro-batch", "pp"),
 )
 OF_EXPERTS = (
     ("schedule", "zero"),
@@ -148,19 +136,8 @@ OF_EXPERTS = (
 )
 # What cuts a matrix, or decides where it is: Muon brings its parts together.
 _OF_MATRICES = (
-    "schedule",
-    "zero",
-    "pp",
-    "data",
-    "cp",
-    "tp",
-    "kv heads",
-    "vocabulary",
-    "tied",
-    "offload",
-    "unit",
-    "ep",
-    "groups",
+    *("schedule", "zero", "pp", "data", "cp", "tp", "kv heads", "vocabulary", "tied", "offload"),
+    *("unit", "ep", "groups"),
 )
 WITH_PAIRS = (
     Pairs("schedule", COLUMNS["schedule"][1:], tuple(combinations(_OF_SCHEDULES, 2))),
