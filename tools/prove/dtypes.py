@@ -32,13 +32,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 class Operation(NamedTuple):
-    """What a step does, without how often.
-
-    Attributes:
-        name: of the operator, such as "aten::sum".
-        inputs, outputs: the dtypes of its tensors of floating-point numbers.
-        place: who calls it.
-    """
+    """What a step does: an operator, the dtypes of its tensors, and the place that calls it."""
 
     name: str
     inputs: frozenset[torch.dtype]
@@ -443,11 +437,7 @@ def _matches(row: Wide | Narrow, operation: Operation) -> bool:
 
 
 class _DtypeRecorder(Recorder):
-    """Collects what computes floating-point numbers.
-
-    Attributes:
-        operations: all of it.
-    """
+    """Collects in ``operations`` what computes floating-point numbers."""
 
     def __init__(self) -> None:
         super().__init__(MemoryLedger(offload=False))

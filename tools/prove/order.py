@@ -46,12 +46,7 @@ _LIMIT_S = 600.0
 
 
 class Group(NamedTuple):
-    """A communicator, as all its ranks name it.
-
-    Attributes:
-        ranks: its ranks.
-        number: how many groups of the same ranks were formed before it.
-    """
+    """A communicator, as all its ranks name it: ``number`` of the same ranks came before it."""
 
     ranks: tuple[int, ...]
     number: int
@@ -61,12 +56,7 @@ class Group(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective that a rank launches.
-
-    Attributes:
-        group: its communicator.
-        what: the operation, the dtype and the bytes that a rank sends, as all ranks call it.
-    """
+    """A collective: the operation, the dtype and the bytes of a rank, as all ranks call it."""
 
     group: Group
     what: str
@@ -282,11 +272,7 @@ def _name_of(group: dist.ProcessGroup) -> Group:
 
 
 def problem_of(events: Sequence[Sequence[Event]]) -> str | None:
-    """Return why ranks do not come to the end of what they launch; None: they do.
-
-    Args:
-        events: by rank.
-    """
+    """Return why ranks do not come to the end of what each of them launches; None: they do."""
     left = [list(own) for own in events]
     arrived: set[Message] = set()
     while any(left):

@@ -54,10 +54,6 @@ def logged_losses(run: Path) -> dict[int, float]:
 def watched_run(recipe: str, sets: Sequence[str]) -> Iterator[tuple[Any, list[str]]]:
     """Build a run as one of the ranks of a task, in a folder that is removed in the end.
 
-    Args:
-        recipe: its text.
-        sets: overrides of it.
-
     Yields:
         The run, and the lines that it reports about ranks so far, with their steps.
     """

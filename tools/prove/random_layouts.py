@@ -126,15 +126,9 @@ EFFECT = 1e-12
 def layouts(
     count: int, seed: int = 32, *, has_experts: bool | None = None, dtype: str = "float64"
 ) -> Iterator[list[str]]:
-    """Draw layouts, as overrides of ``tools/prove/verify.toml``.
+    """Draw layouts, as overrides of ``tools/prove/verify.toml``. By default, some have experts.
 
     A seed always gives the same sequence, so a smaller ``count`` gives the first ones of it.
-
-    Args:
-        count: the number of layouts.
-        seed: of the sequence.
-        has_experts: whether the layouts have experts; None: some have.
-        dtype: the dtype of the proof.
     """
     generator = random.Random(seed)
     while count:
@@ -183,12 +177,7 @@ def is_legal(sets: list[str], recipe: Path = RECIPE) -> bool:
 
 
 class Outcome(NamedTuple):
-    """What ``verify`` made of a layout.
-
-    Attributes:
-        verdict: its verdict.
-        effect: the result of ``largest_effect``; infinite if the ranks did not end.
-    """
+    """The verdict, and the result of ``largest_effect``; infinite if the ranks did not end."""
 
     verdict: Verdict
     effect: float
@@ -357,11 +346,7 @@ def faulty_layouts(seed: int, dtype: str) -> list[tuple[Any, list[str]]]:
 
 
 def prove_faults(pool: Pool, folder: Path, seed: int, dtype: str, part: slice) -> tuple[int, int]:
-    """Plant faults in random settings, and print a line for each.
-
-    Returns:
-        The number of faults that are found or have no effect, and that of all.
-    """
+    """Plant faults in random settings; return how many are found or have no effect, of how many."""
     n_right, chosen = 0, faulty_layouts(seed, dtype)[part]
     for fault, sets in chosen:
         verdict, effect = prove(pool, folder, sets, dtype, fault.recipe, fault.plant)

@@ -121,12 +121,7 @@ def processes_of(layout: str) -> int:
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps after the checkpoint; of a source, ``samples`` holds all steps.
-
-    Attributes:
-        losses: of each step.
-        samples: of each step.
-    """
+    """The steps after the checkpoint; of a source, ``samples`` holds all steps."""
 
     losses: list[float]
     samples: list[list[int]]
@@ -250,10 +245,9 @@ def train_source(recipe: str, sets: Sequence[str], folder: Path) -> tuple[int, S
 
 
 def merge(folder: Path) -> list[str]:
-    """Join the shards of all ranks in ``whole.pt``; a task of the pool.
+    """Join the shards of all ranks in ``whole.pt``; return the tensors that do not fit.
 
-    Returns:
-        The tensors that have a hole, or that ranks disagree on.
+    These have a hole, or ranks disagree on them. It is a task of the pool.
     """
     import torch
 
@@ -280,14 +274,7 @@ def resume_all(
     sources: Mapping[str, Path],
     fault: Callable[[], None] | None,
 ) -> tuple[int, dict[str, tuple[list[str], Steps]]]:
-    """Resume from every source in turn; a task of the pool.
-
-    Args:
-        recipe: the path of a recipe.
-        sets: overrides of it.
-        folder: for the run.
-        sources: the folder of each source by name.
-        fault: called first; a test plants a fault with it.
+    """Resume from every source in turn, after ``fault`` is planted; a task of the pool.
 
     Returns:
         The rank's place in the batch; and by source, the tensors that are wrong, and the steps.
@@ -345,14 +332,7 @@ def in_order(ranks: Sequence[tuple[int, list[list[int]]]]) -> list[list[int]]:
 
 
 class Matrix:
-    """Run sources and targets in one temporary folder.
-
-    Args:
-        pool: the worker processes.
-        folder: for all files.
-        layouts: ``LAYOUTS``, or those of another model.
-        model: overrides of the recipe for that model.
-    """
+    """Run sources and targets in one temporary folder; ``model`` overrides the recipe's."""
 
     def __init__(
         self,
@@ -458,11 +438,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def prove(matrix: Matrix, layouts: Sequence[str]) -> tuple[list[Cell], list[str]]:
-    """Save on each layout, then resume each checkpoint on each layout, and print the table.
-
-    Returns:
-        The result of each pair, and the problems.
-    """
+    """Resume each layout's checkpoint on each, and print the table; return pairs and problems."""
     cells, problems = [], []
     for number, name in enumerate(layouts, 1):
         wrong = matrix.save(name)

@@ -56,13 +56,7 @@ digest_every = {EVERY}
 
 
 class Watched(NamedTuple):
-    """What a healthy training has shown.
-
-    Attributes:
-        lines: what was reported about ranks, with the step of each line.
-        step_s: the mean time of a step without its comparison.
-        comparison_s: the mean time of a comparison.
-    """
+    """What a healthy training has shown: reports on ranks, and mean times."""
 
     lines: list[str]
     step_s: float

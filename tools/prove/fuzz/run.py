@@ -34,13 +34,7 @@ _SHOWN_FINDINGS = 40
 
 
 class Tally(NamedTuple):
-    """What became of the cases of one kind.
-
-    Attributes:
-        outcomes: how many cases had each outcome.
-        findings: the text of each case that went wrong.
-        seconds: how long it took.
-    """
+    """What became of the cases of a kind: how many had each outcome, and what went wrong."""
 
     outcomes: Counter[str]
     findings: list[str]
@@ -105,13 +99,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def make_base(root: Path, kinds: set[str], pool: Any) -> Path:
-    """Make the sound inputs that the cases of ``kinds`` change, in ``root``/base.
-
-    Args:
-        root: an empty folder.
-        kinds: names in KINDS.
-        pool: a ``composer3d.runtime.launch.Pool``, which runs the commands that make them.
-    """
+    """Make the sound inputs that the cases of ``kinds`` change, in ``root``/base."""
     from tools.prove.hostile import base as hostile_base
     from tools.prove.hostile.case import prepare_outside
 

@@ -67,15 +67,7 @@ Victim = Literal["rank", "launcher", "all"]
 
 @dataclass(frozen=True)
 class Case:
-    """One kill.
-
-    Attributes:
-        launcher: of the job.
-        victim: one rank, the launcher, or all processes.
-        world: the number of ranks.
-        rank: that is killed, if the victim is a rank.
-        step: the kill comes when this step is logged.
-    """
+    """One kill: of the victim, with ``rank`` if it is a rank, when ``step`` is logged."""
 
     launcher: Launcher
     victim: Victim

@@ -135,13 +135,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Uninterrupted:
-    """The run that is not killed.
-
-    Attributes:
-        losses: by step.
-        states: the last state of each rank.
-        loop_s: the seconds of its loop.
-    """
+    """The run that is not killed: losses by step, the last state of each rank, its loop's time."""
 
     losses: dict[int, float]
     states: list[str]
@@ -214,11 +208,7 @@ class Killer:
     def run_and_kill(
         self, folder: Path, sets: Sequence[str], world: int, death: Death
     ) -> str | None:
-        """Run until at least one of ``death.ranks`` dies.
-
-        Returns:
-            What is wrong, if the run survived or ended in another way.
-        """
+        """Run until a rank of ``death`` dies; return what is wrong if it ends otherwise."""
         try:
             self.train(folder, sets, world=world, death=death)
         except WorkerError as error:
@@ -366,15 +356,7 @@ def not_durable(events: Sequence[Event]) -> list[str]:
 
 
 class Instant(NamedTuple):
-    """A kill at a random time.
-
-    Attributes:
-        name: of the kill.
-        world: the number of ranks.
-        sets: overrides of the recipe.
-        dying: the ranks to kill.
-        fraction: of the loop's time that passes before the kill.
-    """
+    """A kill of some ranks at a fraction of the loop's time."""
 
     name: str
     world: int

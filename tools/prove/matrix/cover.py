@@ -112,13 +112,7 @@ ALWAYS = ("schedule", "zero", "checkpoint")
 
 
 class Pairs(NamedTuple):
-    """Pairs of columns whose values are proven together, all with each of some values of another.
-
-    Attributes:
-        column: the other column.
-        values: some of its values.
-        columns: the pairs.
-    """
+    """Pairs of columns: all their values are proven with each of ``values`` of ``column``."""
 
     column: str
     values: tuple[str, ...]
@@ -161,12 +155,7 @@ Target = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Cover:
-    """The covering matrix.
-
-    Attributes:
-        rows: the layouts to prove.
-        refused: the targets that no legal row holds, each with a row that shows why.
-    """
+    """The layouts to prove, and the refused targets, each with a row that shows why."""
 
     rows: tuple[Row, ...]
     refused: tuple[tuple[Target, Row], ...]
