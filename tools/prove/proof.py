@@ -5,10 +5,12 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def make_parser(
@@ -21,6 +23,23 @@ def make_parser(
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def choose(
+    parser: argparse.ArgumentParser, found: Iterable[T], names: Sequence[str], problem: str
+) -> list[T]:
+    """Return what has a name in its text, or all without names. None is an error of arguments.
+
+    Args:
+        parser: reports the error.
+        found: what there is.
+        names: parts of the texts.
+        problem: begins the error; the names follow.
+    """
+    chosen = [one for one in found if not names or any(name in str(one) for name in names)]
+    if not chosen:
+        parser.error(f"{problem} {' or '.join(names)}")
+    return chosen
 
 
 def overrides(*sets: str) -> list[str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.runtime.launch import Pool, WorkerError
-from tools.prove.proof import make_parser
+from tools.prove.proof import choose, make_parser
 
 # Steps before and after the checkpoint.
 STEPS_BEFORE, STEPS_AFTER = 3, 5
@@ -412,19 +412,14 @@ def main(arguments: Sequence[str]) -> int:
         "names", metavar="NAME", nargs="*", help="part of a layout's name; default: all layouts"
     )
     names = parser.parse_args(arguments).names
-    families = [
-        ([name for name in layouts if not names or any(part in name for part in names)], layouts)
-        for layouts in (LAYOUTS, LAYOUTS_WITH_EXPERTS)
-    ]
-    if not any(chosen for chosen, _ in families):
-        parser.error(f"no layout's name holds {' or '.join(names)}")
+    chosen = choose(parser, [*LAYOUTS, *LAYOUTS_WITH_EXPERTS], names, "no layout's name holds")
     begin, cells, problems = time.monotonic(), [], []
     with Pool() as pool, tempfile.TemporaryDirectory(prefix="composer3d-resume-") as folder:
-        for number, (chosen, layouts) in enumerate(families):
+        for number, (layouts, model) in enumerate(((LAYOUTS, ()), (LAYOUTS_WITH_EXPERTS, EXPERTS))):
             root = Path(folder) / str(number)
             root.mkdir()
-            model = EXPERTS if layouts is LAYOUTS_WITH_EXPERTS else ()
-            new_cells, new_problems = prove(Matrix(pool, root, layouts, model), chosen)
+            of_model = [name for name in layouts if name in chosen]
+            new_cells, new_problems = prove(Matrix(pool, root, layouts, model), of_model)
             cells += new_cells
             problems += new_problems
     print(*problems, sep="\n")

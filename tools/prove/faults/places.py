@@ -49,6 +49,9 @@ class Fault(NamedTuple):
         where = self.layout if self.check in ("verify", "dtypes") else self.check
         return f"{self.plant.__name__} ({where or 'one process'})"
 
+    def __str__(self) -> str:
+        return self.title
+
 
 # Filled when the modules of faults are imported, which ``table`` does.
 faults_so_far: list[Fault] = []

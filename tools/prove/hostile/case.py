@@ -56,14 +56,15 @@ class Case:
         message: a regular expression that the output must match. None if the input may also be
             harmless, such as a random change of a byte: then only the traps count.
         statuses: the exit statuses that are right.
-        title: describes the case if its name does not.
     """
 
     name: str
     make: Callable[[Path], list[str]]
     message: str | None
     statuses: tuple[int, ...] = _EXITS
-    title: str = ""
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @dataclass

@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 from composer3d.runtime.ends import DIED
 from composer3d.runtime.launch import Pool, WorkerError
 from tools.prove.kills.trap import PUBLISHED, Death, Event, Outcome, train_once
-from tools.prove.proof import corpus_of, logged_losses, make_parser
+from tools.prove.proof import choose, corpus_of, logged_losses, make_parser
 
 RECIPE = """\
 [run]
@@ -411,9 +411,7 @@ def main(arguments: Sequence[str]) -> int:
         "--jobs", type=int, default=2, help="trainings at the same time; default: %(default)s"
     )
     options = parser.parse_args(arguments)
-    chosen = [name for name in names if any(part in name for part in options.names or [""])]
-    if not chosen:
-        parser.error(f"no scenario's name holds {' or '.join(options.names)}")
+    chosen = choose(parser, names, options.names, "no scenario's name holds")
 
     begin, failed = time.monotonic(), 0
     all_kills: list[Kill] = []
