@@ -289,13 +289,17 @@ def test_a_second_job_is_refused_though_the_lock_is_removed(start: Callable[...,
     assert max(third.losses()) == 20
 
 
-def test_a_job_whose_output_cannot_be_written_starts_its_ranks_again(
+def test_a_job_without_a_terminal_starts_its_ranks_again(
     killer: Killer, start: Callable[..., Job]
 ) -> None:
-    """One stream is closed, and nobody reads the other; tests/runtime has more kinds."""
-    shell = ("bash", "-c", 'exec "$@" >&- 2> >(:)', "bash")
+    """As under nohup, it ignores SIGHUP; one stream is closed, and nobody reads the other.
+
+    ``tests/runtime/test_console.py`` has more kinds of streams.
+    """
+    shell = ("bash", "-c", 'trap "" HUP; exec "$@" >&- 2> >(:)', "bash")
     job = start("reliability.restarts=1", around=shell)
     job.wait_for_step(8)
+    os.killpg(job.process.pid, signal.SIGHUP)
     job.kill("rank", 1)
     assert job.wait() == 0
     assert job.losses() == killer.uninterrupted_losses(2)
@@ -325,7 +329,7 @@ def test_a_job_whose_folder_has_gone_does_not_begin_anew(
     assert job.left_over() == []
 
 
-def test_a_closed_terminal_saves_and_ends(start: Callable[..., Job]) -> None:
+def test_a_job_whose_terminal_is_closed_saves_and_ends(start: Callable[..., Job]) -> None:
     job = start("run.steps=100000")
     job.wait_for_step(3)
     # A terminal sends it to the whole group, and a service manager to the first process.
