@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -291,10 +291,3 @@ def _holds_secret(path: Path) -> bool:
     if path.is_symlink() or not path.is_file() or path.stat().st_size > 1 << 24:
         return False
     return SECRET.encode() in path.read_bytes()
-
-
-def chosen(cases: list[Case], one_in: int) -> Iterator[Case]:
-    """A fixed slice of ``cases``: every ``one_in``-th one in the order of their names."""
-    for number, case in enumerate(sorted(cases, key=lambda case: case.name)):
-        if number % one_in == 0:
-            yield case
