@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from tools.prove.kills import jobs as kill_jobs
-from tools.prove.kills.jobs import Case, Job, Killer, Launcher
+from tools.prove.kills.jobs import STEPS, Job, Killer, Launcher
 from tools.prove.kills.storm import Storm, check, kills
 from tools.prove.kills.storm import prove as prove_storm
 from tools.prove.kills.trouble import KINDS, SkippedError, Trouble, throw, troubles
+from tools.prove.kills.trouble import kills as job_kills
 from tools.prove.paths import ROOT
 from tools.two_hosts import Host
 
@@ -46,34 +46,15 @@ def start(killer: Killer) -> Iterator[Callable[..., Job]]:
         job.end()
 
 
-def test_the_cases_are_of_every_kind() -> None:
-    chosen = kill_jobs.cases(40)
-    assert Counter((case.launcher, case.victim) for case in chosen).most_common()[-1][1] >= 6
-    assert {case.world for case in chosen} == {2, 3}
-    # More than half of all possible steps.
-    assert len({case.step for case in chosen}) > (kill_jobs.STEPS - 11) // 2
-    assert chosen == kill_jobs.cases(40)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("torchrun", "rank", 2, 0, 17),
-        Case("train", "launcher", 2, 0, 9),
-    ],
-    ids=str,
-)
-def test_a_job_that_is_killed_goes_on(killer: Killer, case: Case) -> None:
-    assert killer.run(case) == []
-
-
 @pytest.mark.parametrize(
     "trouble",
     [
+        Trouble("kill of rank", 2, 0, 17, launcher="torchrun"),
+        Trouble("kill of launcher", 2, 0, 9),
         Trouble("full disk at a save", 2, 0, 9, 0.4),
-        Trouble("full disk for a moment", 2, 0, 9, 0.0),
+        Trouble("full disk for a moment", 2, 0, 9),
         Trouble("60 Ctrl-C", 2, 0, 0, 0.75),
-        Trouble("no memory", 2, 1, 9, 0.0),
+        Trouble("no memory", 2, 1, 9),
     ],
     ids=str,
 )
@@ -82,6 +63,15 @@ def test_a_job_in_trouble_ends_or_goes_on(killer: Killer, trouble: Trouble) -> N
         assert throw(killer, trouble) == []
     except SkippedError as error:
         pytest.skip(str(error))
+
+
+def test_the_kills_are_of_every_kind() -> None:
+    planned = job_kills(40)
+    assert Counter((kill.launcher, kill.kind) for kill in planned).most_common()[-1][1] >= 6
+    assert {kill.world for kill in planned} == {2, 3}
+    # More than half of all possible steps.
+    assert len({kill.step for kill in planned}) > (STEPS - 11) // 2
+    assert planned == job_kills(40)
 
 
 def test_the_troubles_are_of_every_kind() -> None:
@@ -271,22 +261,17 @@ def test_a_storm_with_another_loss_a_doubled_step_or_much_lost_work_is_wrong(
     ]
 
 
-def test_a_second_job_is_refused_though_the_lock_is_removed(start: Callable[..., Job]) -> None:
+def test_a_job_whose_folder_another_job_has_made_again_ends(start: Callable[..., Job]) -> None:
     first = start("run.steps=100000")
-    folder = first.folder
     first.wait_for_step(1)
-    (folder / "run" / "lock").unlink()
-    second = start("run.steps=100000", folder=folder)
-    assert second.wait() == 2
-    assert "is in use by another job" in second.output()
-    (folder / "run").rename(folder / "moved")
+    (first.folder / "run").rename(first.folder / "moved")
     begin = time.monotonic()
-    third = start("run.steps=20", folder=folder)
-    assert third.wait() == 0, third.output()
+    second = start("run.steps=20", folder=first.folder)
+    assert second.wait() == 0, second.output()
     assert first.wait(30.0) == 1
     assert "was removed or replaced while this job ran" in first.output()
     assert time.monotonic() - begin < 60
-    assert max(third.losses()) == 20
+    assert max(second.losses()) == 20
 
 
 def test_a_job_without_a_terminal_starts_its_ranks_again(
