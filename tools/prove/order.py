@@ -14,7 +14,6 @@ launches is written down, and all of it is replayed under the strictest of these
 All ranks must then reach the end of the step, and a collective must be the same on all its ranks.
 """
 
-import argparse
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +36,7 @@ from composer3d.runtime.progress import Progress
 from composer3d.runtime.torch_private import around_pipeline_start, body_of
 from tools.prove.matrix.cover import read, sets
 from tools.prove.paths import RECIPE
+from tools.prove.proof import add_number, make_parser
 
 # Every so many rows of the covering matrix are replayed.
 EVERY = 12
@@ -113,10 +113,8 @@ Event = Collective | Batch | Wait
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="tools/prove/run order", description=__doc__)
-    parser.add_argument(
-        "--every", metavar="N", type=int, default=EVERY, help="every Nth layout of matrix.txt"
-    )
+    parser = make_parser("order", __doc__)
+    add_number(parser, "--every", EVERY, "every Nth layout of matrix.txt")
     options = parser.parse_args(arguments)
     rows = read().rows[:: options.every]
     begin, stuck = time.monotonic(), 0

@@ -25,6 +25,18 @@ def make_parser(
     )
 
 
+def add_number(parser: argparse.ArgumentParser, option: str, default: int, what: str) -> None:
+    """Add an option of a number, and say what it is, and its default."""
+    parser.add_argument(
+        option, metavar="N", type=int, default=default, help=f"{what}; default: %(default)s"
+    )
+
+
+def add_names(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add parts of names, of which ``choose`` makes a choice."""
+    parser.add_argument("names", metavar="NAME", nargs="*", help=f"part of a {what}; default: all")
+
+
 def choose(
     parser: argparse.ArgumentParser, found: Iterable[T], names: Sequence[str], problem: str
 ) -> list[T]:

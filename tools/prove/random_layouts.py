@@ -33,7 +33,7 @@ from composer3d.verify import proof
 from composer3d.verify.judge import EXACT, RankErrors, ReferenceStats, Verdict
 from tools.prove.matrix import cover as matrix
 from tools.prove.paths import RECIPE
-from tools.prove.proof import make_parser
+from tools.prove.proof import add_number, make_parser
 
 STEPS = 3
 # Further settings of a layout. Half of the layouts have the first value of a key; "" leaves it out.
@@ -241,22 +241,14 @@ def _ratio(error: float, scale: float) -> float:
 
 def main(arguments: Sequence[str]) -> int:
     parser = make_parser("random", __doc__)
-    parser.add_argument(
-        "--count",
-        type=int,
-        default=400,
-        metavar="N",
-        help="the number of layouts; default: %(default)s",
-    )
+    add_number(parser, "--count", 400, "the number of layouts")
     parser.add_argument(
         "--part",
         default="1/1",
         metavar="I/N",
         help="prove every Nth layout, from the Ith on; default: all",
     )
-    parser.add_argument(
-        "--seed", type=int, default=32, help="of the random numbers; default: %(default)s"
-    )
+    add_number(parser, "--seed", 32, "of the random numbers")
     parser.add_argument(
         "--dtype", choices=("float32", "float64"), default="float64", help="default: %(default)s"
     )

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.runtime.launch import Pool, WorkerError
-from tools.prove.proof import choose, make_parser
+from tools.prove.proof import add_names, choose, make_parser
 
 # Steps before and after the checkpoint.
 STEPS_BEFORE, STEPS_AFTER = 3, 5
@@ -408,9 +408,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = make_parser(
         "resume", __doc__, "\n  ".join(["layouts:", *LAYOUTS, *LAYOUTS_WITH_EXPERTS])
     )
-    parser.add_argument(
-        "names", metavar="NAME", nargs="*", help="part of a layout's name; default: all layouts"
-    )
+    add_names(parser, "layout's name")
     names = parser.parse_args(arguments).names
     chosen = choose(parser, [*LAYOUTS, *LAYOUTS_WITH_EXPERTS], names, "no layout's name holds")
     begin, cells, problems = time.monotonic(), [], []

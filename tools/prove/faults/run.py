@@ -13,14 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from composer3d.runtime.launch import Pool
-from tools.prove.proof import choose, make_parser
+from tools.prove.proof import add_names, choose, make_parser
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = make_parser("faults", __doc__)
-    parser.add_argument(
-        "names", metavar="NAME", nargs="*", help="part of a fault's name, layout or check"
-    )
+    add_names(parser, "fault's name, layout or check")
     parser.add_argument(
         "--dtype",
         choices=("float32", "float64"),

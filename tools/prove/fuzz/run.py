@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.prove.proof import make_parser
+from tools.prove.proof import add_number, make_parser
 
 KINDS = {
     "recipes": 2000,
@@ -43,17 +43,12 @@ class Tally(NamedTuple):
 
 def main(arguments: Sequence[str]) -> int:
     parser = make_parser("fuzz", __doc__)
-    for option in ("--recipes", "--tokens", "--checkpoints", "--folders", "--tokenizers"):
-        count = KINDS[option.removeprefix("--")]
-        parser.add_argument(option, metavar="N", type=int, default=count, help=f"default: {count}")
-    parser.add_argument("--seed", metavar="S", type=int, default=SEED, help=f"default: {SEED}")
-    parser.add_argument(
-        "--first", metavar="N", type=int, default=0, help="number of the first case"
-    )
+    for kind, count in KINDS.items():
+        add_number(parser, f"--{kind}", count, "the number of cases")
+    add_number(parser, "--seed", SEED, "of all cases")
+    add_number(parser, "--first", 0, "the number of the first case")
     parser.add_argument("--case", metavar="KIND:NUMBER", help="run only this case")
-    parser.add_argument(
-        "--jobs", metavar="N", type=int, default=os.cpu_count(), help="cases at a time"
-    )
+    add_number(parser, "--jobs", os.cpu_count() or 1, "cases at a time")
     parser.add_argument("--keep", metavar="DIR", help="keep the folder of --case here")
     options = parser.parse_args(arguments)
     first = options.first

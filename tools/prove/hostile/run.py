@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from composer3d.runtime.launch import Pool
-from tools.prove.proof import choose, make_parser
+from tools.prove.proof import add_names, choose, make_parser
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = make_parser("hostile", __doc__)
-    parser.add_argument(
-        "names", metavar="NAME", nargs="*", help="part of a case's name; default: all cases"
-    )
+    add_names(parser, "case's name")
     names = parser.parse_args(arguments).names
 
     # These import torch: not before the arguments are right.

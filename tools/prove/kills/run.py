@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 from composer3d.runtime.ends import DIED
 from composer3d.runtime.launch import Pool, WorkerError
 from tools.prove.kills.trap import PUBLISHED, Death, Event, Outcome, train_once
-from tools.prove.proof import choose, corpus_of, logged_losses, make_parser
+from tools.prove.proof import add_names, add_number, choose, corpus_of, logged_losses, make_parser
 
 RECIPE = """\
 [run]
@@ -401,15 +401,9 @@ def kill_at_random(killer: Killer, instant: Instant) -> Kill:
 def main(arguments: Sequence[str]) -> int:
     names = [*(scenario.name for scenario in SCENARIOS), RANDOM]
     parser = make_parser("kills", __doc__, "\n  ".join(["scenarios:", *names]))
-    parser.add_argument(
-        "names", metavar="NAME", nargs="*", help="part of a scenario's name; default: all scenarios"
-    )
-    parser.add_argument(
-        "--instants", type=int, default=100, help="kills at random; default: %(default)s"
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=2, help="trainings at the same time; default: %(default)s"
-    )
+    add_names(parser, "scenario's name")
+    add_number(parser, "--instants", 100, "kills at random")
+    add_number(parser, "--jobs", 2, "trainings at the same time")
     options = parser.parse_args(arguments)
     chosen = choose(parser, names, options.names, "no scenario's name holds")
 

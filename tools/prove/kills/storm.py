@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from tools.prove.kills.jobs import Job, Launcher, command_of, differences, write_inputs
-from tools.prove.proof import logged_losses, logged_rows, make_parser
+from tools.prove.proof import add_number, logged_losses, logged_rows, make_parser
 
 WORLD = 2
 EVERY = 20  # steps between checkpoints
@@ -193,12 +193,8 @@ def prove(folder: Path, count: int, steps: int) -> tuple[Storm, list[str]]:
 
 def main(arguments: Sequence[str]) -> int:
     parser = make_parser("storm", __doc__)
-    parser.add_argument(
-        "--kills", type=int, default=100, help="the number of kills; default: %(default)s"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=5000, help="of the training; default: %(default)s"
-    )
+    add_number(parser, "--kills", 100, "the number of kills")
+    add_number(parser, "--steps", 5000, "of the training")
     options = parser.parse_args(arguments)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kill-storm-") as folder:

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from tools.prove.kills import jobs
 from tools.prove.kills.jobs import Job, Killer, Launcher, Victim
-from tools.prove.proof import make_parser
+from tools.prove.proof import add_number, make_parser
 
 # How long a collective may wait in these jobs, and how much longer naming a rank may take.
 TIMEOUT_MINUTES = 0.15
@@ -402,16 +402,10 @@ def troubles(count: int, seed: int = 31) -> list[Trouble]:
 
 def main(arguments: Sequence[str]) -> int:
     parser = make_parser("jobs", __doc__)
-    parser.add_argument(
-        "--cases", type=int, default=40, help="the number of kills; default: %(default)s"
-    )
-    parser.add_argument(
-        "--troubles", type=int, default=66, help="the number of others; default: %(default)s"
-    )
-    parser.add_argument("--seed", type=int, default=31, help="of the others; default: %(default)s")
-    parser.add_argument(
-        "--first", type=int, default=0, help="begin with this case; default: %(default)s"
-    )
+    add_number(parser, "--cases", 40, "the number of kills")
+    add_number(parser, "--troubles", 66, "the number of others")
+    add_number(parser, "--seed", 31, "of the others")
+    add_number(parser, "--first", 0, "begin with this case")
     options = parser.parse_args(arguments)
     thrown = [*kills(options.cases), *troubles(options.troubles, options.seed)]
     verdicts, begin = Counter[str](), time.monotonic()
