@@ -11,7 +11,7 @@ import pytest
 
 from composer3d.runtime.launch import Pool
 from tools.prove.hostile.base import make_base
-from tools.prove.hostile.case import SECRET, Case, chosen, marker_of, prepare_outside, problems_of
+from tools.prove.hostile.case import SECRET, Case, marker_of, prepare_outside, problems_of
 from tools.prove.hostile.cases import CASES
 
 
@@ -29,7 +29,7 @@ def test_there_are_enough_cases_with_names_of_their_own() -> None:
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("case", [*chosen(CASES, one_in=8)], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", sorted(CASES, key=str)[::15], ids=str)
 def test_hostile_input_does_no_harm(ground: Path, pool: Pool, case: Case) -> None:
     assert problems_of(case, ground, pool) == []
 

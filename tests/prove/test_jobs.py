@@ -10,17 +10,18 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tools.prove.kills import jobs as kill_jobs
-from tools.prove.kills.jobs import Case, Job, Killer
+from tools.prove.kills.jobs import STEPS, Job, Killer, Launcher
 from tools.prove.kills.storm import Storm, check, kills
 from tools.prove.kills.storm import prove as prove_storm
 from tools.prove.kills.trouble import KINDS, SkippedError, Trouble, throw, troubles
+from tools.prove.kills.trouble import kills as job_kills
 from tools.prove.paths import ROOT
 from tools.two_hosts import Host
 
@@ -30,44 +31,47 @@ def killer(tmp_path_factory: pytest.TempPathFactory) -> Killer:
     return Killer(tmp_path_factory.mktemp("kill-jobs"))
 
 
-def test_the_cases_are_of_every_kind() -> None:
-    chosen = kill_jobs.cases(40)
-    assert Counter((case.launcher, case.victim) for case in chosen).most_common()[-1][1] >= 6
-    assert {case.world for case in chosen} == {2, 3}
-    # More than half of all possible steps.
-    assert len({case.step for case in chosen}) > (kill_jobs.STEPS - 11) // 2
-    assert chosen == kill_jobs.cases(40)
+@pytest.fixture
+def start(killer: Killer) -> Iterator[Callable[..., Job]]:
+    """Starts a job of two ranks, in a new folder if none is given; the test's end ends it."""
+    jobs: list[Job] = []
 
+    def start_job(*sets: str, launcher: Launcher = "train", **options: Any) -> Job:
+        folder = options.pop("folder", killer.folder / uuid.uuid4().hex)
+        jobs.append(Job(folder, 2, launcher, *sets, **options))
+        return jobs[-1]
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("train", "rank", 2, 1, 13),
-        Case("torchrun", "rank", 2, 0, 17),
-        Case("train", "launcher", 2, 0, 9),
-    ],
-    ids=str,
-)
-def test_a_job_that_is_killed_goes_on(killer: Killer, case: Case) -> None:
-    assert killer.run(case) == []
+    yield start_job
+    for job in jobs:
+        job.end()
 
 
 @pytest.mark.parametrize(
     "trouble",
     [
-        Trouble("full disk at a save", 2, 0, 9, choice) for choice in (0.4, 0.6)
-    ] + [
-        Trouble("full disk for a moment", 2, 0, 9, 0.0),
+        Trouble("kill of rank", 2, 0, 17, launcher="torchrun"),
+        Trouble("kill of launcher", 2, 0, 9),
+        Trouble("full disk at a save", 2, 0, 9, 0.4),
+        Trouble("full disk for a moment", 2, 0, 9),
         Trouble("60 Ctrl-C", 2, 0, 0, 0.75),
-        Trouble("no memory", 2, 1, 9, 0.0),
+        Trouble("no memory", 2, 1, 9),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_job_in_trouble_ends_or_goes_on(killer: Killer, trouble: Trouble) -> None:
     try:
         assert throw(killer, trouble) == []
     except SkippedError as error:
         pytest.skip(str(error))
+
+
+def test_the_kills_are_of_every_kind() -> None:
+    planned = job_kills(40)
+    assert Counter((kill.launcher, kill.kind) for kill in planned).most_common()[-1][1] >= 6
+    assert {kill.world for kill in planned} == {2, 3}
+    # More than half of all possible steps.
+    assert len({kill.step for kill in planned}) > (STEPS - 11) // 2
+    assert planned == job_kills(40)
 
 
 def test_the_troubles_are_of_every_kind() -> None:
@@ -77,150 +81,108 @@ def test_the_troubles_are_of_every_kind() -> None:
     assert planned == troubles(66)
 
 
-def test_a_job_that_loses_ranks_starts_them_again(killer: Killer) -> None:
-    expected = killer.uninterrupted_losses(2)
-    folder = killer.folder / uuid.uuid4().hex
+def test_a_job_that_loses_ranks_starts_them_again(
+    killer: Killer, start: Callable[..., Job]
+) -> None:
     # A recipe that asks to begin anew does so only once.
-    sets = ("reliability.restarts=2", "checkpoint.resume=none")
-    job = Job(folder, 2, "train", *sets)
-    try:
-        for step, rank in ((3, 0), (13, 1)):
-            job.wait_for_step(step)
-            job.kill("rank", rank)
-        status = job.wait()
-        output = job.output()
-        assert status == 0, output
-        again = [line for line in output.splitlines() if line.startswith("starting all ranks")]
-        assert again == [f"starting all ranks again, {n} of at most 2 times" for n in (1, 2)]
-        assert "Traceback" not in output
-        assert job.losses() == expected
-        reports = re.findall(r"; what each rank did is in (\S+/lost-ranks-\w+\.txt); ", output)
-        for report, ended in zip(reports, ("rank 0 (pp0 dp0", "rank 1 (pp0 dp1"), strict=True):
-            text = Path(report).read_text()
-            assert re.search(rf"^{re.escape(ended)} cp0 tp0\) has ended$", text, re.M)
-            assert ": its collective failed: " in text
-        assert job.left_over() == []
-    finally:
-        job.end()
-
-
-def test_a_rank_that_hangs_is_named(killer: Killer) -> None:
-    job = Job(
-        killer.folder / uuid.uuid4().hex, 2, "train", "run.timeout_minutes=0.15", "run.steps=100000"
-    )
-    try:
-        job.wait_for_step(6)
-        os.kill(job.pid_of(1), signal.SIGSTOP)
-        status = job.wait(60.0)
-        lines = [line for line in job.output().splitlines() if "rank 1 (" in line]
-        assert status == 1
-        assert len(lines) == 1, job.output()
-        finding = "rank 1 (pp0 dp1 cp0 tp0) does not answer: it has died, or is stopped"
-        start = f"{finding}; what each rank did is in "
-        assert lines[0].startswith(start)
-        report, _, advice = lines[0].removeprefix(start).partition("; ")
-        assert advice.startswith("the newest checkpoint is ")
-        assert Path(report).parent.name == "run"
+    job = start("reliability.restarts=2", "checkpoint.resume=none")
+    for step, rank in ((3, 0), (13, 1)):
+        job.wait_for_step(step)
+        job.kill("rank", rank)
+    status = job.wait()
+    output = job.output()
+    assert status == 0, output
+    again = [line for line in output.splitlines() if line.startswith("starting all ranks")]
+    assert again == [f"starting all ranks again, {n} of at most 2 times" for n in (1, 2)]
+    assert "Traceback" not in output
+    assert job.losses() == killer.uninterrupted_losses(2)
+    reports = re.findall(r"; what each rank did is in (\S+/lost-ranks-\w+\.txt); ", output)
+    for report, ended in zip(reports, ("rank 0 (pp0 dp0", "rank 1 (pp0 dp1"), strict=True):
         text = Path(report).read_text()
-        assert text.startswith(f"{finding}\n{advice}\n")
-        assert "rank 0 (pp0 dp0 cp0 tp0) on " in text
-        assert lines[0].endswith("/run/checkpoints/step-00000005: the same command goes on from it")
-        assert "Traceback" not in job.output()
-        assert job.left_over() == []
-    finally:
-        job.end()
+        assert re.search(rf"^{re.escape(ended)} cp0 tp0\) has ended$", text, re.M)
+        assert ": its collective failed: " in text
+    assert job.left_over() == []
 
 
-def test_ranks_that_import_torch_die_with_their_agent(killer: Killer) -> None:
-    def imports_torch(pid: int) -> bool:
-        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+def test_a_rank_that_hangs_is_named(start: Callable[..., Job]) -> None:
+    job = start("run.timeout_minutes=0.15", "run.steps=100000")
+    job.wait_for_step(6)
+    os.kill(job.pid_of(1), signal.SIGSTOP)
+    status = job.wait(60.0)
+    lines = [line for line in job.output().splitlines() if "rank 1 (" in line]
+    assert status == 1
+    assert len(lines) == 1, job.output()
+    finding = "rank 1 (pp0 dp1 cp0 tp0) does not answer: it has died, or is stopped"
+    begin = f"{finding}; what each rank did is in "
+    assert lines[0].startswith(begin)
+    report, _, advice = lines[0].removeprefix(begin).partition("; ")
+    assert advice.startswith("the newest checkpoint is ")
+    assert Path(report).parent.name == "run"
+    text = Path(report).read_text()
+    assert text.startswith(f"{finding}\n{advice}\n")
+    assert "rank 0 (pp0 dp0 cp0 tp0) on " in text
+    assert lines[0].endswith("/run/checkpoints/step-00000005: the same command goes on from it")
+    assert "Traceback" not in job.output()
+    assert job.left_over() == []
 
-    job = Job(killer.folder / uuid.uuid4().hex, 2, "torchrun", "run.steps=100000")
-    try:
-        until = time.monotonic() + 60.0
-        while len(ranks := set(job.processes()) - {job.process.pid}) < 2 or not all(
-            map(imports_torch, ranks)
-        ):
-            assert time.monotonic() < until, job.output()
-            time.sleep(0.005)
-        job.kill("launcher", 0)
-        job.wait()
-        assert job.left_over() == []
-    finally:
-        job.end()
 
+def test_ranks_that_import_torch_die_with_their_agent(start: Callable[..., Job]) -> None:
+    job = start("run.steps=100000", launcher="torchrun")
 
-class Node(Job):
-    """One node's agent of a job under torchrun."""
+    def import_torch() -> bool:
+        ranks = set(job.processes()) - {job.process.pid}
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in ranks]
+        return len(maps) >= 2 and all("libtorch" in text for text in maps)
 
-    def __init__(self, folder: Path, recipe: Path, host: Host) -> None:
-        self._recipe, self._host = recipe, host
-        super().__init__(folder, 2, "torchrun")
-
-    def command(self) -> list[str]:
-        train = ["-m", "composer3d", "train", str(self._recipe)]
-        return self._host.torchrun(1, train, "--max-restarts", "3")
+    job.wait_until(import_torch, "import of torch")
+    job.kill("launcher", 0)
+    job.wait()
+    assert job.left_over() == []
 
 
 def test_a_killed_rank_costs_one_restart_on_two_nodes(
-    killer: Killer, hosts: tuple[Host, Host]
+    killer: Killer, hosts: tuple[Host, Host], start: Callable[..., Job]
 ) -> None:
     folder = killer.folder / uuid.uuid4().hex
-    expected = killer.uninterrupted_losses(2)
-    jobs = [Node(folder, killer.folder / "recipe-2.toml", host) for host in hosts]
-    try:
-        jobs[0].wait_for_step(12)
-        for job in jobs:
-            # The rank may be on either node.
-            with suppress(RuntimeError):
-                os.kill(job.pid_of(1), signal.SIGKILL)
-        assert [job.wait() for job in jobs] == [0, 0], [job.output() for job in jobs]
-        output = "".join(job.output() for job in jobs)
-        assert output.count("resumed from") == 1
-        # At the end, the node with torchrun's store may leave before the other node has read that
-        # both are done. The agent of the other node then logs the lost store with a traceback.
-        assert output.count("Traceback") == output.count("Error waiting on exit barrier")
-        assert jobs[0].losses() == expected
-        assert [job.left_over() for job in jobs] == [[], []]
-    finally:
-        for job in jobs:
-            job.end()
+    train = ["-m", "composer3d", "train", str(killer.folder / "recipe-2.toml")]
+    commands = [host.torchrun(1, train, "--max-restarts", "3") for host in hosts]
+    jobs = [start(folder=folder, command=command) for command in commands]
+    jobs[0].wait_for_step(12)
+    for job in jobs:
+        # The rank may be on either node.
+        with suppress(RuntimeError):
+            os.kill(job.pid_of(1), signal.SIGKILL)
+    assert [job.wait() for job in jobs] == [0, 0], [job.output() for job in jobs]
+    output = "".join(job.output() for job in jobs)
+    assert output.count("resumed from") == 1
+    # At the end, the node with torchrun's store may leave before the other node has read that
+    # both are done. The agent of the other node then logs the lost store with a traceback.
+    assert output.count("Traceback") == output.count("Error waiting on exit barrier")
+    assert jobs[0].losses() == killer.uninterrupted_losses(2)
+    assert [job.left_over() for job in jobs] == [[], []]
 
 
 LAUNCH = ROOT / "tools" / "launch"
 MEETING = "10.77.0.1:29400"
+# Of a job that goes on without a lost node, and with it when it is back.
+ELASTIC = (
+    "mesh.dp_shard=-1",
+    "optim.schedule=constant",
+    "data.seq_len=256",
+    "precision.params=float64",
+    "precision.compute=float64",
+)
 
 
-class ElasticNode(Node):
-    """An agent of a job that goes on without a lost node, and with it when it is back."""
-
-    SETS = (
-        "mesh.dp_shard=-1",
-        "optim.schedule=constant",
-        "data.seq_len=256",
-        "precision.params=float64",
-        "precision.compute=float64",
-    )
-
-    def __init__(self, folder: Path, recipe: Path, host: Host) -> None:
-        self._recipe, self._host = recipe, host
-        Job.__init__(self, folder, 2, "torchrun", *self.SETS, "run.steps=100000")
-
-    def command(self) -> list[str]:
-        program = ("bash", str(LAUNCH / "node"), MEETING, "1:2", "1", str(self._recipe))
-        environment = {
-            "ADDRESS": self._host.address,
-            "RENDEZVOUS": "is_host=0,last_call_timeout=2,keep_alive_interval=1",
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        }
-        return self._host.command(program, environment)
-
-    def wait_for(self, text: str) -> None:
-        until = time.monotonic() + 120
-        while text not in self.output():
-            assert self.process.poll() is None, self.output()
-            assert time.monotonic() < until, self.output()
-            time.sleep(0.1)
+def command_of_node(host: Host, recipe: Path) -> list[str]:
+    """The command of one node's agent of an elastic job."""
+    program = ("bash", str(LAUNCH / "node"), MEETING, "1:2", "1", str(recipe))
+    environment = {
+        "ADDRESS": host.address,
+        "RENDEZVOUS": "is_host=0,last_call_timeout=2,keep_alive_interval=1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    return host.command(program, environment)
 
 
 @pytest.fixture
@@ -235,46 +197,39 @@ def rendezvous(hosts: tuple[Host, Host]) -> Iterator[None]:
 
 @pytest.mark.usefixtures("rendezvous")
 def test_a_job_goes_on_without_a_lost_node_and_with_it_when_it_is_back(
-    killer: Killer, hosts: tuple[Host, Host]
+    killer: Killer, hosts: tuple[Host, Host], start: Callable[..., Job]
 ) -> None:
-    recipe = killer.folder / "recipe-2.toml"
     folder = killer.folder / uuid.uuid4().hex
-    nodes = [ElasticNode(folder, recipe, host) for host in hosts]
-    lost, left = nodes
-    jobs: list[Job] = [*nodes]
-    try:
-        left.wait_for_step(7)
-        # The node of rank 0, whose process holds the store of the round.
-        lost.kill("all", 0)
-        left.wait_for("mesh.dp_shard: 2 -> 1")
-        back = ElasticNode(folder, recipe, hosts[0])
-        jobs.append(back)
-        back.wait_for("mesh.dp_shard: 1 -> 2")
-        back.wait_for_step(max(back.losses()) + 4)
-        for job in (left, back):
-            job.process.send_signal(signal.SIGTERM)
-        assert [job.wait() for job in (left, back)] == [1, 1]
-        found = back.losses()
-        assert f"stopped by signal 15 after step {len(found)};" in back.output()
-        gone = "the job's store does not answer: rank 0 (pp0 dp0 cp0 tp0) has ended; the newest "
-        assert left.output().count(gone) == 1, left.output()
 
-        whole = Job(
-            killer.folder / uuid.uuid4().hex,
-            2,
-            "train",
-            *ElasticNode.SETS,
-            f"run.steps={len(found)}",
-        )
-        jobs.append(whole)
-        assert whole.wait() == 0, whole.output()
-        expected = whole.losses()
-        assert list(found) == list(expected)
-        assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-12)
-        assert [job.left_over() for job in jobs] == [[]] * 4
-    finally:
-        for job in jobs:
-            job.end()
+    def start_node(host: Host) -> Job:
+        command = command_of_node(host, killer.folder / "recipe-2.toml")
+        return start(*ELASTIC, "run.steps=100000", folder=folder, command=command)
+
+    def wait_for(job: Job, text: str) -> None:
+        job.wait_until(lambda: text in job.output(), text)
+
+    lost, left = map(start_node, hosts)
+    left.wait_for_step(7)
+    # The node of rank 0, whose process holds the store of the round.
+    lost.kill("all", 0)
+    wait_for(left, "mesh.dp_shard: 2 -> 1")
+    back = start_node(hosts[0])
+    wait_for(back, "mesh.dp_shard: 1 -> 2")
+    back.wait_for_step(max(back.losses()) + 4)
+    for job in (left, back):
+        job.process.send_signal(signal.SIGTERM)
+    assert [job.wait() for job in (left, back)] == [1, 1]
+    found = back.losses()
+    assert f"stopped by signal 15 after step {len(found)};" in back.output()
+    gone = "the job's store does not answer: rank 0 (pp0 dp0 cp0 tp0) has ended; the newest "
+    assert left.output().count(gone) == 1, left.output()
+
+    whole = start(*ELASTIC, f"run.steps={len(found)}")
+    assert whole.wait() == 0, whole.output()
+    expected = whole.losses()
+    assert list(found) == list(expected)
+    assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-12)
+    assert [job.left_over() for job in (lost, left, back, whole)] == [[]] * 4
 
 
 def test_a_training_survives_one_kill_after_another(tmp_path: Path) -> None:
@@ -306,109 +261,66 @@ def test_a_storm_with_another_loss_a_doubled_step_or_much_lost_work_is_wrong(
     ]
 
 
-def test_a_second_job_is_refused_though_the_lock_is_removed(killer: Killer) -> None:
-    folder = killer.folder / uuid.uuid4().hex
-    first = Job(folder, 2, "train", "run.steps=100000")
-    try:
-        first.wait_for_step(1)
-        (folder / "run" / "lock").unlink()
-        second = Job(folder, 2, "train", "run.steps=100000")
-        assert second.wait() == 2
-        assert "is in use by another job" in second.output()
-        (folder / "run").rename(folder / "moved")
-        begin = time.monotonic()
-        third = Job(folder, 2, "train", "run.steps=20")
-        assert third.wait() == 0, third.output()
-        assert first.wait(30.0) == 1
-        assert "was removed or replaced while this job ran" in first.output()
-        assert time.monotonic() - begin < 60
-        assert max(third.losses()) == 20
-    finally:
-        first.end()
+def test_a_job_whose_folder_another_job_has_made_again_ends(start: Callable[..., Job]) -> None:
+    first = start("run.steps=100000")
+    first.wait_for_step(1)
+    (first.folder / "run").rename(first.folder / "moved")
+    begin = time.monotonic()
+    second = start("run.steps=20", folder=first.folder)
+    assert second.wait() == 0, second.output()
+    assert first.wait(30.0) == 1
+    assert "was removed or replaced while this job ran" in first.output()
+    assert time.monotonic() - begin < 60
+    assert max(second.losses()) == 20
 
 
-class Redirected(Job):
-    """A job whose output a shell sends elsewhere."""
-
-    def __init__(self, folder: Path, redirection: str, *sets: str) -> None:
-        self._redirection = redirection
-        super().__init__(folder, 2, "train", *sets)
-
-    def command(self) -> list[str]:
-        script = f'exec "$@" {self._redirection}'
-        return ["bash", "-c", script, "bash", *super().command()]
-
-
-@pytest.mark.parametrize(
-    "redirection", [">&- 2>&-", ">/dev/full 2>&1", "> >(:) 2> >(:)"], ids=["closed", "full", "pipe"]
-)
-def test_a_job_whose_output_cannot_be_written_starts_its_ranks_again(
-    killer: Killer, redirection: str
+def test_a_job_without_a_terminal_starts_its_ranks_again(
+    killer: Killer, start: Callable[..., Job]
 ) -> None:
-    expected = killer.uninterrupted_losses(2)
-    job = Redirected(killer.folder / uuid.uuid4().hex, redirection, "reliability.restarts=1")
-    try:
-        job.wait_for_step(8)
-        job.kill("rank", 1)
-        assert job.wait() == 0
-        assert job.losses() == expected
-        log = (job.folder / "run" / "log.txt").read_text()
-        assert re.search(r" rank 1 \(pp0 dp1 cp0 tp0\) was ended by signal 9 ", log)
-        assert " starting all ranks again, 1 of at most 1 times\n" in log
-        assert job.left_over() == []
-    finally:
-        job.end()
+    """As under nohup, it ignores SIGHUP; one stream is closed, and nobody reads the other.
+
+    ``tests/runtime/test_console.py`` has more kinds of streams.
+    """
+    shell = ("bash", "-c", 'trap "" HUP; exec "$@" >&- 2> >(:)', "bash")
+    job = start("reliability.restarts=1", around=shell)
+    job.wait_for_step(8)
+    os.killpg(job.process.pid, signal.SIGHUP)
+    job.kill("rank", 1)
+    assert job.wait() == 0
+    assert job.losses() == killer.uninterrupted_losses(2)
+    log = (job.folder / "run" / "log.txt").read_text()
+    assert re.search(r" rank 1 \(pp0 dp1 cp0 tp0\) was ended by signal 9 ", log)
+    assert " starting all ranks again, 1 of at most 1 times\n" in log
+    assert job.left_over() == []
 
 
-@pytest.mark.parametrize("event", ["renamed", "removed", "replaced"])
-def test_a_job_whose_folder_has_gone_does_not_begin_anew(killer: Killer, event: str) -> None:
-    sets = ("reliability.restarts=2", "run.steps=100000", "checkpoint.every=100000")
-    job = Job(killer.folder / uuid.uuid4().hex, 2, "train", *sets)
+@pytest.mark.parametrize("event", ["renamed", "replaced"])
+def test_a_job_whose_folder_has_gone_does_not_begin_anew(
+    start: Callable[..., Job], event: str
+) -> None:
+    job = start("reliability.restarts=2", "run.steps=100000", "checkpoint.every=100000")
     run = job.folder / "run"
-    try:
-        job.wait_for_step(3)
-        run.rename(job.folder / "moved")
-        if event == "removed":
-            shutil.rmtree(job.folder / "moved")
-        if event == "replaced":
-            shutil.copytree(job.folder / "moved", run)
-        job.kill("rank", 1)
-        assert job.wait(60.0) == 1
-        problem = f"{run} was removed, renamed or replaced while this job ran: the ranks are not"
-        assert job.output().count(problem) == 1, job.output()
-        assert "starting all ranks again" not in job.output()
-        assert "Traceback" not in job.output()
-        assert run.exists() == (event == "replaced")
-        assert job.left_over() == []
-    finally:
-        job.end()
+    job.wait_for_step(3)
+    run.rename(job.folder / "moved")
+    if event == "replaced":
+        shutil.copytree(job.folder / "moved", run)
+    job.kill("rank", 1)
+    assert job.wait(60.0) == 1
+    problem = f"{run} was removed, renamed or replaced while this job ran: the ranks are not"
+    assert job.output().count(problem) == 1, job.output()
+    assert "starting all ranks again" not in job.output()
+    assert "Traceback" not in job.output()
+    assert run.exists() == (event == "replaced")
+    assert job.left_over() == []
 
 
-@pytest.mark.parametrize("ignored", [False, True])
-def test_a_closed_terminal_saves_and_ends_unless_it_is_ignored(
-    killer: Killer, ignored: bool
-) -> None:
-    folder = killer.folder / uuid.uuid4().hex
-    job = Nohup(folder, 2, "train") if ignored else Job(folder, 2, "train", "run.steps=100000")
-    try:
-        job.wait_for_step(3)
-        # A terminal sends it to the whole group, and a service manager to the first process.
-        os.killpg(job.process.pid, signal.SIGHUP)
-        job.process.send_signal(signal.SIGHUP)
-        status = job.wait()
-        assert status == (0 if ignored else 128 + signal.SIGHUP), job.output()
-        if ignored:
-            assert job.losses() == killer.uninterrupted_losses(2)
-        else:
-            newest = job.folder / f"run/checkpoints/step-{max(job.losses()):08}"
-            assert newest.is_dir()
-            assert f"stopped by signal {signal.SIGHUP:d} after step" in job.output()
-    finally:
-        job.end()
-
-
-class Nohup(Job):
-    """A job that goes on when its terminal is closed."""
-
-    def command(self) -> list[str]:
-        return ["nohup", *super().command()]
+def test_a_job_whose_terminal_is_closed_saves_and_ends(start: Callable[..., Job]) -> None:
+    job = start("run.steps=100000")
+    job.wait_for_step(3)
+    # A terminal sends it to the whole group, and a service manager to the first process.
+    os.killpg(job.process.pid, signal.SIGHUP)
+    job.process.send_signal(signal.SIGHUP)
+    assert job.wait() == 128 + signal.SIGHUP, job.output()
+    newest = job.folder / f"run/checkpoints/step-{max(job.losses()):08}"
+    assert newest.is_dir()
+    assert f"stopped by signal {signal.SIGHUP:d} after step" in job.output()

@@ -30,7 +30,7 @@ PROOFS = {
     "faults": "tools.prove.faults.run",
     "random": "tools.prove.random_layouts",
     "kills": "tools.prove.kills.run",
-    "jobs": "tools.prove.kills.jobs",
+    "jobs": "tools.prove.kills.trouble",
     "storm": "tools.prove.kills.storm",
     "resume": "tools.prove.resume",
     "order": "tools.prove.order",

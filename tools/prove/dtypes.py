@@ -32,13 +32,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 class Operation(NamedTuple):
-    """What a step does, without how often.
-
-    Attributes:
-        name: of the operator, such as "aten::sum".
-        inputs, outputs: the dtypes of its tensors of floating-point numbers.
-        place: who calls it.
-    """
+    """What a step does: an operator, the dtypes of its tensors, and the place that calls it."""
 
     name: str
     inputs: frozenset[torch.dtype]
@@ -58,15 +52,15 @@ class Wide(NamedTuple):
     Attributes:
         what: they compute.
         operators, places: patterns of ``fnmatch``. The first row that matches counts.
-        least: the narrowest dtype of an output.
         reason: why.
+        least: the narrowest dtype of an output.
     """
 
     what: str
     operators: tuple[str, ...]
     places: tuple[str, ...]
-    least: torch.dtype
     reason: str
+    least: torch.dtype = torch.float32
 
 
 class Narrow(NamedTuple):
@@ -93,129 +87,112 @@ WIDE = (
         "the loss of a micro-batch",
         ("_log_softmax", "nll_loss*"),
         ("models/layers/head.py:cross_entropy",),
-        torch.float32,
         "bfloat16 holds 256 steps between a number and its double: a sum over tokens stands still",
     ),
     Wide(
         "the loss of a vocabulary that tp cuts",
         ("exp_", "sum*", "allreduce_", "scatter_add_"),
         ("parallel/tensor/vocab.py:*",),
-        torch.float32,
         "the same, with the sums of exponentials and the logits of labels",
     ),
     Wide(
         "a loss in parts, and its gradient of the head",
         ("sum", "add_*"),
-        (
-            "models/layers/head.py:_LossInParts.*",
-            "models/layers/head.py:_Parts.*",
-        ),
-        torch.float32,
+        ("models/layers/head.py:_LossInParts.*", "models/layers/head.py:_Parts.*"),
         "the parts of one sum: a rounding for each would grow with their number",
     ),
     Wide(
         "the losses of micro-batches, added up",
         ("add_*",),
         ("parallel/executor.py:OneStage.*", "parallel/pipeline/runtime.py:Pipeline.*"),
-        torch.float64,
         "the logged loss must not depend on how many micro-batches there are",
+        torch.float64,
     ),
     Wide(
         "the losses of the micro-batches of a pipeline, added up",
         ("add*", "sum*"),
         ("parallel/pipeline/runtime.py:*",),
-        torch.float64,
         "as without a pipeline",
+        torch.float64,
     ),
     Wide(
         "the norm of one gradient",
         ("_foreach_norm*", "linalg_vector_norm"),
         ("parallel/grad_norm.py:_norm_sq",),
-        torch.float32,
         "the gradients' own dtype: few squares, or those that a GPU adds up in a tree",
     ),
     Wide(
         "the squared norm, and what is made of it",
         _ANY,
         ("parallel/grad_norm.py:*", "training/step*.py:*", "runtime/mesh.py:*"),
-        torch.float64,
         "squares have twice the range of gradients, and thousands of them are added",
+        torch.float64,
     ),
     Wide(
         "scores, weights and losses of routers",
         ("mm", "_softmax", "sigmoid", "div*", "sum*", "logsumexp", "mul*"),
         ("models/layers/moe.py:Router.*",),
-        torch.float32,
         "in bfloat16, many scores are equal, and other experts are chosen (arXiv 2202.08906)",
     ),
     Wide(
         "what routers have seen",
         ("cat", "add*", "all_reduce", "allreduce_"),
         ("models/layers/moe.py:RouterStatistics.*", "parallel/expert/balance.py:*.collect"),
-        torch.float64,
         "counts of tokens are exact",
+        torch.float64,
     ),
     Wide(
         "the weighted sum of a token's experts",
         ("mul*", "sum*", "addcmul_"),
         ("models/layers/moe.py:weighted_sum", "models/layers/moe.py:_WeightedSum.*"),
-        torch.float32,
         "it is rounded once, whatever the number of experts",
     ),
     Wide(
         "the merge of the blocks of a ring",
         ("sub*", "sigmoid", "lerp_*", "logaddexp"),
         ("parallel/context/ring.py:_merge",),
-        torch.float32,
         "a rounding for each block would grow with the number of ranks",
     ),
     Wide(
         "the gradients of queries, keys and values, added up over blocks",
         ("add_*",),
         ("parallel/context/ring.py:*",),
-        torch.float32,
         "the same",
     ),
     Wide(
         "rotary angles",
         ("arange", "pow*", "mul*", "cos", "sin"),
         ("models/layers/rope.py:rope_table",),
-        torch.float32,
         "bfloat16 cannot tell positions above 256 apart",
     ),
     Wide(
         "statistics of norms where no kernel has them",
         ("pow*", "mean*", "rsqrt"),
         ("models/*/model.py:*",),
-        torch.float32,
         "a mean of squares over the width of the model",
     ),
     Wide(
         "gradients, summed over micro-batches and over ranks",
         ("add*", "chunk_cat*", "*reduce*", "div_*"),
         ("fsdp:*",),
-        torch.float32,
         "precision.params: a sum in bfloat16 loses a bit with each doubling of its terms",
     ),
     Wide(
         "gradients that were sent narrow, summed",
         ("sum*",),
         ("parallel/data/reduce_scatter.py:*",),
-        torch.float32,
         "each contribution is rounded once, and their sum is not",
     ),
     Wide(
         "gradients that are parts of a sum over tp, and those of tied parameters",
         ("allreduce_", "add*"),
         ("parallel/stages.py:Stages.finish_gradients", "parallel/pipeline/ties.py:*"),
-        torch.float32,
         "precision.params",
     ),
     Wide(
         "moments and weights of the optimizer",
         _ANY,
         ("optim:*", "training/optimizers/*.py:*"),
-        torch.float32,
         "an update is often smaller than a rounding of its weight in bfloat16",
     ),
 )
@@ -365,17 +342,12 @@ _EXACT = frozenset(
     {
         *("abs", "amax", "aminmax", "clamp", "neg", "masked_fill", "masked_fill_", "roll", "where"),
         *("cat", "stack", "clone", "index", "gather", "embedding", "unbind", "select_backward"),
-        *(
-            "split_with_sizes_copy",
-            "all_gather_copy_in",
-            "_unsafe_view",
-            "slice_backward",
-            "detach",
-        ),
+        *("split_with_sizes_copy", "all_gather_copy_in", "_unsafe_view", "slice_backward"),
         *("zeros", "zeros_like", "ones_like", "full", "full_like", "fill_", "zero_", "arange"),
         *("new_zeros", "new_full", "new_empty", "new_empty_strided", "new_ones", "scalar_tensor"),
         *("empty", "empty_like", "empty_strided", "send", "recv_", "broadcast_", "wait_tensor"),
         *("_allgather_base_", "alltoall_base_", "all_to_all_single", "index_put_", "scatter"),
+        "detach",
     }
 )
 _CASTS = ("_to_copy", "copy_")
@@ -471,11 +443,7 @@ def _matches(row: Wide | Narrow, operation: Operation) -> bool:
 
 
 class _DtypeRecorder(Recorder):
-    """Collects what computes floating-point numbers.
-
-    Attributes:
-        operations: all of it.
-    """
+    """Collects in ``operations`` what computes floating-point numbers."""
 
     def __init__(self) -> None:
         super().__init__(MemoryLedger(offload=False))

@@ -46,12 +46,7 @@ SHOW_TOKENS = "import json\nprint(json.dumps(new.tolist()))\n"
 
 
 class Step(NamedTuple):
-    """One thing that the page has its reader do.
-
-    Attributes:
-        language: ``bash`` for a command, ``toml`` for the recipe, ``py`` for the program.
-        text: the command, or the file's content.
-    """
+    """One thing that the page has its reader do: a command, or the content of a file."""
 
     language: str
     text: str
@@ -70,12 +65,7 @@ def steps_of(page: str) -> list[Step]:
 
 
 class Walk:
-    """The walk of a reader through the page.
-
-    Attributes:
-        folder: the folder in which the commands run.
-        problems: what has gone wrong.
-    """
+    """The walk of a reader through the page, in ``folder``."""
 
     def __init__(self, environment: Path, folder: Path) -> None:
         self.folder = folder
@@ -159,12 +149,7 @@ def copy_checkout(folder: Path) -> None:
 
 
 def install(made: Path, environment: Path | None) -> Path:
-    """Build the wheel and install it; returns the environment.
-
-    Args:
-        made: a folder for the files that are made.
-        environment: one that has all packages that composer3d needs; None: a new one is made.
-    """
+    """Install the wheel in an environment, by default a new one; return the environment."""
     source = made / "source"
     for name in ("composer3d", "recipes"):
         shutil.copytree(

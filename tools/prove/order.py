@@ -14,7 +14,6 @@ launches is written down, and all of it is replayed under the strictest of these
 All ranks must then reach the end of the step, and a collective must be the same on all its ranks.
 """
 
-import argparse
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +36,7 @@ from composer3d.runtime.progress import Progress
 from composer3d.runtime.torch_private import around_pipeline_start, body_of
 from tools.prove.matrix.cover import read, sets
 from tools.prove.paths import RECIPE
+from tools.prove.proof import add_number, make_parser
 
 # Every so many rows of the covering matrix are replayed.
 EVERY = 12
@@ -46,12 +46,7 @@ _LIMIT_S = 600.0
 
 
 class Group(NamedTuple):
-    """A communicator, as all its ranks name it.
-
-    Attributes:
-        ranks: its ranks.
-        number: how many groups of the same ranks were formed before it.
-    """
+    """A communicator, as all its ranks name it: ``number`` of the same ranks came before it."""
 
     ranks: tuple[int, ...]
     number: int
@@ -61,12 +56,7 @@ class Group(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective that a rank launches.
-
-    Attributes:
-        group: its communicator.
-        what: the operation, the dtype and the bytes that a rank sends, as all ranks call it.
-    """
+    """A collective: the operation, the dtype and the bytes of a rank, as all ranks call it."""
 
     group: Group
     what: str
@@ -123,10 +113,8 @@ Event = Collective | Batch | Wait
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="tools/prove/run order", description=__doc__)
-    parser.add_argument(
-        "--every", metavar="N", type=int, default=EVERY, help="every Nth layout of matrix.txt"
-    )
+    parser = make_parser("order", __doc__)
+    add_number(parser, "--every", EVERY, "every Nth layout of matrix.txt")
     options = parser.parse_args(arguments)
     rows = read().rows[:: options.every]
     begin, stuck = time.monotonic(), 0
@@ -282,11 +270,7 @@ def _name_of(group: dist.ProcessGroup) -> Group:
 
 
 def problem_of(events: Sequence[Sequence[Event]]) -> str | None:
-    """Return why ranks do not come to the end of what they launch; None: they do.
-
-    Args:
-        events: by rank.
-    """
+    """Return why ranks do not come to the end of what each of them launches; None: they do."""
     left = [list(own) for own in events]
     arrived: set[Message] = set()
     while any(left):

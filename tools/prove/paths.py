@@ -8,5 +8,3 @@ RECIPE = ROOT / "tools" / "prove" / "verify.toml"  # the small recipe whose layo
 LAYOUTS = ROOT / "tools" / "prove" / "layouts.txt"
 MATRIX = ROOT / "tools" / "prove" / "matrix" / "matrix.txt"
 MATRIX_PAGE = ROOT / "docs" / "matrix.md"
-FAULTS = ROOT / "tools" / "prove" / "faults"
-HOSTILE = ROOT / "tools" / "prove" / "hostile"

@@ -5,10 +5,12 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def make_parser(
@@ -21,6 +23,35 @@ def make_parser(
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def add_number(parser: argparse.ArgumentParser, option: str, default: int, what: str) -> None:
+    """Add an option of a number, and say what it is, and its default."""
+    parser.add_argument(
+        option, metavar="N", type=int, default=default, help=f"{what}; default: %(default)s"
+    )
+
+
+def add_names(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add parts of names, of which ``choose`` makes a choice."""
+    parser.add_argument("names", metavar="NAME", nargs="*", help=f"part of a {what}; default: all")
+
+
+def choose(
+    parser: argparse.ArgumentParser, found: Iterable[T], names: Sequence[str], problem: str
+) -> list[T]:
+    """Return what has a name in its text, or all without names. None is an error of arguments.
+
+    Args:
+        parser: reports the error.
+        found: what there is.
+        names: parts of the texts.
+        problem: begins the error; the names follow.
+    """
+    chosen = [one for one in found if not names or any(name in str(one) for name in names)]
+    if not chosen:
+        parser.error(f"{problem} {' or '.join(names)}")
+    return chosen
 
 
 def overrides(*sets: str) -> list[str]:
@@ -53,10 +84,6 @@ def logged_losses(run: Path) -> dict[int, float]:
 @contextmanager
 def watched_run(recipe: str, sets: Sequence[str]) -> Iterator[tuple[Any, list[str]]]:
     """Build a run as one of the ranks of a task, in a folder that is removed in the end.
-
-    Args:
-        recipe: its text.
-        sets: overrides of it.
 
     Yields:
         The run, and the lines that it reports about ranks so far, with their steps.

@@ -33,7 +33,7 @@ from composer3d.verify import proof
 from composer3d.verify.judge import EXACT, RankErrors, ReferenceStats, Verdict
 from tools.prove.matrix import cover as matrix
 from tools.prove.paths import RECIPE
-from tools.prove.proof import make_parser
+from tools.prove.proof import add_number, make_parser
 
 STEPS = 3
 # Further settings of a layout. Half of the layouts have the first value of a key; "" leaves it out.
@@ -73,33 +73,17 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "optim.decay_steps": ("", "1", "100"),
     "optim.eps": ("", "1e-30", "1e-15", "1e-4", "0.9"),
     "optim.betas": (
-        "",
-        "[0.9, 0.0]",
-        "[0.0, 0.0]",
-        "[0.0, 0.999]",
-        "[0.999999, 0.95]",
-        "[0.9, 0.999999]",
-        "[0.999999, 0.999999]",
-        "[0.95, 0.999999999]",
+        *("", "[0.9, 0.0]", "[0.0, 0.0]", "[0.0, 0.999]", "[0.999999, 0.95]", "[0.9, 0.999999]"),
+        *("[0.999999, 0.999999]", "[0.95, 0.999999999]"),
     ),
     "optim.weight_decay": ("", "0.0", "1.0", "10.0"),
     "optim.clip": ("", "0.0", "1e-12", "1e9"),
     "optim.train": (
-        "",
-        '["blocks.*.attn.wq.weight"]',
-        '["blocks.*.attn.w[qk].weight"]',
-        '["blocks.*.attn.*"]',
-        '["blocks.0.*"]',
-        '["blocks.1.*"]',
-        '["blocks.*.ffn.w2.weight","last.head.weight"]',
-        '["*norm.weight"]',
-        '["*.bias"]',
-        '["first.*"]',
-        '["last.*"]',
-        '["first.*","last.*"]',
-        '["*.router.weight"]',
-        '["*.experts.*"]',
-        '["*.experts.*","blocks.*.attn.wv.weight"]',
+        *("", '["blocks.*.attn.wq.weight"]', '["blocks.*.attn.w[qk].weight"]'),
+        *('["blocks.*.attn.*"]', '["blocks.0.*"]', '["blocks.1.*"]'),
+        *('["blocks.*.ffn.w2.weight","last.head.weight"]', '["*norm.weight"]', '["*.bias"]'),
+        *('["first.*"]', '["last.*"]', '["first.*","last.*"]', '["*.router.weight"]'),
+        *('["*.experts.*"]', '["*.experts.*","blocks.*.attn.wv.weight"]'),
     ),
     "optim.groups": (
         "",
@@ -126,15 +110,9 @@ EFFECT = 1e-12
 def layouts(
     count: int, seed: int = 32, *, has_experts: bool | None = None, dtype: str = "float64"
 ) -> Iterator[list[str]]:
-    """Draw layouts, as overrides of ``tools/prove/verify.toml``.
+    """Draw layouts, as overrides of ``tools/prove/verify.toml``. By default, some have experts.
 
     A seed always gives the same sequence, so a smaller ``count`` gives the first ones of it.
-
-    Args:
-        count: the number of layouts.
-        seed: of the sequence.
-        has_experts: whether the layouts have experts; None: some have.
-        dtype: the dtype of the proof.
     """
     generator = random.Random(seed)
     while count:
@@ -183,12 +161,7 @@ def is_legal(sets: list[str], recipe: Path = RECIPE) -> bool:
 
 
 class Outcome(NamedTuple):
-    """What ``verify`` made of a layout.
-
-    Attributes:
-        verdict: its verdict.
-        effect: the result of ``largest_effect``; infinite if the ranks did not end.
-    """
+    """The verdict, and the result of ``largest_effect``; infinite if the ranks did not end."""
 
     verdict: Verdict
     effect: float
@@ -268,22 +241,14 @@ def _ratio(error: float, scale: float) -> float:
 
 def main(arguments: Sequence[str]) -> int:
     parser = make_parser("random", __doc__)
-    parser.add_argument(
-        "--count",
-        type=int,
-        default=400,
-        metavar="N",
-        help="the number of layouts; default: %(default)s",
-    )
+    add_number(parser, "--count", 400, "the number of layouts")
     parser.add_argument(
         "--part",
         default="1/1",
         metavar="I/N",
         help="prove every Nth layout, from the Ith on; default: all",
     )
-    parser.add_argument(
-        "--seed", type=int, default=32, help="of the random numbers; default: %(default)s"
-    )
+    add_number(parser, "--seed", 32, "of the random numbers")
     parser.add_argument(
         "--dtype", choices=("float32", "float64"), default="float64", help="default: %(default)s"
     )
@@ -357,11 +322,7 @@ def faulty_layouts(seed: int, dtype: str) -> list[tuple[Any, list[str]]]:
 
 
 def prove_faults(pool: Pool, folder: Path, seed: int, dtype: str, part: slice) -> tuple[int, int]:
-    """Plant faults in random settings, and print a line for each.
-
-    Returns:
-        The number of faults that are found or have no effect, and that of all.
-    """
+    """Plant faults in random settings; return how many are found or have no effect, of how many."""
     n_right, chosen = 0, faulty_layouts(seed, dtype)[part]
     for fault, sets in chosen:
         verdict, effect = prove(pool, folder, sets, dtype, fault.recipe, fault.plant)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.runtime.launch import Pool, WorkerError
-from tools.prove.proof import make_parser
+from tools.prove.proof import add_names, choose, make_parser
 
 # Steps before and after the checkpoint.
 STEPS_BEFORE, STEPS_AFTER = 3, 5
@@ -121,12 +121,7 @@ def processes_of(layout: str) -> int:
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps after the checkpoint; of a source, ``samples`` holds all steps.
-
-    Attributes:
-        losses: of each step.
-        samples: of each step.
-    """
+    """The steps after the checkpoint; of a source, ``samples`` holds all steps."""
 
     losses: list[float]
     samples: list[list[int]]
@@ -250,10 +245,9 @@ def train_source(recipe: str, sets: Sequence[str], folder: Path) -> tuple[int, S
 
 
 def merge(folder: Path) -> list[str]:
-    """Join the shards of all ranks in ``whole.pt``; a task of the pool.
+    """Join the shards of all ranks in ``whole.pt``; return the tensors that do not fit.
 
-    Returns:
-        The tensors that have a hole, or that ranks disagree on.
+    These have a hole, or ranks disagree on them. It is a task of the pool.
     """
     import torch
 
@@ -280,14 +274,7 @@ def resume_all(
     sources: Mapping[str, Path],
     fault: Callable[[], None] | None,
 ) -> tuple[int, dict[str, tuple[list[str], Steps]]]:
-    """Resume from every source in turn; a task of the pool.
-
-    Args:
-        recipe: the path of a recipe.
-        sets: overrides of it.
-        folder: for the run.
-        sources: the folder of each source by name.
-        fault: called first; a test plants a fault with it.
+    """Resume from every source in turn, after ``fault`` is planted; a task of the pool.
 
     Returns:
         The rank's place in the batch; and by source, the tensors that are wrong, and the steps.
@@ -345,14 +332,7 @@ def in_order(ranks: Sequence[tuple[int, list[list[int]]]]) -> list[list[int]]:
 
 
 class Matrix:
-    """Run sources and targets in one temporary folder.
-
-    Args:
-        pool: the worker processes.
-        folder: for all files.
-        layouts: ``LAYOUTS``, or those of another model.
-        model: overrides of the recipe for that model.
-    """
+    """Run sources and targets in one temporary folder; ``model`` overrides the recipe's."""
 
     def __init__(
         self,
@@ -428,23 +408,16 @@ def main(arguments: Sequence[str]) -> int:
     parser = make_parser(
         "resume", __doc__, "\n  ".join(["layouts:", *LAYOUTS, *LAYOUTS_WITH_EXPERTS])
     )
-    parser.add_argument(
-        "names", metavar="NAME", nargs="*", help="part of a layout's name; default: all layouts"
-    )
+    add_names(parser, "layout's name")
     names = parser.parse_args(arguments).names
-    families = [
-        ([name for name in layouts if not names or any(part in name for part in names)], layouts)
-        for layouts in (LAYOUTS, LAYOUTS_WITH_EXPERTS)
-    ]
-    if not any(chosen for chosen, _ in families):
-        parser.error(f"no layout's name holds {' or '.join(names)}")
+    chosen = choose(parser, [*LAYOUTS, *LAYOUTS_WITH_EXPERTS], names, "no layout's name holds")
     begin, cells, problems = time.monotonic(), [], []
     with Pool() as pool, tempfile.TemporaryDirectory(prefix="composer3d-resume-") as folder:
-        for number, (chosen, layouts) in enumerate(families):
+        for number, (layouts, model) in enumerate(((LAYOUTS, ()), (LAYOUTS_WITH_EXPERTS, EXPERTS))):
             root = Path(folder) / str(number)
             root.mkdir()
-            model = EXPERTS if layouts is LAYOUTS_WITH_EXPERTS else ()
-            new_cells, new_problems = prove(Matrix(pool, root, layouts, model), chosen)
+            of_model = [name for name in layouts if name in chosen]
+            new_cells, new_problems = prove(Matrix(pool, root, layouts, model), of_model)
             cells += new_cells
             problems += new_problems
     print(*problems, sep="\n")
@@ -458,11 +431,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def prove(matrix: Matrix, layouts: Sequence[str]) -> tuple[list[Cell], list[str]]:
-    """Save on each layout, then resume each checkpoint on each layout, and print the table.
-
-    Returns:
-        The result of each pair, and the problems.
-    """
+    """Resume each layout's checkpoint on each, and print the table; return pairs and problems."""
     cells, problems = [], []
     for number, name in enumerate(layouts, 1):
         wrong = matrix.save(name)

@@ -117,11 +117,7 @@ def main(arguments: list[str]) -> int:
 def compare(pool: Pool, schedule: str, sleep_s: float = SLEEP_S, steps: int = STEPS) -> Shares:
     """Train under one schedule, and compare the bubble with the simulated one.
 
-    Args:
-        pool: runs the ranks.
-        schedule: a key of ``facts.schedules.SCHEDULES``, except "csv".
-        sleep_s: the seconds that a layer sleeps in each part of its work.
-        steps: the number of steps; all but the first one are traced.
+    A layer sleeps for ``sleep_s`` in each part of its work. All steps but the first one are traced.
     """
     per_rank = SCHEDULES[schedule].stages.default_per_rank
     n_stages = RANKS * per_rank

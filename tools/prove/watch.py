@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from composer3d.runtime.launch import Pool
 from composer3d.training.loop import train
 from composer3d.training.observers.replicas import ReplicaCheck
-from tools.prove.proof import make_parser, watched_run
+from tools.prove.proof import add_number, make_parser, watched_run
 
 EVERY = 10
 LIMIT_S = 1800.0
@@ -56,13 +56,7 @@ digest_every = {EVERY}
 
 
 class Watched(NamedTuple):
-    """What a healthy training has shown.
-
-    Attributes:
-        lines: what was reported about ranks, with the step of each line.
-        step_s: the mean time of a step without its comparison.
-        comparison_s: the mean time of a comparison.
-    """
+    """What a healthy training has shown: reports on ranks, and mean times."""
 
     lines: list[str]
     step_s: float
@@ -71,9 +65,7 @@ class Watched(NamedTuple):
 
 def main(arguments: list[str]) -> int:
     parser = make_parser("watch", __doc__)
-    parser.add_argument(
-        "--steps", type=int, default=200, metavar="N", help="steps of each layout (200)"
-    )
+    add_number(parser, "--steps", 200, "steps of each layout")
     steps = parser.parse_args(arguments).steps
     if steps < EVERY:
         parser.error(f"--steps must be at least {EVERY}: replicas are compared after each {EVERY}")

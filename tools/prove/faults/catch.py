@@ -16,26 +16,14 @@ STEPS = 2  # one with a batch of the corpus, one with a random batch, and a vali
 
 
 class Catch(NamedTuple):
-    """What became of a planted fault.
-
-    Attributes:
-        is_caught: whether the check found it, and its message matches ``Fault.message``.
-        finding: what the check found, in one line.
-    """
+    """What became of a planted fault: whether ``Fault.message`` was found, and what was found."""
 
     is_caught: bool
     finding: str
 
 
 def catch(pool: Pool, folder: Path, fault: Fault, dtype: str = "float64") -> Catch:
-    """Plant a fault and look for it.
-
-    Args:
-        pool: the worker processes, in which the fault is planted.
-        folder: keeps the references of ``verify``.
-        fault: the fault and its check.
-        dtype: in which ``verify`` compares.
-    """
+    """Plant a fault and look for it; ``folder`` keeps the references of ``verify``."""
     if fault.check == "verify":
         verdict = verify_layout(
             pool,

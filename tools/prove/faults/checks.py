@@ -464,12 +464,5 @@ def differences(form: str, actual: dict[str, Tensor], expected: dict[str, Tensor
 # The number of workers of a check; 1 for all others.
 RANKS = {"corruption": 3, "stragglers": 2}
 
-CHECKS: dict[str, Callable[[Plant], list[str]]] = {
-    "model": model,
-    "weights": weights,
-    "training": training,
-    "rollback": rollback,
-    "conversion": conversion,
-    "corruption": corruption,
-    "stragglers": stragglers,
-}
+_ALL = (model, weights, training, rollback, conversion, corruption, stragglers)
+CHECKS: dict[str, Callable[[Plant], list[str]]] = {check.__name__: check for check in _ALL}

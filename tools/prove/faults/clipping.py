@@ -1,7 +1,7 @@
 """What the faults of clipping share: another function clips the gradients of a step."""
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 
@@ -9,16 +9,11 @@ from composer3d.training import step as train_step
 from tools.prove.faults.plant import instead_of
 
 
-class Clip(Protocol):
-    """Scales the gradients of ``parameters`` in place; ``norm`` is that of the whole job."""
+def change_clipping(clip: Callable[..., None]) -> None:
+    """Let ``clip`` scale the gradients of each step, and not the optimizer.
 
-    def __call__(
-        self, parameters: Iterable[nn.Parameter], /, *, norm: float, max_norm: float
-    ) -> None: ...
-
-
-def change_clipping(clip: Clip) -> None:
-    """Let ``clip`` scale the gradients of each step, and not the optimizer."""
+    It gets what ``scale_gradients`` gets; ``norm`` is that of the whole job.
+    """
 
     @instead_of(train_step, train_step.update)
     def wrong(

@@ -13,7 +13,8 @@ from composer3d.convert import formats
 from composer3d.models import locations
 from composer3d.models.llama import huggingface, names
 from composer3d.models.table import ParameterTable, Row
-from tools.prove.faults.plant import instead_of
+from tools.prove.faults.places import found_by
+from tools.prove.faults.plant import fault_of, instead_of
 
 
 def _swap(*modules: str) -> None:
@@ -29,26 +30,31 @@ def _swap(*modules: str) -> None:
             yield name, row._replace(hf=named.hf, meta=named.meta)
 
 
+@found_by("conversion", "^torch: blocks")
 def swap_keys_and_values() -> None:
     """Conversion: wk is called v_proj, and wv k_proj."""
     _swap("blocks.#.attn.wk", "blocks.#.attn.wv")
 
 
+@found_by("conversion", "^torch: blocks")
 def swap_gate_and_up() -> None:
     """Conversion: w1 is called up_proj, and w3 gate_proj."""
     _swap("blocks.#.ffn.w1", "blocks.#.ffn.w3")
 
 
+@found_by("conversion", "^torch: blocks.0.attn_norm")
 def swap_the_norms_of_a_block() -> None:
     """Conversion: attn_norm is called post_attention_layernorm, and ffn_norm input_layernorm."""
     _swap("blocks.#.attn_norm", "blocks.#.ffn_norm")
 
 
+@found_by("conversion", "^torch: first.embed")
 def swap_embedding_and_head() -> None:
     """Conversion: the embedding is called lm_head, and the head embed_tokens."""
     _swap("first.embed", "last.head")
 
 
+@found_by("conversion", "^torch: blocks")
 def count_blocks_from_the_end() -> None:
     """Conversion: the blocks are numbered in reverse."""
     right = locations.in_block
@@ -62,32 +68,37 @@ def count_blocks_from_the_end() -> None:
     locations.in_block = names.in_block = wrong
 
 
+@found_by("conversion", "^meta: layers.0.attention.wk")
 def leave_rotary_pairs_apart() -> None:
     """Conversion: queries and keys keep our order of rows in Meta's files."""
     names.to_meta = lambda name, whole, shape, inverse=False: whole
 
 
-def turn_rotary_pairs_back() -> None:
+@found_by("conversion", "^meta: layers.0.attention.wk")
+@fault_of(names, names.to_meta)
+def turn_rotary_pairs_back(
+    right: Any, name: str, whole: Tensor, shape: Any, inverse: bool = False
+) -> Tensor:
     """Conversion: queries and keys are permuted in the wrong direction, both ways."""
-    right = names.to_meta
-    names.to_meta = lambda name, whole, shape, inverse=False: right(
-        name, whole, shape, inverse=not inverse
-    )
+    return right(name, whole, shape, inverse=not inverse)
 
 
-def rearrange_only_queries() -> None:
+@found_by("conversion", "^meta: layers.0.attention.wk")
+@fault_of(names, names.to_meta)
+def rearrange_only_queries(
+    right: Any, name: str, whole: Tensor, *others: Any, **kinds: Any
+) -> Tensor:
     """Conversion: keys keep our order of rows in Meta's files."""
-    right = names.to_meta
-    names.to_meta = lambda name, whole, shape, inverse=False: (
-        whole if name.endswith("wk.weight") else right(name, whole, shape, inverse=inverse)
-    )
+    return whole if name.endswith("wk.weight") else right(name, whole, *others, **kinds)
 
 
+@found_by("conversion", "^convert refuses its own work")
 def write_another_base() -> None:
     """Conversion: config.json has the rope_theta of Llama 2."""
     _change_config(lambda config: config | {"rope_theta": 10_000.0})
 
 
+@found_by("conversion", "^convert refuses its own work")
 def write_another_epsilon() -> None:
     """Conversion: config.json has an epsilon of 1e-6."""
     _change_config(lambda config: config | {"rms_norm_eps": 1e-6})
@@ -99,10 +110,9 @@ def _change_config(change: Callable[[dict], dict]) -> None:
     huggingface.make_config = lambda *arguments: change(right(*arguments))
 
 
-def round_to_half() -> None:
+@found_by("conversion", "^torch: ")
+@fault_of(formats.Source, formats.Source.read)
+def round_to_half(right: Any, self: formats.Source, ours: str) -> Tensor:
     """Conversion: tensors are rounded to float16 when they are read."""
-
-    @instead_of(formats.Source, formats.Source.read)
-    def wrong(right: Any, self: formats.Source, ours: str) -> Tensor:
-        tensor = right(self, ours)
-        return tensor.half().to(tensor.dtype)
+    tensor = right(self, ours)
+    return tensor.half().to(tensor.dtype)

@@ -20,7 +20,9 @@ from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.parallel.tensor import vocab
 from composer3d.runtime.mesh import Mesh
 from composer3d.training.optimizers.adamw import AdamW
-from tools.prove.faults.plant import instead_of
+from tools.prove.faults.places import computes_narrow
+from tools.prove.faults.plant import fault_of
+from tools.prove.paths import MOE_RECIPE
 
 
 class _Torch:
@@ -38,59 +40,70 @@ def _widen_nothing(module: Any) -> None:
     module.torch = _Torch(promote_types=lambda dtype, _: dtype)
 
 
-def norm_in_the_dtype_of_gradients() -> None:
+@computes_narrow(
+    r"not in float64: .*compute_gradients: aten::pow\S* of float32 .*squared norm",
+    "mesh.dp_shard=2",
+)
+@fault_of(grad_norm, grad_norm.local_grad_norm_sq)
+def norm_in_the_dtype_of_gradients(
+    _: Any, parameters: Iterable[nn.Parameter], mesh: Mesh
+) -> Tensor:
     """The squared norm is summed in the dtype of the gradients, and not in float64."""
-
-    def wrong(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
-        grads = [local_shard(p.grad) for p in parameters if p.grad is not None]
-        return torch.stack(torch._foreach_norm(grads)).square().sum() / mesh.stage_ranks
-
-    grad_norm.local_grad_norm_sq = wrong
+    grads = [local_shard(p.grad) for p in parameters if p.grad is not None]
+    return torch.stack(torch._foreach_norm(grads)).square().sum() / mesh.stage_ranks
 
 
+@computes_narrow(r"cross_entropy: aten::nll_loss_forward of bf")
+@computes_narrow(r"_Parts\.gradients: aten::add_\.Tensor of bfloat16", "memory.loss_chunks=2")
 def sum_the_loss_narrow() -> None:
     """The loss of a vocabulary that tp does not cut, or of its parts, is summed in bfloat16."""
     _widen_nothing(head)
 
 
+@computes_narrow(r"vocab\.py:.*: c10d::allreduce_ of bfloat16", "mesh.tp=2")
 def sum_exponentials_narrow() -> None:
     """The loss of a vocabulary that tp cuts is computed in bfloat16."""
     _widen_nothing(vocab)
 
 
+@computes_narrow(r"rope_table: aten::cos of bfloat16")
 def turn_by_narrow_angles() -> None:
     """Rotary angles are computed in bfloat16."""
     _widen_nothing(rope)
 
 
+@computes_narrow(r"Router\.forward: aten::_softmax of bfloat16", recipe=MOE_RECIPE)
 def route_narrow() -> None:
     """The scores of routers are computed in bfloat16."""
     _widen_nothing(moe)
 
 
-def sum_balance_losses_narrow() -> None:
+@computes_narrow(r"Router\._balance_loss: aten::sum of bfloat16", recipe=MOE_RECIPE)
+@fault_of(moe.Router, moe.Router._balance_loss)
+def sum_balance_losses_narrow(right: Any, self: Any, probabilities: Tensor, *others: Any) -> Any:
     """The balance loss of a router is summed in bfloat16."""
-    right = moe.Router._balance_loss
-    moe.Router._balance_loss = lambda self, probabilities, *others: right(
-        self, probabilities.bfloat16(), *others
-    )
+    return right(self, probabilities.bfloat16(), *others)
 
 
-def add_experts_narrow() -> None:
+@computes_narrow(r"_WeightedSum\.forward: aten::addcmul_ of bf", recipe=MOE_RECIPE)
+@fault_of(moe.Router, moe.Router.forward)
+def add_experts_narrow(right: Any, self: moe.Router, x_BTC: Tensor, seq: Any) -> moe.Routing:
     """The outputs of a token's experts are weighted and added up in bfloat16."""
-
-    @instead_of(moe.Router, moe.Router.forward)
-    def wrong(right: Any, self: moe.Router, x_BTC: Tensor, seq: Any) -> moe.Routing:
-        routing = right(self, x_BTC, seq)
-        return routing._replace(weights_NK=routing.weights_NK.to(x_BTC.dtype))
+    routing = right(self, x_BTC, seq)
+    return routing._replace(weights_NK=routing.weights_NK.to(x_BTC.dtype))
 
 
+@computes_narrow(r"RouterStatistics\.add: aten::add\.Tensor of bfloat16", recipe=MOE_RECIPE)
 def count_tokens_of_experts_narrow() -> None:
     """What routers have seen is added up in bfloat16."""
     right = moe.RouterStatistics.add
     moe.RouterStatistics.add = lambda self, sums: right(self, sums.bfloat16())
 
 
+@computes_narrow(
+    r"OneStage\.forward: aten::add_\.Tensor of bfloat16(?s:.)*OneStage\.forward_backward"
+)
+@computes_narrow(r"runtime\.py:.*: aten::add.* of bfloat16", "mesh.pp=2")
 def add_losses_of_micro_batches_narrow() -> None:
     """The losses of micro-batches are added up in bfloat16, with and without a pipeline."""
 
@@ -103,42 +116,42 @@ def add_losses_of_micro_batches_narrow() -> None:
         module.torch = _Torch(zeros=zeros)  # type: ignore[attr-defined]
 
 
+@computes_narrow(r"finish_gradients: c10d::allreduce_ of bfloat16", "mesh.tp=2")
 def add_gradients_over_tp_narrow() -> None:
     """Gradients that are parts of a sum over tp are summed in bfloat16."""
     stages.torch = _Torch(cat=lambda parts: torch.cat(parts).bfloat16())
 
 
-def merge_blocks_narrow() -> None:
+@computes_narrow(r"aten::lerp_\.Tensor of bfloat16", "mesh.cp=2")
+@fault_of(ring, ring._merge)
+def merge_blocks_narrow(
+    _: Any, out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor
+) -> None:
     """The blocks of a ring are merged in bfloat16."""
-
-    def wrong(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-        narrow = out.bfloat16()
-        narrow.lerp_(block_out.bfloat16(), (block_lse - lse).sigmoid()[..., None].bfloat16())
-        out.copy_(narrow)
-        lse.copy_(torch.logaddexp(lse, block_lse))
-
-    ring._merge = wrong
+    narrow = out.bfloat16()
+    narrow.lerp_(block_out.bfloat16(), (block_lse - lse).sigmoid()[..., None].bfloat16())
+    out.copy_(narrow)
+    lse.copy_(torch.logaddexp(lse, block_lse))
 
 
-def add_gradients_of_keys_narrow() -> None:
+@computes_narrow(r"ring\.py:.*: aten::add\.Ten", "mesh.cp=2")
+@fault_of(ring, ring._add)
+def add_gradients_of_keys_narrow(_: Any, totals: Iterable[Tensor], parts: Iterable[Tensor]) -> None:
     """The gradients of queries, keys and values are added up over the blocks in bfloat16."""
-
-    def wrong(totals: Iterable[Tensor], parts: Iterable[Tensor]) -> None:
-        for total, part in zip(totals, parts, strict=True):
-            total.copy_(total.bfloat16() + part.bfloat16())
-
-    ring._add = wrong
+    for total, part in zip(totals, parts, strict=True):
+        total.copy_(total.bfloat16() + part.bfloat16())
 
 
-def take_statistics_of_norms_narrow() -> None:
+@computes_narrow(r"aten::mean\.dim of bfloat16")
+@fault_of(F, F.rms_norm)
+def take_statistics_of_norms_narrow(
+    _: Any, x: Tensor, shape: Any, weight: Tensor, eps: float
+) -> Tensor:
     """The mean of squares of a norm is computed in bfloat16."""
-
-    def wrong(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
-
-    F.rms_norm = wrong
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
+@computes_narrow(r"optim:.*: aten::mul\.Tensor of bfloat16")
 def update_narrow() -> None:
     """The optimizer computes its update in bfloat16."""
 

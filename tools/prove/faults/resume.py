@@ -8,32 +8,44 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.prove.faults.plant import instead_of
+import torch
+
+from composer3d.checkpoint import Store
+from composer3d.data import Loader
+from composer3d.reliability.bad_steps import StepHistory
+from composer3d.training import loop
+from tools.prove.faults.places import found_by
+from tools.prove.faults.plant import fault_of, instead_of
+
+# Of the steps after the resume, moments change the second one.
+_FIRST_STEP = "^(loss|grad_norm) of step 4 is"
+_LATER_STEPS = "^(loss|grad_norm) of step [56] is"
 
 
-def swap_two_moments() -> None:
+@found_by("training", _LATER_STEPS)
+@fault_of(Store, Store.load)
+def swap_two_moments(right: Any, self: Any, path: Path, stages: Any, optimizer: Any) -> None:
     """Resume: the first moments of keys and values are swapped."""
-    from composer3d.checkpoint import Store
-
-    @instead_of(Store, Store.load)
-    def wrong(right: Any, self: Any, path: Path, stages: Any, optimizer: Any) -> None:
-        right(self, path, stages, optimizer)
-        parameters = dict(stages.named_parameters())
-        keys = optimizer.state[parameters["blocks.1.attn.wk.weight"]]
-        values = optimizer.state[parameters["blocks.1.attn.wv.weight"]]
-        keys["exp_avg"], values["exp_avg"] = values["exp_avg"], keys["exp_avg"]
+    right(self, path, stages, optimizer)
+    parameters = dict(stages.named_parameters())
+    keys = optimizer.state[parameters["blocks.1.attn.wk.weight"]]
+    values = optimizer.state[parameters["blocks.1.attn.wv.weight"]]
+    keys["exp_avg"], values["exp_avg"] = values["exp_avg"], keys["exp_avg"]
 
 
+@found_by("training", _LATER_STEPS)
 def forget_the_second_moments() -> None:
     """Resume: AdamW's second moments are 0."""
     _change_state(lambda state: state["exp_avg_sq"].zero_())
 
 
+@found_by("training", _LATER_STEPS)
 def forget_the_first_moments() -> None:
     """Resume: AdamW's first moments are 0."""
     _change_state(lambda state: state["exp_avg"].zero_())
 
 
+@found_by("training", _LATER_STEPS)
 def forget_how_many_steps_were_taken() -> None:
     """Resume: AdamW corrects the bias of its moments as if no step had been taken."""
     _change_state(lambda state: state["step"].zero_())
@@ -41,7 +53,6 @@ def forget_how_many_steps_were_taken() -> None:
 
 def _change_state(change: Callable[[Any], Any]) -> None:
     """Call ``change`` with AdamW's state of each parameter after it is loaded."""
-    from composer3d.checkpoint import Store
 
     @instead_of(Store, Store.load)
     def wrong(right: Any, self: Any, path: Path, stages: Any, optimizer: Any) -> None:
@@ -50,40 +61,39 @@ def _change_state(change: Callable[[Any], Any]) -> None:
             change(state)
 
 
-def keep_the_first_weights() -> None:
+@found_by("training", _FIRST_STEP)
+@fault_of(Store, Store.load)
+def keep_the_first_weights(right: Any, self: Any, path: Path, stages: Any, optimizer: Any) -> None:
     """Resume: the optimizer is loaded, but the weights keep their initial values."""
-    from composer3d.checkpoint import Store
-
-    @instead_of(Store, Store.load)
-    def wrong(right: Any, self: Any, path: Path, stages: Any, optimizer: Any) -> None:
-        before = [parameter.detach().clone() for parameter in stages.parameters()]
-        right(self, path, stages, optimizer)
-        for parameter, first in zip(stages.parameters(), before, strict=True):
-            parameter.detach().copy_(first)
+    before = [parameter.detach().clone() for parameter in stages.parameters()]
+    right(self, path, stages, optimizer)
+    for parameter, first in zip(stages.parameters(), before, strict=True):
+        parameter.detach().copy_(first)
 
 
-def round_what_is_loaded() -> None:
+@found_by("training", _FIRST_STEP)
+@fault_of(Store, Store.load)
+def round_what_is_loaded(right: Any, self: Any, path: Path, stages: Any, optimizer: Any) -> None:
     """Resume: loaded weights are rounded to float32."""
-    from composer3d.checkpoint import Store
-
-    @instead_of(Store, Store.load)
-    def wrong(right: Any, self: Any, path: Path, stages: Any, optimizer: Any) -> None:
-        right(self, path, stages, optimizer)
-        for parameter in stages.parameters():
-            whole = parameter.detach()
-            whole.copy_(whole.float())
+    right(self, path, stages, optimizer)
+    for parameter in stages.parameters():
+        whole = parameter.detach()
+        whole.copy_(whole.float())
 
 
+@found_by("training", _FIRST_STEP)
 def go_on_a_step_later() -> None:
     """Resume: one batch is left out."""
     _change_position(lambda state: {**state, "next_step": state["next_step"] + 1})
 
 
+@found_by("training", _FIRST_STEP)
 def go_on_a_step_earlier() -> None:
     """Resume: the last batch before the checkpoint is trained on again."""
     _change_position(lambda state: {**state, "next_step": state["next_step"] - 1})
 
 
+@found_by("training", _FIRST_STEP)
 def begin_the_data_anew() -> None:
     """Resume: the loader starts with its first batch."""
     _change_position(lambda state: {**state, "next_step": 0})
@@ -91,16 +101,13 @@ def begin_the_data_anew() -> None:
 
 def _change_position(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Load the state ``change(state)`` into the loader."""
-    from composer3d.data import Loader
-
     right = Loader.load_state_dict
     Loader.load_state_dict = lambda self, state: right(self, change(state))
 
 
+@found_by("training", "lr of step 4 is")
 def begin_the_learning_rate_anew() -> None:
     """Resume: the schedule of the learning rate starts with its first step."""
-    from composer3d.training import loop
-
     # The two runs of the check have different numbers of steps; each counts its own from 0.
     steps_of_run: dict[int, int] = {}
 
@@ -117,16 +124,15 @@ def begin_the_learning_rate_anew() -> None:
         return values
 
 
+@found_by("rollback", r"^the run remembers \{'losses'")
 def keep_what_was_rolled_back() -> None:
     """Rollback: the run remembers the losses of steps that it has taken back."""
-    from composer3d.reliability.bad_steps import StepHistory
-
     StepHistory.load_state_dict = lambda self, state: None
 
 
+@found_by("rollback", r"^the run remembers \{'losses'")
 def count_the_bad_step_after_a_rollback() -> None:
     """Rollback: the good steps after it are counted as bad ones in a row."""
-    from composer3d.reliability.bad_steps import StepHistory
 
     @instead_of(StepHistory, StepHistory.add_good)
     def add_good(right: Any, self: Any, loss: float, norm: float) -> None:
@@ -141,9 +147,8 @@ def count_the_bad_step_after_a_rollback() -> None:
         self.bad_in_a_row = in_a_row
 
 
+@found_by("rollback", r"^the steps have the random seeds")
 def draw_the_same_numbers_in_every_step() -> None:
     """Random numbers: the seed does not depend on the step."""
-    import torch
-
     right = torch.manual_seed
     torch.manual_seed = lambda seed: right(seed >> 32 << 32)

@@ -8,7 +8,8 @@ from typing import Any
 
 from composer3d.parallel.context import kernels, packed, ring, segment_kernel
 from tools.prove import varlen
-from tools.prove.faults.plant import instead_of
+from tools.prove.faults.places import PACKED, harms
+from tools.prove.faults.plant import fault_by, instead_of
 
 
 def take_the_path_of_gpus() -> None:
@@ -25,6 +26,7 @@ def _change_edges(change: Callable[[Any], Any]) -> None:
         return map(change, right(*arguments))
 
 
+@harms("mesh.dp_shard=2 model.window=16", f"mesh.cp=2 model.window=16 {PACKED}")
 def see_one_key_too_many() -> None:
     """Windows of a GPU: a query sees one key more than the window has."""
     _change_edges(
@@ -32,17 +34,16 @@ def see_one_key_too_many() -> None:
     )
 
 
-def lose_the_first_key() -> None:
+@harms("mesh.cp=2 model.window=16")
+@fault_by(_change_edges)
+def lose_the_first_key(segment: Any) -> Any:
     """Windows of a GPU: the first key of a segment is left out, except where it is the only one."""
-
-    def cut(segment: Any) -> Any:
-        begin, end = segment.keys
-        is_cut = not segment.causal and end - begin > 1
-        return segment._replace(keys=(begin + 1, end)) if is_cut else segment
-
-    _change_edges(cut)
+    begin, end = segment.keys
+    is_cut = not segment.causal and end - begin > 1
+    return segment._replace(keys=(begin + 1, end)) if is_cut else segment
 
 
+@harms("mesh.cp=2 model.window=16")
 def let_windows_end_with_the_last_edge() -> None:
     """Windows of a GPU: an edge inside of a document is not looked for."""
     take_the_path_of_gpus()
@@ -51,6 +52,7 @@ def let_windows_end_with_the_last_edge() -> None:
     )
 
 
+@harms(f"mesh.cp=2 {PACKED}")
 def let_documents_begin_one_late() -> None:
     """Documents of a GPU: each one but the first begins a token late."""
     take_the_path_of_gpus()

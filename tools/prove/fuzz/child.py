@@ -76,8 +76,7 @@ class Verdict:
         outcome: a few words, which are counted; empty if there are problems.
         problems: what went wrong.
         output: what the last commands printed.
-        cpu_s: CPU time of the commands.
-        peak_mib: memory that they took.
+        cpu_s, peak_mib: what the commands took.
     """
 
     change: str = ""

@@ -107,10 +107,7 @@ def values_given(path: Path, sets: list[str]) -> dict[str, Any]:
 def problems_of(recipe: dict[str, Any], given: dict[str, Any], gpus: int | None) -> list[str]:
     """Return what is wrong with a resolved recipe, which a program has accepted.
 
-    Args:
-        recipe: the resolved recipe: tables with values.
-        given: the values that the files and overrides give, by key.
-        gpus: the number of processes that the mesh must fill, if one was asked for.
+    ``given`` has the values that the files and overrides give, by key.
     """
     problems = []
     has_experts = recipe["model"].get("architecture") == "moe"

@@ -14,14 +14,13 @@ Exit status: 0 if all cases are right, 1 if one is not, 2 if the arguments are w
 import importlib
 import os
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.prove.proof import make_parser
+from tools.prove.proof import add_number, make_parser
 
 KINDS = {
     "recipes": 2000,
@@ -35,13 +34,7 @@ _SHOWN_FINDINGS = 40
 
 
 class Tally(NamedTuple):
-    """What became of the cases of one kind.
-
-    Attributes:
-        outcomes: how many cases had each outcome.
-        findings: the text of each case that went wrong.
-        seconds: how long it took.
-    """
+    """What became of the cases of a kind: how many had each outcome, and what went wrong."""
 
     outcomes: Counter[str]
     findings: list[str]
@@ -50,17 +43,12 @@ class Tally(NamedTuple):
 
 def main(arguments: Sequence[str]) -> int:
     parser = make_parser("fuzz", __doc__)
-    for option in ("--recipes", "--tokens", "--checkpoints", "--folders", "--tokenizers"):
-        count = KINDS[option.removeprefix("--")]
-        parser.add_argument(option, metavar="N", type=int, default=count, help=f"default: {count}")
-    parser.add_argument("--seed", metavar="S", type=int, default=SEED, help=f"default: {SEED}")
-    parser.add_argument(
-        "--first", metavar="N", type=int, default=0, help="number of the first case"
-    )
+    for kind, count in KINDS.items():
+        add_number(parser, f"--{kind}", count, "the number of cases")
+    add_number(parser, "--seed", SEED, "of all cases")
+    add_number(parser, "--first", 0, "the number of the first case")
     parser.add_argument("--case", metavar="KIND:NUMBER", help="run only this case")
-    parser.add_argument(
-        "--jobs", metavar="N", type=int, default=os.cpu_count(), help="cases at a time"
-    )
+    add_number(parser, "--jobs", os.cpu_count() or 1, "cases at a time")
     parser.add_argument("--keep", metavar="DIR", help="keep the folder of --case here")
     options = parser.parse_args(arguments)
     first = options.first
@@ -106,13 +94,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def make_base(root: Path, kinds: set[str], pool: Any) -> Path:
-    """Make the sound inputs that the cases of ``kinds`` change, in ``root``/base.
-
-    Args:
-        root: an empty folder.
-        kinds: names in KINDS.
-        pool: a ``composer3d.runtime.launch.Pool``, which runs the commands that make them.
-    """
+    """Make the sound inputs that the cases of ``kinds`` change, in ``root``/base."""
     from tools.prove.hostile import base as hostile_base
     from tools.prove.hostile.case import prepare_outside
 
@@ -190,7 +172,3 @@ def try_all(
             subprocess.run(["rm", "-rf", str(folder)], check=True)
         time.sleep(0.002)
     return Tally(outcomes, findings, time.monotonic() - begin)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

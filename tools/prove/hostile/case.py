@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -56,14 +56,15 @@ class Case:
         message: a regular expression that the output must match. None if the input may also be
             harmless, such as a random change of a byte: then only the traps count.
         statuses: the exit statuses that are right.
-        title: describes the case if its name does not.
     """
 
     name: str
     make: Callable[[Path], list[str]]
     message: str | None
     statuses: tuple[int, ...] = _EXITS
-    title: str = ""
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @dataclass
@@ -290,10 +291,3 @@ def _holds_secret(path: Path) -> bool:
     if path.is_symlink() or not path.is_file() or path.stat().st_size > 1 << 24:
         return False
     return SECRET.encode() in path.read_bytes()
-
-
-def chosen(cases: list[Case], one_in: int) -> Iterator[Case]:
-    """A fixed slice of ``cases``: every ``one_in``-th one in the order of their names."""
-    for number, case in enumerate(sorted(cases, key=lambda case: case.name)):
-        if number % one_in == 0:
-            yield case

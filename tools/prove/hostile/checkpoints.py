@@ -10,7 +10,7 @@ import pickle
 import shutil
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from tools.prove.hostile.base import CHECKPOINT
 from tools.prove.hostile.case import Case, cases_of, marker_of
 from tools.prove.hostile.files import (
     Change,
+    each_value,
     flipped,
     pipe,
     place_of,
@@ -150,7 +151,7 @@ def _class_as_tensor(evil: Path) -> None:
     buffer = io.BytesIO()
     torch.save({"a": 1}, buffer)
     archive = write(data.with_suffix(".zip"), buffer.getvalue())
-    _pickled(lambda folder: payload)(archive)
+    _pickled(payload)(archive)
     with open(data, "ab") as file:
         file.write(archive.read_bytes())
     length = data.stat().st_size - begin
@@ -200,85 +201,18 @@ def _replaced_method(owner: tuple[str, str], name: str) -> Change:
     return change
 
 
-def _program(body: Callable[[Path], object]) -> Change:
-    """Write as ``.metadata`` the pickle of the object that ``body`` returns, or the bytes."""
+def _program(body: Callable[[Path], object] | bytes) -> Change:
+    """Write as ``.metadata`` bytes, or the pickle of the object that ``body`` returns."""
 
     def change(evil: Path) -> None:
-        content = body(evil)
-        raw = content if isinstance(content, bytes) else pickle.dumps(content)
-        (evil / ".metadata").write_bytes(raw)
+        content = body if isinstance(body, bytes) else pickle.dumps(body(evil))
+        (evil / ".metadata").write_bytes(content)
 
     return change
 
 
-def _read_twice(evil: Path) -> bytes:
-    return (evil / ".metadata").read_bytes() * 2
-
-
-def _with(field: str) -> Change:
-    """Put a call into valid metadata, in the field of that name."""
-
-    def change(evil: Path) -> None:
-        metadata: Metadata = pickle.loads((evil / ".metadata").read_bytes())
-        call: Any = touch(evil.parent)
-        if field == "planner_data":
-            metadata.planner_data = call
-        elif field == "storage_meta":
-            metadata.storage_meta = call
-        elif field == "key":
-            metadata.state_dict_metadata[call] = BytesStorageMetadata()
-        elif field == "size":
-            metadata.state_dict_metadata[_EMBED].size = call
-        elif field == "dtype":
-            metadata.state_dict_metadata[_EMBED].properties.dtype = call
-        else:
-            metadata.storage_data[call] = _StorageInfo("__0_0.distcp", 0, 1)
-        (evil / ".metadata").write_bytes(pickle.dumps(metadata))
-
-    return change
-
-
-def nested(depth: int) -> bytes:
-    return b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b"."
-
-
-def _memo_bomb(evil: Path) -> bytes:
-    """Lists of lists of the same list: who walks through them meets 10^30 items."""
-    return b"\x80\x02]q\x00" + b"".join(b"](" + b"h\x00" * 10 + b"eq\x00" for _ in range(30)) + b"."
-
-
-PROGRAMS: dict[str, tuple[Change, str]] = {
-    "class-as-tensor": (_class_as_tensor, "evil"),
-    "metadata-init": (_replaced_method((_METADATA, "Metadata"), "__init__"), "evil"),
-    "metadata-setstate": (
-        _replaced_method((_METADATA, "TensorProperties"), "__setstate__"),
-        "evil",
-    ),
-    "chunk-class": (_replaced_method((_METADATA, "ChunkStorageMetadata"), "sizes"), "evil"),
-    "size-class": (_replaced_method(("torch", "Size"), "numel"), "evil"),
-    "function": (_replaced_method(("torch.serialization", "_get_layout"), "x"), "evil"),
-    "whole": (_program(lambda evil: touch(evil.parent)), r"posix\.system|cannot be read"),
-    "eval": (
-        _program(lambda evil: Call(eval, f"open({str(marker_of(evil.parent))!r}, 'w')")),
-        "evil",
-    ),
-    "torch-load": (_program(lambda evil: Call(torch.load, str(evil / "x"))), "evil"),
-    "deep": (_program(lambda evil: nested(200_000)), "evil"),
-    "memo-bomb": (_program(_memo_bomb), "evil"),
-    "long": (_program(lambda evil: b"\x80\x02\x8b" + struct.pack("<i", 2**31 - 1) + b"."), "evil"),
-    "text": (_program(lambda evil: b"\x80\x04\x8d" + struct.pack("<Q", 2**62) + b"."), "evil"),
-    "frame": (_program(lambda evil: b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b"."), "evil"),
-    "doubled": (_program(_read_twice), None),
-    "persistent": (_program(lambda evil: b"\x80\x02X\x01\x00\x00\x00aQ."), "evil"),
-    "extension": (_program(lambda evil: b"\x80\x02\x82\x01."), "evil"),
-    **{
-        f"call-in-{field}": (_with(field), "evil")
-        for field in ("planner_data", "storage_meta", "key", "size", "dtype", "storage")
-    },
-}
-
-
-# Metadata that is data, and wrong.
+def _double(evil: Path) -> None:
+    (evil / ".metadata").write_bytes((evil / ".metadata").read_bytes() * 2)
 
 
 def _edit(edit: Callable[[Metadata], object]) -> Change:
@@ -292,6 +226,62 @@ def _edit(edit: Callable[[Metadata], object]) -> Change:
 
 def _entry(metadata: Metadata) -> Any:
     return metadata.state_dict_metadata[_EMBED]
+
+
+# Where valid metadata may hold a call.
+_CALLS: dict[str, Callable[[Metadata, Any], object]] = {
+    "planner_data": lambda metadata, call: setattr(metadata, "planner_data", call),
+    "storage_meta": lambda metadata, call: setattr(metadata, "storage_meta", call),
+    "key": lambda metadata, call: metadata.state_dict_metadata.update(
+        {call: BytesStorageMetadata()}
+    ),
+    "size": lambda metadata, call: setattr(_entry(metadata), "size", call),
+    "dtype": lambda metadata, call: setattr(_entry(metadata).properties, "dtype", call),
+    "storage": lambda metadata, call: metadata.storage_data.update(
+        {call: _StorageInfo("__0_0.distcp", 0, 1)}
+    ),
+}
+
+
+def _with_call(put: Callable[[Metadata, Any], object]) -> Change:
+    return lambda evil: _edit(lambda metadata: put(metadata, touch(evil.parent)))(evil)
+
+
+def nested(depth: int) -> bytes:
+    return b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b"."
+
+
+# Lists of lists of the same list: who walks through them meets 10^30 items.
+_MEMO_BOMB = (
+    b"\x80\x02]q\x00" + b"".join(b"](" + b"h\x00" * 10 + b"eq\x00" for _ in range(30)) + b"."
+)
+_LONG = b"\x80\x02\x8b" + struct.pack("<i", 2**31 - 1) + b"."
+
+PROGRAMS: dict[str, Change] = {
+    "class-as-tensor": _class_as_tensor,
+    "metadata-init": _replaced_method((_METADATA, "Metadata"), "__init__"),
+    "metadata-setstate": _replaced_method((_METADATA, "TensorProperties"), "__setstate__"),
+    "chunk-class": _replaced_method((_METADATA, "ChunkStorageMetadata"), "sizes"),
+    "size-class": _replaced_method(("torch", "Size"), "numel"),
+    "function": _replaced_method(("torch.serialization", "_get_layout"), "x"),
+    "whole": _program(lambda evil: touch(evil.parent)),
+    "eval": _program(lambda evil: Call(eval, f"open({str(marker_of(evil.parent))!r}, 'w')")),
+    "torch-load": _program(lambda evil: Call(torch.load, str(evil / "x"))),
+    "deep": _program(nested(200_000)),
+    "memo-bomb": _program(_MEMO_BOMB),
+    "long": _program(_LONG),
+    "text": _program(b"\x80\x04\x8d" + struct.pack("<Q", 2**62) + b"."),
+    "frame": _program(b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b"."),
+    "doubled": _double,
+    "persistent": _program(b"\x80\x02X\x01\x00\x00\x00aQ."),
+    "extension": _program(b"\x80\x02\x82\x01."),
+    **{f"call-in-{field}": _with_call(put) for field, put in _CALLS.items()},
+}
+# Others match "evil". A second pickle after the first one does no harm.
+PROGRAM_MESSAGES = {"whole": r"posix\.system|cannot be read", "doubled": None}
+
+
+# Metadata that is data, and wrong.
 
 
 def _storage(metadata: Metadata) -> tuple[MetadataIndex, _StorageInfo]:
@@ -322,6 +312,11 @@ def _chunks(
     return edit
 
 
+_STORAGE: dict[str, list[Any]] = {
+    "relative_path": ["../../outside/secret.txt", "/etc/passwd", ".", "", 5, "a\0b"],
+    "offset": [-8, 2**70, "0"],
+    "length": [2**62, 0],
+}
 STRUCTURES: dict[str, Callable[[Metadata], object]] = {
     "no-chunks": _chunks(lambda size: []),
     "half": _chunks(lambda size: [((0, 0), (size[0] // 2, size[1]))]),
@@ -334,17 +329,7 @@ STRUCTURES: dict[str, Callable[[Metadata], object]] = {
     "many": _chunks(lambda size: [((0, 0), (1, 1))] * 50_000),
     "one-dimension": _chunks(lambda size: [((0,), (size[0] * size[1],))]),
     "no-storage": lambda metadata: metadata.storage_data.pop(_storage(metadata)[0]),
-    "elsewhere": _stored_as(relative_path="../../outside/secret.txt"),
-    "absolute": _stored_as(relative_path="/etc/passwd"),
-    "folder": _stored_as(relative_path="."),
-    "empty-name": _stored_as(relative_path=""),
-    "number-name": _stored_as(relative_path=5),
-    "nul-name": _stored_as(relative_path="a\0b"),
-    "negative-offset": _stored_as(offset=-8),
-    "huge-offset": _stored_as(offset=2**70),
-    "huge-length": _stored_as(length=2**62),
-    "zero-length": _stored_as(length=0),
-    "text-offset": _stored_as(offset="0"),
+    **{name: _stored_as(**{key: value}) for name, key, value in each_value(_STORAGE)},
     "huge-size": lambda metadata: setattr(_entry(metadata), "size", torch.Size((2**40, 2**20))),
     "size-list": lambda metadata: setattr(_entry(metadata), "size", [1, 2]),
     "no-properties": lambda metadata: setattr(_entry(metadata), "properties", None),
@@ -390,39 +375,25 @@ def _raw_manifest(content: bytes) -> Change:
 
 
 _WRONG_NUMBERS = (-1, "x", 1e30, None, [], True, 10**30)
+# By field, which ``place_of`` finds.
+_FIELDS: dict[str, Sequence[Any]] = {
+    "data/next_step": _WRONG_NUMBERS,
+    "step": _WRONG_NUMBERS,
+    "lr": ("x", -1e400, [], {}),
+    "layout": (5, [], {"pp": "x"}, {"pp": -1}, None),
+    "files": (5, [], {"a": 1}, {"../x": [1, "a"]}, None),
+    "tensors": (5, [], {"a": 1}, {"a": [1, 2]}),
+    "model": (5, [], {}, {"model.dim": "x"}),
+    "model/model.n_layers": (10**7,),
+    "model/model.dim": (10**18, -4),
+    "model/model.tied": ("false",),
+    "world_size": (-3,),
+    "recipe": (5, "[[[", "a = " + "[" * 50_000),
+    "extra": (1,),
+    "format": (10**30,),
+}
 MANIFESTS: dict[str, Change] = {
-    **{
-        f"next-step-{n}": _manifest("data/next_step", value)
-        for n, value in enumerate(_WRONG_NUMBERS)
-    },
-    **{f"step-{n}": _manifest("step", value) for n, value in enumerate(_WRONG_NUMBERS)},
-    **{f"lr-{n}": _manifest("lr", value) for n, value in enumerate(("x", -1e400, [], {}))},
-    **{
-        f"layout-{n}": _manifest("layout", value)
-        for n, value in enumerate((5, [], {"pp": "x"}, {"pp": -1}, None))
-    },
-    **{
-        f"files-{n}": _manifest("files", value)
-        for n, value in enumerate((5, [], {"a": 1}, {"../x": [1, "a"]}, None))
-    },
-    **{
-        f"tensors-{n}": _manifest("tensors", value)
-        for n, value in enumerate((5, [], {"a": 1}, {"a": [1, 2]}))
-    },
-    **{
-        f"model-{n}": _manifest("model", value)
-        for n, value in enumerate((5, [], {}, {"model.dim": "x"}))
-    },
-    "model-layers": _manifest("model/model.n_layers", 10**7),
-    "model-dim": _manifest("model/model.dim", 10**18),
-    "model-dim-negative": _manifest("model/model.dim", -4),
-    "model-tied": _manifest("model/model.tied", "false"),
-    "world-size": _manifest("world_size", -3),
-    "recipe-number": _manifest("recipe", 5),
-    "recipe-broken": _manifest("recipe", "[[["),
-    "recipe-deep": _manifest("recipe", "a = " + "[" * 50_000),
-    "unknown-field": _manifest("extra", 1),
-    "format": _manifest("format", 10**30),
+    **{name: _manifest(field, value) for name, field, value in each_value(_FIELDS)},
     "deep": _raw_manifest(b"[" * 200_000),
     "digits": _raw_manifest(b'{"step": ' + b"9" * 100_000 + b"}"),
     "list": _raw_manifest(b"[]"),
@@ -470,12 +441,14 @@ def _saved(edit: Callable[[Any, Path], Any]) -> Callable[[Path], object]:
     return change
 
 
-def _pickled(body: Callable[[Path], bytes], *, compress: bool = False) -> Callable[[Path], object]:
-    """Replace ``data.pkl`` in the file by ``body(folder)``."""
+def _pickled(
+    body: Callable[[Path], bytes] | bytes, *, compress: bool = False
+) -> Callable[[Path], object]:
+    """Replace ``data.pkl`` in the file by ``body``, or what it returns for the folder."""
 
     def change(path: Path) -> None:
         items, pickled = read_archive(path)
-        items[pickled] = body(path.parent)
+        items[pickled] = body if isinstance(body, bytes) else body(path.parent)
         write_archive(path, items, zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED)
 
     return change
@@ -511,27 +484,24 @@ def _fact(field: str, value: Any) -> Callable[[Path], object]:
     return _saved(edit)
 
 
-def _bomb(folder: Path) -> bytes:
-    return b"\x80\x02]" + b"N0" * 50_000_000 + b"."
-
-
+_FACTS: dict[str, list[Any]] = {
+    "layout": [5],
+    "step": ["x", 10**30, -1],
+    "model": [[1], None],
+    "data": ["x"],
+    "recipe": [5],
+    "extra": [5],
+}
 TORCH: dict[str, Callable[[Path], object]] = {
     "call": _saved(lambda content, folder: {**content, "x": touch(folder)}),
     "call-as-key": _saved(lambda content, folder: {touch(folder): 1}),
     "program": _pickled(lambda folder: pickle.dumps(touch(folder))),
-    "deep": _pickled(lambda folder: nested(200_000)),
-    "memo-bomb": _pickled(_memo_bomb),
-    "long": _pickled(lambda folder: b"\x80\x02\x8b" + struct.pack("<i", 2**31 - 1) + b"."),
-    "compressed": _pickled(_bomb, compress=True),
-    "layout-number": _fact("layout", 5),
-    "step-text": _fact("step", "x"),
-    "step-huge": _fact("step", 10**30),
-    "step-negative": _fact("step", -1),
-    "model-list": _fact("model", [1]),
-    "model-none": _fact("model", None),
-    "data-text": _fact("data", "x"),
-    "recipe-number": _fact("recipe", 5),
-    "unknown": _fact("extra", 5),
+    "deep": _pickled(nested(200_000)),
+    "memo-bomb": _pickled(_MEMO_BOMB),
+    "long": _pickled(_LONG),
+    # It takes 100 MB, so it is only made when the case is.
+    "compressed": _pickled(lambda folder: b"\x80\x02]" + b"N0" * 50_000_000 + b".", compress=True),
+    **{name: _fact(field, value) for name, field, value in each_value(_FACTS)},
     "no-facts": _saved(lambda content, folder: content.pop("composer3d") and None),
     "facts-number": _saved(lambda content, folder: content.update(composer3d=5)),
     "facts-tensor": _saved(lambda content, folder: content.update(composer3d=torch.ones(2))),
@@ -569,7 +539,8 @@ TORCH: dict[str, Callable[[Path], object]] = {
 
 def _cases() -> list[Case]:
     cases: list[Case] = []
-    for name, (change, message) in PROGRAMS.items():
+    for name, change in PROGRAMS.items():
+        message = PROGRAM_MESSAGES.get(name, "evil")
         cases += checkpoint_case(f"program-{name}", change, message)
     for name, edit in STRUCTURES.items():
         cases += checkpoint_case(f"structure-{name}", _edit(edit), "evil")

@@ -16,6 +16,7 @@ from tools.prove.hostile.checkpoints import command, touch
 from tools.prove.hostile.files import (
     Change,
     device,
+    each_value,
     empty_folder,
     flipped,
     pipe,
@@ -62,53 +63,36 @@ def text_file(file: str, content: str) -> Change:
 
 
 _HUGE = 10**18
-CONFIGS: dict[str, tuple[str, Any]] = {
-    "layers-1e7": ("num_hidden_layers", 10**7),
-    "layers-huge": ("num_hidden_layers", _HUGE),
-    "layers-negative": ("num_hidden_layers", -2),
-    "layers-text": ("num_hidden_layers", "2"),
-    "layers-float": ("num_hidden_layers", 2.0),
-    "layers-bool": ("num_hidden_layers", True),
-    "layers-none": ("num_hidden_layers", None),
-    "hidden-huge": ("hidden_size", _HUGE),
-    "hidden-zero": ("hidden_size", 0),
-    "heads-huge": ("num_attention_heads", _HUGE),
-    "heads-list": ("num_attention_heads", [4]),
-    "heads-three": ("num_attention_heads", 3),
-    "kv-heads-three": ("num_key_value_heads", 3),
-    "kv-heads-negative": ("num_key_value_heads", -1),
-    "head-dim-odd": ("head_dim", 7),
-    "head-dim-huge": ("head_dim", _HUGE),
-    "head-dim-text": ("head_dim", "8"),
-    "ffn-huge": ("intermediate_size", _HUGE),
-    "vocab-huge": ("vocab_size", 10**12),
-    "vocab-none": ("vocab_size", None),
-    "eps-negative": ("rms_norm_eps", -1.0),
-    "eps-zero": ("rms_norm_eps", 0),
-    "eps-text": ("rms_norm_eps", "x"),
-    "eps-list": ("rms_norm_eps", [1e-5]),
-    "theta-negative": ("rope_theta", -1.0),
-    "theta-text": ("rope_theta", "x"),
-    "theta-list": ("rope_theta", []),
-    "theta-object": ("rope_theta", {"a": 1}),
-    "tied-text": ("tie_word_embeddings", "false"),
-    "tied-number": ("tie_word_embeddings", 2),
-    "rope-list": ("rope_scaling", [1]),
-    "rope-text": ("rope_scaling", "x"),
-    "rope-number": ("rope_scaling", 5),
-    "rope-factor-huge": ("rope_scaling", {"rope_type": "llama3", "factor": 1e300}),
-    "rope-type-list": ("rope_scaling", {"rope_type": [1]}),
-    "parameters-number": ("rope_parameters", 5),
-    "type-list": ("model_type", [1]),
-    "type-object": ("model_type", {}),
-    "type-none": ("model_type", None),
-    "type-unknown": ("model_type", "\u001b[2J"),
-    "act": ("hidden_act", "gelu"),
-    "act-list": ("hidden_act", ["silu"]),
-    "quantized": ("quantization_config", {"bits": 4}),
-    "window-text": ("sliding_window", "x"),
-    "partial": ("partial_rotary_factor", 0.5),
-    "mlp-bias": ("mlp_bias", True),
+# By key: values that are refused.
+CONFIGS: dict[str, list[Any]] = {
+    "num_hidden_layers": [10**7, _HUGE, -2, "2", 2.0, True, None],
+    "hidden_size": [_HUGE, 0],
+    "num_attention_heads": [_HUGE, [4], 3],
+    "num_key_value_heads": [3, -1],
+    "head_dim": [7, _HUGE, "8"],
+    "intermediate_size": [_HUGE],
+    "vocab_size": [10**12, None],
+    "rms_norm_eps": [-1.0, 0, "x", [1e-5]],
+    "rope_theta": [-1.0, "x", [], {"a": 1}],
+    "tie_word_embeddings": ["false", 2],
+    "rope_scaling": [[1], "x", 5, {"rope_type": "llama3", "factor": 1e300}, {"rope_type": [1]}],
+    "rope_parameters": [5],
+    "model_type": [[1], {}, None, "\u001b[2J"],
+    "hidden_act": ["gelu", ["silu"]],
+    "quantization_config": [{"bits": 4}],
+    "sliding_window": ["x"],
+    "partial_rotary_factor": [0.5],
+    "mlp_bias": [True],
+}
+EXPERT_CONFIGS: dict[str, list[Any]] = {
+    "num_experts": [_HUGE, 10**6, 0, -8, "8", 8.0, True, [8], 7, 9],
+    "num_local_experts": [4],
+    "num_experts_per_tok": [0, 9, _HUGE, None],
+    "moe_intermediate_size": [_HUGE, 23, "24"],
+    "norm_topk_prob": ["true", 1],
+    "decoder_sparse_step": [0, _HUGE, "1"],
+    "mlp_only_layers": [[0, 1], [0, 2], [_HUGE], [-1], "0", [{}], list(range(200_000)), None],
+    "model_type": ["mixtral", "llama"],
 }
 TEXTS = {
     "digits": '{"hidden_size": ' + "9" * 400 + "}",
@@ -126,28 +110,18 @@ TEXTS = {
     "twice": '{"model_type": "llama", "model_type": "bert"}',
     "megabytes": '{"model_type": "' + "a" * (1 << 23) + '"}',
 }
-PARAMS: dict[str, dict[str, Any]] = {
-    "layers-1e7": {"n_layers": 10**7},
-    "layers-text": {"n_layers": "2"},
-    "layers-negative": {"n_layers": -1},
-    "layers-bool": {"n_layers": True},
-    "dim-huge": {"dim": _HUGE},
-    "dim-list": {"dim": [32]},
-    "dim-text": {"dim": "32"},
-    "dim-none": {"dim": None},
-    "heads-zero": {"n_heads": 0},
-    "heads-float": {"n_heads": 4.5},
-    "heads-list": {"n_heads": [4]},
-    "kv-heads-text": {"n_kv_heads": "x"},
-    "kv-heads-three": {"n_kv_heads": 3},
-    "eps-negative": {"norm_eps": -1},
-    "eps-text": {"norm_eps": "x"},
-    "theta-text": {"rope_theta": "x"},
-    "theta-negative": {"rope_theta": -5.0},
-    "theta-digits": {"rope_theta": 10**400},
-    "scaled-text": {"use_scaled_rope": "x"},
-    "factor-zero": {"use_scaled_rope": True, "rope_scaling_factor": 0},
-    "factor-text": {"use_scaled_rope": True, "rope_scaling_factor": "8"},
+_PARAMS: dict[str, list[Any]] = {
+    "n_layers": [10**7, "2", -1, True],
+    "dim": [_HUGE, [32], "32", None],
+    "n_heads": [0, 4.5, [4]],
+    "n_kv_heads": ["x", 3],
+    "norm_eps": [-1, "x"],
+    "rope_theta": ["x", -5.0, 10**400],
+    "use_scaled_rope": ["x"],
+}
+PARAMS = {name: {key: value} for name, key, value in each_value(_PARAMS)} | {
+    f"factor-{factor}": {"use_scaled_rope": True, "rope_scaling_factor": factor}
+    for factor in (0, "8")
 }
 
 # safetensors and its index
@@ -187,23 +161,26 @@ def _numbers(**offsets: tuple[int, int]) -> bytes:
     return f"{{{', '.join(entries)}}}".encode()
 
 
+def _entry(tensor: str, **fields: Any) -> Change:
+    """Change the entry of a tensor."""
+    return _header(lambda header: header[tensor].update(fields))
+
+
 _NORM = "model.norm.weight"
+_NORM_ENTRIES: dict[str, list[Any]] = {
+    "data_offsets": [[0, 128], [1 << 40, (1 << 40) + 128], [-128, 0]],
+    "shape": [[31], [1 << 40, 1 << 40], [1 << 62], [-32]],
+    "dtype": ["X8"],
+}
 HEADERS: dict[str, Change] = {
-    "overlap": _header(lambda h: h[_NORM].update(data_offsets=[0, 128])),
+    **{name: _entry(_NORM, **{key: value}) for name, key, value in each_value(_NORM_ENTRIES)},
     "gap": _alone(_numbers(a=(0, 4), b=(8, 12)), 12),
     "twice": _alone(_numbers(a=(0, 4), a_=(4, 8)), 8),
     "backwards": _alone(_numbers(a=(4, 0)), 4),
     "cut-data": _alone(_numbers(a=(0, 4)), 2),
     "list": _alone(b"[]"),
     "no-json": _alone(b"\xff\xfe\0\0"),
-    "shape-other": _header(lambda h: h[_NORM].update(shape=[31])),
-    "shape-overflow": _header(lambda h: h[_NORM].update(shape=[1 << 40, 1 << 40])),
     "folder": replaced("model.safetensors", empty_folder),
-    "beyond": _header(lambda h: h[_NORM].update(data_offsets=[1 << 40, (1 << 40) + 128])),
-    "negative": _header(lambda h: h[_NORM].update(data_offsets=[-128, 0])),
-    "shape-huge": _header(lambda h: h[_NORM].update(shape=[1 << 62])),
-    "shape-negative": _header(lambda h: h[_NORM].update(shape=[-32])),
-    "dtype": _header(lambda h: h[_NORM].update(dtype="X8")),
     "text-entry": _header(lambda h: h.update({_NORM: "x"})),
     "extra": _header(lambda h: h.update({"x\u0000y": h[_NORM]})),
     "many": _header(lambda h: h.update({f"x{i}": h[_NORM] for i in range(20_000)})),
@@ -218,67 +195,28 @@ HEADERS: dict[str, Change] = {
 }
 
 
-EXPERT_CONFIGS: dict[str, tuple[str, Any]] = {
-    "experts-huge": ("num_experts", _HUGE),
-    "experts-1e6": ("num_experts", 10**6),
-    "experts-zero": ("num_experts", 0),
-    "experts-negative": ("num_experts", -8),
-    "experts-text": ("num_experts", "8"),
-    "experts-float": ("num_experts", 8.0),
-    "experts-bool": ("num_experts", True),
-    "experts-list": ("num_experts", [8]),
-    "experts-fewer": ("num_experts", 7),
-    "experts-more": ("num_experts", 9),
-    "experts-other-key": ("num_local_experts", 4),
-    "per-token-zero": ("num_experts_per_tok", 0),
-    "per-token-more": ("num_experts_per_tok", 9),
-    "per-token-huge": ("num_experts_per_tok", _HUGE),
-    "per-token-none": ("num_experts_per_tok", None),
-    "width-huge": ("moe_intermediate_size", _HUGE),
-    "width-other": ("moe_intermediate_size", 23),
-    "width-text": ("moe_intermediate_size", "24"),
-    "renormalise-text": ("norm_topk_prob", "true"),
-    "renormalise-number": ("norm_topk_prob", 1),
-    "step-zero": ("decoder_sparse_step", 0),
-    "step-huge": ("decoder_sparse_step", _HUGE),
-    "step-text": ("decoder_sparse_step", "1"),
-    "dense-all": ("mlp_only_layers", [0, 1]),
-    "dense-beyond": ("mlp_only_layers", [0, 2]),
-    "dense-huge": ("mlp_only_layers", [_HUGE]),
-    "dense-negative": ("mlp_only_layers", [-1]),
-    "dense-text": ("mlp_only_layers", "0"),
-    "dense-objects": ("mlp_only_layers", [{}]),
-    "dense-many": ("mlp_only_layers", list(range(200_000))),
-    "dense-none": ("mlp_only_layers", None),
-    "type-mixtral": ("model_type", "mixtral"),
-    "type-llama": ("model_type", "llama"),
-}
-
-
 def _renamed(old: str, new: str) -> Change:
     return _header(lambda header: header.update({new: header.pop(old)}))
 
 
 _EXPERT = "model.layers.1.mlp.experts.7.up_proj.weight"
+_ROUTER = "model.layers.1.mlp.gate.weight"
+_EXPERT_ENTRIES: dict[str, list[Any]] = {"shape": [[32, 24], [24, 32, 1 << 40]], "dtype": ["I32"]}
+# In place of 7.
+_NUMBERS = ("8", f"{10**30}", "-1", "7" * 5000, "007", "\u0667")
 EXPERT_HEADERS: dict[str, Change] = {
     "missing": _header(lambda h: h.pop(_EXPERT)),
-    "beyond": _renamed(_EXPERT, _EXPERT.replace(".7.", ".8.")),
-    "huge-number": _renamed(_EXPERT, _EXPERT.replace(".7.", f".{10**30}.")),
-    "negative-number": _renamed(_EXPERT, _EXPERT.replace(".7.", ".-1.")),
-    "long-number": _renamed(_EXPERT, _EXPERT.replace(".7.", f".{'7' * 5000}.")),
-    "zeros-before": _renamed(_EXPERT, _EXPERT.replace(".7.", ".007.")),
-    "other-digits": _renamed(_EXPERT, _EXPERT.replace(".7.", ".\u0667.")),
+    **{
+        f"number-{place}": _renamed(_EXPERT, _EXPERT.replace(".7.", f".{number}."))
+        for place, number in enumerate(_NUMBERS)
+    },
     "dense-layer": _renamed(_EXPERT, _EXPERT.replace("layers.1", "layers.0")),
-    "shape": _header(lambda h: h[_EXPERT].update(shape=[32, 24])),
-    "shape-huge": _header(lambda h: h[_EXPERT].update(shape=[24, 32, 1 << 40])),
-    "dtype": _header(lambda h: h[_EXPERT].update(dtype="I32")),
+    **{name: _entry(_EXPERT, **{key: value}) for name, key, value in each_value(_EXPERT_ENTRIES)},
     "also-packed": _header(
         lambda h: h.update({"model.layers.1.mlp.experts.gate_up_proj": h[_EXPERT]})
     ),
-    "no-router": _header(lambda h: h.pop("model.layers.1.mlp.gate.weight")),
-    "router-of-dense": _header(
-        lambda h: h.update({"model.layers.0.mlp.gate.weight": h["model.layers.1.mlp.gate.weight"]})
-    ),
+    "no-router": _header(lambda h: h.pop(_ROUTER)),
+    "router-of-dense": _header(lambda h: h.update({"model.layers.0.mlp.gate.weight": h[_ROUTER]})),
 }
 
 
@@ -398,7 +336,7 @@ def _flipped_beginning(file: str, seed: int) -> Change:
 
 def _cases() -> list[Case]:
     cases: list[Case] = []
-    for name, (key, value) in CONFIGS.items():
+    for name, key, value in each_value(CONFIGS):
         change = changed_json("config.json", {key: value})
         cases += _case("hf", f"config-{name}", change, "evil", "inspect", "start")
     for name, content in TEXTS.items():
@@ -412,9 +350,9 @@ def _cases() -> list[Case]:
         cases += _case("meta", f"params-text-{name}", change, "params.json", "inspect")
     for name, change in HEADERS.items():
         cases += _case("hf", f"header-{name}", change, "evil")
-    for name, (key, value) in EXPERT_CONFIGS.items():
+    for name, key, value in each_value(EXPERT_CONFIGS):
         change = changed_json("config.json", {key: value})
-        commands = ("convert", "start") if name.startswith("experts-") else ("convert",)
+        commands = ("convert", "start") if key.endswith("experts") else ("convert",)
         cases += _case("hf-moe", f"config-{name}", change, "evil", *commands)
     for name, change in EXPERT_HEADERS.items():
         cases += _case("hf-moe", f"experts-{name}", change, "evil", "convert", "start")

@@ -5,7 +5,7 @@ import os
 import random
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,13 @@ def place_of(document: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
     for each in outer:
         document = document[each]
     return document, name
+
+
+def each_value(values: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, str, Any]]:
+    """Yield each value of each key, after a name and the key."""
+    for key, of_key in values.items():
+        for number, value in enumerate(of_key):
+            yield f"{key.replace('/', '.')}-{number}", key, value
 
 
 def safetensors(header: object, data: bytes) -> bytes:

@@ -4,21 +4,17 @@ Exit status: 0 if none did harm, 1 if one did, 2 if no case has such a name.
 """
 
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from composer3d.runtime.launch import Pool
-from tools.prove.paths import HOSTILE
-from tools.prove.proof import make_parser
+from tools.prove.proof import add_names, choose, make_parser
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = make_parser("hostile", __doc__)
-    parser.add_argument(
-        "names", metavar="NAME", nargs="*", help="part of a case's name; default: all cases"
-    )
+    add_names(parser, "case's name")
     names = parser.parse_args(arguments).names
 
     # These import torch: not before the arguments are right.
@@ -26,18 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     from tools.prove.hostile.case import prepare_outside, problems_of, proof_folder
     from tools.prove.hostile.cases import CASES
 
-    chosen = [
-        case
-        for case in CASES
-        if not names or any(name in f"{case.name} {case.title}" for name in names)
-    ]
-    if not chosen:
-        print(
-            f"tools/prove/run hostile: no case is called {' or '.join(names)}; "
-            f"they are in {HOSTILE}",
-            file=sys.stderr,
-        )
-        return 2
+    chosen = choose(parser, CASES, names, "no case is called")
     begin, harmful = time.monotonic(), 0
     with Pool() as pool, proof_folder() as folder:
         root = Path(folder)
@@ -47,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
             problems = problems_of(case, root, pool)
             harmful += bool(problems)
             if problems:
-                print(f"HARMFUL {case.name} {case.title}", *problems, sep="\n  ", flush=True)
+                print(f"HARMFUL {case}", *problems, sep="\n  ", flush=True)
             # shutil.rmtree cannot remove the deepest folders.
             subprocess.run(["rm", "-rf", str(root / case.name)], check=True)
     seconds = time.monotonic() - begin

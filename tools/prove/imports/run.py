@@ -40,25 +40,14 @@ LIMIT_S = 3600.0
 
 
 class Outcome(NamedTuple):
-    """What a step has given.
-
-    Attributes:
-        problem: why it does not hold; empty if it does.
-        shown: the figures of its line.
-    """
+    """What a step has given: why it does not hold, or nothing; and the figures of its line."""
 
     problem: str
     shown: str
 
 
 def arguments_of(step: str, configuration: Path, recipe: Path) -> list[str]:
-    """Return the command line of a step.
-
-    Args:
-        step: one of STEPS.
-        configuration: the file of the other program.
-        recipe: the recipe, which the import makes.
-    """
+    """Return the command line of one of STEPS; ``recipe`` is what the import makes."""
     match step:
         case "import":
             accepts = [f"--accept={key}" for key in ACCEPTED[configuration.stem]]
@@ -70,13 +59,7 @@ def arguments_of(step: str, configuration: Path, recipe: Path) -> list[str]:
 
 
 def judge(step: str, answer: dict[str, Any], gpus: int) -> Outcome:
-    """Say whether the answer of a step is right.
-
-    Args:
-        step: one of STEPS.
-        answer: the JSON object in the last line of its output.
-        gpus: the GPUs of the text.
-    """
+    """Say whether the answer of a step, its JSON, is right; ``gpus`` are those of the text."""
     match step:
         case "import" | "check" | "dryrun":
             world = answer["world_size"]

@@ -1,1 +1,1 @@
-"""Kill trainings (``run``) and whole jobs (``jobs``), and check that they resume bitwise."""
+"""Kill trainings (``run``) and whole jobs (``trouble``), and check that they resume bitwise."""

@@ -1,32 +1,18 @@
-"""Kill jobs with SIGKILL at random steps, throw other troubles at them, and start them again.
-
-A kill hits one rank, the launcher, or every process, under ``composer3d train`` and under torchrun
-with ``--max-restarts 3``. No process of the job and none of our temporary folders may be left 10 s
-later. The job must report the death of a rank in one line that names it, and the report of what
-each rank did. torchrun must restart once and no more. The job that resumes must have bitwise the
-losses of an uninterrupted job. ``trouble.py`` has the other troubles: full disks, no memory, hangs,
-signals, odd environments and so on.
-"""
+"""Jobs of a small training, which the proofs kill and disturb."""
 
 import os
-import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from tools.prove.proof import corpus_of, logged_losses, make_parser, overrides
+from tools.prove.proof import corpus_of, logged_losses, overrides
 
 # A small model and few micro-batches: all steps of a job take no longer than its start.
 RECIPE = """\
@@ -65,50 +51,41 @@ Launcher = Literal["train", "torchrun"]
 Victim = Literal["rank", "launcher", "all"]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One kill.
-
-    Attributes:
-        launcher: of the job.
-        victim: one rank, the launcher, or all processes.
-        world: the number of ranks.
-        rank: that is killed, if the victim is a rank.
-        step: the kill comes when this step is logged.
-    """
-
-    launcher: Launcher
-    victim: Victim
-    world: int
-    rank: int
-    step: int
-
-    def __str__(self) -> str:
-        who = f"rank {self.rank}" if self.victim == "rank" else self.victim
-        return f"{self.launcher}, {self.world} ranks: {who} at step {self.step}"
-
-
-def cases(count: int, seed: int = 13) -> list[Case]:
-    """Make cases with launchers and victims in turn, and the rest at random.
-
-    A seed always gives the same ones.
-    """
-    generator = random.Random(seed)
-    out = []
-    for number in range(count):
-        launcher: Launcher = ("train", "torchrun")[number % 2]  # type: ignore[assignment]
-        victim: Victim = ("rank", "launcher", "all")[number // 2 % 3]  # type: ignore[assignment]
-        world = generator.choice((2, 2, 3))
-        rank, step = generator.randrange(world), generator.randrange(1, STEPS - 10)
-        out.append(Case(launcher, victim, world, rank, step))
-    return out
+def command_of(launcher: Launcher, recipe: Path, world: int, restarts: int = 3) -> list[str]:
+    """The command that starts a job, without overrides. torchrun restarts it ``restarts`` times."""
+    train = ["-m", "composer3d", "train", str(recipe)]
+    if launcher == "train":
+        return [sys.executable, *train]
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--max-restarts", str(restarts), "--nproc-per-node", str(world)),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
+        *train,
+    ]
 
 
 class Job:
-    """A started job and its processes. ``folder`` holds its run, temporary files and output."""
+    """A started job and its processes. ``folder`` holds its run, temporary files and output.
 
-    def __init__(self, folder: Path, world: int, launcher: Launcher, *sets: str) -> None:
-        self.folder, self.world, self.launcher = folder, world, launcher
+    Args:
+        folder: of the job. The recipes are beside it.
+        world: the number of ranks.
+        launcher: what starts them.
+        sets: overrides of the recipe.
+        command: another command than that of ``command_of``.
+        around: a command that runs the one that follows it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        world: int,
+        launcher: Launcher,
+        *sets: str,
+        command: Sequence[str] = (),
+        around: Sequence[str] = (),
+    ) -> None:
+        self.folder = folder
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True, exist_ok=True)
         self._mark = uuid.uuid4().hex
@@ -119,33 +96,15 @@ class Job:
             "OMP_NUM_THREADS": "1",
         }
         self.output_path = folder / f"output-{self._mark}"
-        command = self.command()
-        command += overrides(f"run.out_dir={folder}", *sets)
+        command = command or command_of(launcher, folder.parent / f"recipe-{world}.toml", world)
         with self.output_path.open("wb") as output:
             self.process = subprocess.Popen(
-                command,
+                [*around, *command, *overrides(f"run.out_dir={folder}", *sets)],
                 env=environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-
-    def command(self) -> list[str]:
-        """The command to start, without overrides."""
-        recipe = str(self.folder.parent / f"recipe-{self.world}.toml")
-        train = ["-m", "composer3d", "train", recipe]
-        if self.launcher == "train":
-            return [sys.executable, *train]
-        torchrun = ["-m", "torch.distributed.run"]
-        options = {
-            "--max-restarts": "3",
-            "--nproc-per-node": str(self.world),
-            "--rdzv-backend": "c10d",
-            "--rdzv-endpoint": "localhost:0",
-        }
-        for option, value in options.items():
-            torchrun += [option, value]
-        return [sys.executable, *torchrun, *train]
 
     def processes(self) -> list[int]:
         """The job's running processes: the launcher and all that it started, without zombies."""
@@ -162,20 +121,24 @@ class Job:
                 pids.append(int(entry.name))
         return pids
 
-    def wait_for_step(self, step: int) -> None:
-        """Wait until a step is logged.
+    def wait_until(self, holds: Callable[[], bool], what: str) -> None:
+        """Wait until something holds, which ``what`` names.
 
         Raises:
             RuntimeError: the job ends before, or takes longer than ``LIMIT_S``.
         """
         until = time.monotonic() + LIMIT_S
-        # The lines may be dropped between two looks, when the job starts again.
-        while max(self.losses(), default=0) < step:
+        while not holds():
             if self.process.poll() is not None:
-                raise RuntimeError(f"it ended before step {step}: {self.output()}")
+                raise RuntimeError(f"it ended before {what}: {self.output()}")
             if time.monotonic() > until:
-                raise RuntimeError(f"no step {step} within {LIMIT_S:.0f} s: {self.output()}")
+                raise RuntimeError(f"no {what} within {LIMIT_S:.0f} s: {self.output()}")
             time.sleep(0.02)
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until a step is logged. Raises as ``wait_until``."""
+        # The lines may be dropped between two looks, when the job starts again.
+        self.wait_until(lambda: max(self.losses(), default=0) >= step, f"step {step}")
 
     def losses(self) -> dict[int, float]:
         """The losses that the run has logged so far, by step."""
@@ -264,7 +227,7 @@ def differences(found: dict[int, float], expected: dict[int, float]) -> list[str
 
 
 class Killer:
-    """Run cases, in folders of its own."""
+    """A folder for jobs, and the losses of those that are not disturbed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -280,97 +243,3 @@ class Killer:
                 raise RuntimeError(f"the uninterrupted job ended with {status}: {job.output()}")
             self._uninterrupted[world] = job.losses()
         return self._uninterrupted[world]
-
-    def run(self, case: Case) -> list[str]:
-        """Run a case, and return all problems."""
-        expected = self.uninterrupted_losses(case.world)
-        job = Job(self.folder / uuid.uuid4().hex, case.world, case.launcher)
-        problems: list[str] = []
-        try:
-            job.wait_for_step(case.step)
-            job.kill(case.victim, case.rank)
-            status = job.wait()
-            problems += [f"left after the kill: {item}" for item in job.left_over()]
-            if case.victim == "rank":
-                problems += check_report(case, job, status)
-            if status != 0:
-                job = Job(job.folder, case.world, case.launcher)
-                status = job.wait()
-                if status != 0:
-                    problems.append(f"started again, it ended with {status}: {job.output()}")
-                problems += [f"left at the end: {item}" for item in job.left_over()]
-            problems += differences(job.losses(), expected)
-        except RuntimeError as error:
-            problems.append(str(error))
-        finally:
-            job.end()
-        shutil.rmtree(job.folder)
-        return problems
-
-
-def check_report(case: Case, job: Job, status: int) -> list[str]:
-    """List what is wrong with a job's report of its killed rank, and with its exit status."""
-    output = job.output()
-    lines = [
-        line
-        for line in output.splitlines()
-        if re.search(rf"rank {case.rank} \(.*(ended by|answer)", line)
-    ]
-    problems = []
-    # The first checkpoint comes after step 5.
-    must_name_checkpoint = case.step > 6
-    if (
-        len(lines) != 1
-        or "what each rank did is in " not in lines[0]
-        or (must_name_checkpoint and "the same command goes on from it" not in lines[0])
-    ):
-        problems.append(f"it names the rank in {len(lines)} lines: {lines or output}")
-    if case.launcher == "train":
-        if status != 1:
-            problems.append(f"it ended with {status}: {output}")
-        if "Traceback" in output:
-            problems.append(f"it shows a traceback: {output}")
-    else:
-        restarts = output.count("restarted by torchrun")
-        if status != 0 or restarts != 1:
-            problems.append(f"it ended with {status} after {restarts} restarts: {output}")
-    return problems
-
-
-def main(arguments: Sequence[str]) -> int:
-    parser = make_parser("jobs", __doc__)
-    parser.add_argument(
-        "--cases", type=int, default=40, help="the number of kills; default: %(default)s"
-    )
-    parser.add_argument(
-        "--troubles", type=int, default=66, help="the number of others; default: %(default)s"
-    )
-    parser.add_argument("--seed", type=int, default=31, help="of the others; default: %(default)s")
-    parser.add_argument(
-        "--first", type=int, default=0, help="begin with this case; default: %(default)s"
-    )
-    options = parser.parse_args(arguments)
-    # Imported here: it imports this module.
-    from tools.prove.kills import trouble
-
-    thrown = [*cases(options.cases), *trouble.troubles(options.troubles, options.seed)]
-    verdicts, begin = Counter[str](), time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="kill-jobs-") as folder:
-        killer = Killer(Path(folder))
-        for number, case in enumerate(thrown):
-            if number < options.first:
-                continue
-            case_begin = time.monotonic()
-            try:
-                run = killer.run if isinstance(case, Case) else partial(trouble.throw, killer)
-                problems = run(case)  # type: ignore[arg-type]
-                verdict = "bitwise" if not problems else "WRONG"
-            except trouble.SkippedError as error:
-                problems, verdict = [str(error)], "skipped"
-            verdicts[verdict] += 1
-            seconds = time.monotonic() - case_begin
-            line = f"{number:>3}  {case!s:<64} {verdict}  {seconds:.0f} s"
-            print(line, *problems, sep="\n    ", flush=True)
-    words = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
-    print(f"{verdicts.total()} kills and troubles: {words}, in {time.monotonic() - begin:.0f} s")
-    return 1 if verdicts["WRONG"] else 0

@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 from composer3d.runtime.ends import DIED
 from composer3d.runtime.launch import Pool, WorkerError
 from tools.prove.kills.trap import PUBLISHED, Death, Event, Outcome, train_once
-from tools.prove.proof import corpus_of, logged_losses, make_parser
+from tools.prove.proof import add_names, add_number, choose, corpus_of, logged_losses, make_parser
 
 RECIPE = """\
 [run]
@@ -135,13 +135,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Uninterrupted:
-    """The run that is not killed.
-
-    Attributes:
-        losses: by step.
-        states: the last state of each rank.
-        loop_s: the seconds of its loop.
-    """
+    """The run that is not killed: losses by step, the last state of each rank, its loop's time."""
 
     losses: dict[int, float]
     states: list[str]
@@ -214,11 +208,7 @@ class Killer:
     def run_and_kill(
         self, folder: Path, sets: Sequence[str], world: int, death: Death
     ) -> str | None:
-        """Run until at least one of ``death.ranks`` dies.
-
-        Returns:
-            What is wrong, if the run survived or ended in another way.
-        """
+        """Run until a rank of ``death`` dies; return what is wrong if it ends otherwise."""
         try:
             self.train(folder, sets, world=world, death=death)
         except WorkerError as error:
@@ -366,15 +356,7 @@ def not_durable(events: Sequence[Event]) -> list[str]:
 
 
 class Instant(NamedTuple):
-    """A kill at a random time.
-
-    Attributes:
-        name: of the kill.
-        world: the number of ranks.
-        sets: overrides of the recipe.
-        dying: the ranks to kill.
-        fraction: of the loop's time that passes before the kill.
-    """
+    """A kill of some ranks at a fraction of the loop's time."""
 
     name: str
     world: int
@@ -419,19 +401,11 @@ def kill_at_random(killer: Killer, instant: Instant) -> Kill:
 def main(arguments: Sequence[str]) -> int:
     names = [*(scenario.name for scenario in SCENARIOS), RANDOM]
     parser = make_parser("kills", __doc__, "\n  ".join(["scenarios:", *names]))
-    parser.add_argument(
-        "names", metavar="NAME", nargs="*", help="part of a scenario's name; default: all scenarios"
-    )
-    parser.add_argument(
-        "--instants", type=int, default=100, help="kills at random; default: %(default)s"
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=2, help="trainings at the same time; default: %(default)s"
-    )
+    add_names(parser, "scenario's name")
+    add_number(parser, "--instants", 100, "kills at random")
+    add_number(parser, "--jobs", 2, "trainings at the same time")
     options = parser.parse_args(arguments)
-    chosen = [name for name in names if any(part in name for part in options.names or [""])]
-    if not chosen:
-        parser.error(f"no scenario's name holds {' or '.join(options.names)}")
+    chosen = choose(parser, names, options.names, "no scenario's name holds")
 
     begin, failed = time.monotonic(), 0
     all_kills: list[Kill] = []

@@ -12,7 +12,6 @@ import os
 import random
 import re
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -22,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from tools.prove.kills.jobs import Job, Launcher, differences, write_inputs
-from tools.prove.proof import logged_losses, logged_rows, make_parser
+from tools.prove.kills.jobs import Job, Launcher, command_of, differences, write_inputs
+from tools.prove.proof import add_number, logged_losses, logged_rows, make_parser
 
 WORLD = 2
 EVERY = 20  # steps between checkpoints
@@ -67,21 +66,6 @@ def kills(count: int, seed: int = 29) -> list[Kill]:
         )
         for _ in range(count)
     ]
-
-
-class StormJob(Job):
-    """A job that comes back by itself after the loss of a rank, however often."""
-
-    def __init__(self, folder: Path, launcher: Launcher, *sets: str) -> None:
-        if launcher == "train":
-            sets = (*sets, f"reliability.restarts={_RESTARTS}")
-        super().__init__(folder, WORLD, launcher, *sets)
-
-    def command(self) -> list[str]:
-        command = super().command()
-        if self.launcher == "torchrun":
-            command[command.index("--max-restarts") + 1] = str(_RESTARTS)
-        return command
 
 
 @dataclass
@@ -130,10 +114,14 @@ class Storm:
         finally:
             job.end()
 
-    def _start(self, launcher: Launcher) -> StormJob:
+    def _start(self, launcher: Launcher) -> Job:
+        """Start the job, which comes back by itself after the loss of a rank, however often."""
         self.commands += 1
         self._resumes_seen = 0
-        return StormJob(self.folder, launcher, *self.sets)
+        recipe = self.folder.parent / f"recipe-{WORLD}.toml"
+        command = command_of(launcher, recipe, WORLD, _RESTARTS)
+        by_train = (f"reliability.restarts={_RESTARTS}",) if launcher == "train" else ()
+        return Job(self.folder, WORLD, launcher, *self.sets, *by_train, command=command)
 
     def _live(self, job: Job, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -158,7 +146,7 @@ class Storm:
             self.lost_steps.append(self._logged - int(found[-1] or 0))
         self._resumes_seen = len(found)
 
-    def _end(self, job: StormJob) -> None:
+    def _end(self, job: Job) -> None:
         until = time.monotonic() + self.limit_s
         while (status := job.wait(max(1.0, until - time.monotonic()))) != 0:
             if time.monotonic() > until:
@@ -205,12 +193,8 @@ def prove(folder: Path, count: int, steps: int) -> tuple[Storm, list[str]]:
 
 def main(arguments: Sequence[str]) -> int:
     parser = make_parser("storm", __doc__)
-    parser.add_argument(
-        "--kills", type=int, default=100, help="the number of kills; default: %(default)s"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=5000, help="of the training; default: %(default)s"
-    )
+    add_number(parser, "--kills", 100, "the number of kills")
+    add_number(parser, "--steps", 5000, "of the training")
     options = parser.parse_args(arguments)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kill-storm-") as folder:
@@ -223,7 +207,3 @@ def main(arguments: Sequence[str]) -> int:
     )
     print(*(problems or ["all losses are bitwise those of the training without kills"]), sep="\n")
     return 1 if problems else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

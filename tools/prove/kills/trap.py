@@ -66,8 +66,7 @@ class Trap:
     """Replace all calls that change files, and kill the process at one of them.
 
     It kills the process before ``event``, or in the middle of it if it is a write. torch writes
-    through
-    Python's files as well.
+    through Python's files as well.
 
     Attributes:
         events: all operations below ``folder`` so far.
@@ -90,11 +89,7 @@ class Trap:
     ) -> None:
         """Count an event, and die if it is the fatal one.
 
-        Args:
-            what: the operation.
-            path: its absolute path.
-            tear: does half of the operation before the process dies.
-            to: the new path of a rename or link.
+        ``tear`` does half of the operation first. ``to`` is the new path of a rename or link.
         """
         if not path.startswith(self.folder) and path != self.folder[:-1]:
             return
@@ -229,12 +224,7 @@ def train_once(
 ) -> Outcome:
     """Run a rank of ``composer3d train`` to its end or its death; a task of ``launch.Pool``.
 
-    Args:
-        recipe: the path of the recipe.
-        folder: for the run.
-        sets: overrides of the recipe.
-        death: where or when ranks kill themselves; None: nowhere.
-        fault: called first; a test plants a fault with it.
+    ``fault`` is called first: a test plants a fault with it.
     """
     import torch
 

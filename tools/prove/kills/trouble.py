@@ -1,26 +1,37 @@
-"""Troubles of jobs besides kills: each ends or restarts the job rightly, and costs no bit.
+"""Kill jobs with SIGKILL at random steps, throw other troubles at them, and start them again.
 
-A trouble is thrown at a job at a random step. The job must end with the status that is documented,
-or go on; name the rank in time, if it is one; show no traceback; and leave nothing. The job that is
-started again must have bitwise the losses of an undisturbed one.
+A kill hits one rank, the launcher, or every process, under ``composer3d train`` and under torchrun
+with ``--max-restarts 3``. No process of the job and none of our temporary folders may be left 10 s
+later. The job must report the death of a rank in one line that names it, and the report of what
+each rank did. torchrun must restart once and no more. The job that resumes must have bitwise the
+losses of an uninterrupted job.
+
+The other troubles are full disks, no memory, hangs, signals, odd environments and so on. The job
+must end with the status that is documented, or go on; name the rank in time, if it is one; show no
+traceback; and leave nothing. The job that is started again must also have bitwise these losses.
 """
 
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tools.prove.kills import jobs
-from tools.prove.kills.jobs import Job, Killer
+from tools.prove.kills.jobs import Job, Killer, Launcher, Victim
+from tools.prove.proof import add_number, make_parser
 
 # How long a collective may wait in these jobs, and how much longer naming a rank may take.
 TIMEOUT_MINUTES = 0.15
@@ -36,21 +47,24 @@ class Trouble:
     """One trouble.
 
     Attributes:
-        kind: a key of ``KINDS``.
+        kind: a key of ``KILLS`` or ``KINDS``.
         world: the number of ranks.
         rank: the one that is hit, if it is one.
         step: the trouble comes when this step is logged, if the kind has no time of its own.
         choice: from 0 to 1, chooses among the forms of a kind.
+        launcher: of the job.
     """
 
     kind: str
     world: int
     rank: int
     step: int
-    choice: float
+    choice: float = 0.0
+    launcher: Launcher = "train"
 
     def __str__(self) -> str:
-        return f"{self.kind}, {self.world} ranks: rank {self.rank}, step {self.step}"
+        place = f"{self.world} ranks: rank {self.rank}, step {self.step}"
+        return f"{self.launcher}, {self.kind}, {place}"
 
 
 class _Attempt:
@@ -65,13 +79,8 @@ class _Attempt:
         self.job: Job | None = None
 
     def start(self, *sets: str, around: tuple[str, ...] = ()) -> Job:
-        """Start the job; ``around`` is a command that runs the one that follows it."""
-
-        class Wrapped(Job):
-            def command(self) -> list[str]:
-                return [*around, *super().command()]
-
-        self.job = Wrapped(self.folder, self.trouble.world, "train", *sets)
+        trouble = self.trouble
+        self.job = Job(self.folder, trouble.world, trouble.launcher, *sets, around=around)
         return self.job
 
     def expect(self, status: int | tuple[int, ...], *words: str, limit_s: float = 200.0) -> None:
@@ -105,7 +114,7 @@ def throw(killer: Killer, trouble: Trouble) -> list[str]:
     """Throw a trouble, and return all problems. Raises SkippedError."""
     attempt = _Attempt(killer, trouble)
     try:
-        KINDS[trouble.kind](attempt)
+        (KILLS | KINDS)[trouble.kind](attempt)
     except RuntimeError as error:
         attempt.problems.append(str(error))
     finally:
@@ -113,6 +122,50 @@ def throw(killer: Killer, trouble: Trouble) -> list[str]:
             attempt.job.end()
         shutil.rmtree(attempt.folder, ignore_errors=True)
     return attempt.problems
+
+
+def _kill(attempt: _Attempt, victim: Victim) -> None:
+    trouble = attempt.trouble
+    job = attempt.start()
+    job.wait_for_step(trouble.step)
+    job.kill(victim, trouble.rank)
+    status = job.wait()
+    attempt.problems += [f"left after the kill: {item}" for item in job.left_over()]
+    if victim == "rank":
+        attempt.problems += check_report(trouble, job, status)
+    if status == 0:
+        attempt.compare(job.losses())
+    else:
+        attempt.finish()
+
+
+def check_report(trouble: Trouble, job: Job, status: int) -> list[str]:
+    """List what is wrong with a job's report of its killed rank, and with its exit status."""
+    output = job.output()
+    lines = [
+        line
+        for line in output.splitlines()
+        if re.search(rf"rank {trouble.rank} \(.*(ended by|answer)", line)
+    ]
+    problems = []
+    # The first checkpoint comes after step 5.
+    must_name_checkpoint = trouble.step > 6
+    if (
+        len(lines) != 1
+        or "what each rank did is in " not in lines[0]
+        or (must_name_checkpoint and "the same command goes on from it" not in lines[0])
+    ):
+        problems.append(f"it names the rank in {len(lines)} lines: {lines or output}")
+    if trouble.launcher == "train":
+        if status != 1:
+            problems.append(f"it ended with {status}: {output}")
+        if "Traceback" in output:
+            problems.append(f"it shows a traceback: {output}")
+    else:
+        restarts = output.count("restarted by torchrun")
+        if status != 0 or restarts != 1:
+            problems.append(f"it ended with {status} after {restarts} restarts: {output}")
+    return problems
 
 
 @contextmanager
@@ -158,10 +211,8 @@ def _full_disk_for_a_moment(attempt: _Attempt) -> None:
         job = attempt.start("checkpoint.every=0", "metrics.tensorboard=true")
         job.wait_for_step(attempt.trouble.step)
         _fill(ballast)
-        until = time.monotonic() + 20
         full = "metrics.jsonl cannot be written: No space left on device"
-        while full not in job.output() and time.monotonic() < until:
-            time.sleep(0.01)
+        job.wait_until(lambda: full in job.output(), "warning")
         ballast.unlink()
         attempt.expect(0, "metrics.jsonl can be written again; lines lost before this: ")
         found = job.losses()
@@ -305,6 +356,10 @@ def _stop_in_the_last_validation(attempt: _Attempt) -> None:
         attempt.problems.append("the last validation is lost")
 
 
+_VICTIMS: tuple[Victim, ...] = ("rank", "launcher", "all")
+KILLS: dict[str, Callable[[_Attempt], None]] = {
+    f"kill of {victim}": partial(_kill, victim=victim) for victim in _VICTIMS
+}
 KINDS: dict[str, Callable[[_Attempt], None]] = {
     "full disk at a save": _full_disk_at_a_save,
     "full disk for a moment": _full_disk_for_a_moment,
@@ -320,6 +375,19 @@ KINDS: dict[str, Callable[[_Attempt], None]] = {
 }
 
 
+def kills(count: int, seed: int = 13) -> list[Trouble]:
+    """Make kills of all victims in turn, and the rest at random; a seed gives the same ones."""
+    generator = random.Random(seed)
+    launchers: tuple[Launcher, ...] = ("train", "torchrun")
+    out = []
+    for number in range(count):
+        kind = list(KILLS)[number // 2 % 3]
+        world = generator.choice((2, 2, 3))
+        rank, step = generator.randrange(world), generator.randrange(1, jobs.STEPS - 10)
+        out.append(Trouble(kind, world, rank, step, launcher=launchers[number % 2]))
+    return out
+
+
 def troubles(count: int, seed: int = 31) -> list[Trouble]:
     """Make troubles of all kinds in turn, and the rest at random; a seed gives the same ones."""
     generator = random.Random(seed)
@@ -330,3 +398,32 @@ def troubles(count: int, seed: int = 31) -> list[Trouble]:
         rank, step = generator.randrange(world), generator.randrange(1, jobs.STEPS - 15)
         out.append(Trouble(kinds[number % len(kinds)], world, rank, step, generator.random()))
     return out
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = make_parser("jobs", __doc__)
+    add_number(parser, "--cases", 40, "the number of kills")
+    add_number(parser, "--troubles", 66, "the number of others")
+    add_number(parser, "--seed", 31, "of the others")
+    add_number(parser, "--first", 0, "begin with this case")
+    options = parser.parse_args(arguments)
+    thrown = [*kills(options.cases), *troubles(options.troubles, options.seed)]
+    verdicts, begin = Counter[str](), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kill-jobs-") as folder:
+        killer = Killer(Path(folder))
+        for number, trouble in enumerate(thrown):
+            if number < options.first:
+                continue
+            trouble_begin = time.monotonic()
+            try:
+                problems = throw(killer, trouble)
+                verdict = "bitwise" if not problems else "WRONG"
+            except SkippedError as error:
+                problems, verdict = [str(error)], "skipped"
+            verdicts[verdict] += 1
+            seconds = time.monotonic() - trouble_begin
+            line = f"{number:>3}  {trouble!s:<64} {verdict}  {seconds:.0f} s"
+            print(line, *problems, sep="\n    ", flush=True)
+    words = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
+    print(f"{verdicts.total()} kills and troubles: {words}, in {time.monotonic() - begin:.0f} s")
+    return 1 if verdicts["WRONG"] else 0

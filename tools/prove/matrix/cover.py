@@ -112,13 +112,7 @@ ALWAYS = ("schedule", "zero", "checkpoint")
 
 
 class Pairs(NamedTuple):
-    """Pairs of columns whose values are proven together, all with each of some values of another.
-
-    Attributes:
-        column: the other column.
-        values: some of its values.
-        columns: the pairs.
-    """
+    """Pairs of columns: all their values are proven with each of ``values`` of ``column``."""
 
     column: str
     values: tuple[str, ...]
@@ -126,20 +120,8 @@ class Pairs(NamedTuple):
 
 
 _OF_SCHEDULES = (
-    "data",
-    "cp",
-    "cp method",
-    "tp",
-    "sequence",
-    "kv heads",
-    "vocabulary",
-    "layers",
-    "tied",
-    "packing",
-    "norms",
-    "micro-batches",
-    "micro-batch",
-    "pp",
+    *("data", "cp", "cp method", "tp", "sequence", "kv heads", "vocabulary", "layers", "tied"),
+    *("packing", "norms", "micro-batches", "micro-batch", "pp"),
 )
 OF_EXPERTS = (
     ("schedule", "zero"),
@@ -148,19 +130,8 @@ OF_EXPERTS = (
 )
 # What cuts a matrix, or decides where it is: Muon brings its parts together.
 _OF_MATRICES = (
-    "schedule",
-    "zero",
-    "pp",
-    "data",
-    "cp",
-    "tp",
-    "kv heads",
-    "vocabulary",
-    "tied",
-    "offload",
-    "unit",
-    "ep",
-    "groups",
+    *("schedule", "zero", "pp", "data", "cp", "tp", "kv heads", "vocabulary", "tied", "offload"),
+    *("unit", "ep", "groups"),
 )
 WITH_PAIRS = (
     Pairs("schedule", COLUMNS["schedule"][1:], tuple(combinations(_OF_SCHEDULES, 2))),
@@ -184,12 +155,7 @@ Target = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Cover:
-    """The covering matrix.
-
-    Attributes:
-        rows: the layouts to prove.
-        refused: the targets that no legal row holds, each with a row that shows why.
-    """
+    """The layouts to prove, and the refused targets, each with a row that shows why."""
 
     rows: tuple[Row, ...]
     refused: tuple[tuple[Target, Row], ...]
