@@ -229,7 +229,8 @@ def _set_precision(made: Translation) -> None:
         names = [name.strip() for name in names.split(",") if name.strip()]  # 0.1 cuts it so
     if isinstance(names, list) and names:
         if any("float8" in str(name) for name in names):
-            made.take("precision.matmul", "float8", "model.converters")
+            note = "experts too, if there are any"  # torchtitan has converters for each
+            made.take("precision.matmul", "float8", "model.converters", note=note)
         if any("float8" not in str(name) for name in names):
             made.ask("float8 is the one converter that is there", "model.converters")
 

@@ -252,17 +252,20 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool) -> Work
     if not setup.software.fuses_elementwise:
         traffic = constants.eager_traffic
     elementwise = _elementwise_bytes(setup, has_experts=has_experts) / rate.memory * traffic
-    # Only the products of outputs and of input gradients round their operands.
+    # Only the products of outputs and of input gradients round their operands. Those of experts are
+    # never compiled.
     rounding = input_rounding = 0.0
-    if setup.precision.weight_products is not None:
-        rounding = sum(map(_rounded_bytes, products)) / rate.memory * traffic
-        gradients = [product.input_gradient() for product in products]
-        input_rounding = sum(map(_rounded_bytes, gradients)) / rate.memory * traffic
-
     launches = _KERNELS[setup.software.fuses_elementwise]
     if setup.precision.weight_products is not None:
-        # The inputs and the weights of seven layers.
-        launches += 14 * _ROUNDING_KERNELS[setup.software.fuses_elementwise]
+        of_ffn = constants.eager_traffic if has_experts else traffic
+        for parts, moved in ((attention_parts, traffic), (ffn_parts, of_ffn)):
+            rounding += sum(map(_rounded_bytes, parts)) / rate.memory * moved
+            gradients = [product.input_gradient() for product in parts]
+            input_rounding += sum(map(_rounded_bytes, gradients)) / rate.memory * moved
+        # The inputs and the weights of four layers, and those of three.
+        fuses = setup.software.fuses_elementwise
+        launches += 8 * _ROUNDING_KERNELS[fuses]
+        launches += 6 * _ROUNDING_KERNELS[fuses and not has_experts]
     gap = launches * constants.kernel_gap_s
     forward = forward_products + attend_forward + elementwise + rounding + gap
     last_product = seconds([ffn_parts[-1]])
