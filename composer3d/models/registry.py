@@ -24,10 +24,10 @@ DEFAULT = "llama"
 
 # composer3d's own, by name.
 OURS: Mapping[str, str] = {
-    "granite": "composer3d.models.granite.architecture:ARCHITECTURE",
     "llama": "composer3d.models.llama.architecture:ARCHITECTURE",
     "moe": "composer3d.models.moe.architecture:ARCHITECTURE",
     "olmo2": "composer3d.models.olmo2.architecture:ARCHITECTURE",
+    "granite": "composer3d.models.granite.architecture:ARCHITECTURE",
 }
 
 

@@ -69,8 +69,8 @@ FAMILIES: dict[str, Family] = {
             "a size out of range": _TOO_DEEP,
             "another OLMo": (
                 {"model_type": "olmo3"},
-                'model_type = "olmo3" is not supported; it must be granite, llama, mistral, qwen2, '
-                "qwen3, mixtral, qwen3_moe or olmo2",
+                'model_type = "olmo3" is not supported; it must be llama, mistral, qwen2, qwen3, '
+                "mixtral, qwen3_moe, olmo2 or granite",
             ),
         },
     ),

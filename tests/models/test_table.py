@@ -9,13 +9,11 @@ import torch
 
 from composer3d.models import counts
 from composer3d.models.contract import Decoder
-from composer3d.models.llama.shape import PRESETS, ModelShape
+from composer3d.models.llama.shape import ModelShape
 from composer3d.models.module_table import table_of_module
-from composer3d.models.moe.shape import PRESETS as MOE_PRESETS
 from composer3d.models.moe.shape import MoeShape
-from composer3d.models.olmo2.shape import PRESETS as OLMO2_PRESETS
 from composer3d.models.olmo2.shape import Olmo2Shape
-from composer3d.models.registry import architecture, resolve
+from composer3d.models.registry import OURS, architecture, resolve
 from composer3d.models.shape import DecoderShape
 from composer3d.models.table import ParameterTable, Row
 from composer3d.parallel.pipeline.stage_cut import cut_into_stages
@@ -29,10 +27,9 @@ from composer3d.runtime.process_group import pool_world
 _UNEVEN = ModelShape(dim=48, n_layers=3, n_heads=6, n_kv_heads=2, ffn=100, vocab=77)
 _UNEVEN_MOE = MoeShape(48, 4, 6, 2, 100, 77, experts=5, experts_per_token=3, expert_ffn=28)
 _ALL: dict[str, Any] = {"head_dim": 10, "tied": True, "qk_norm": True, "qkv_bias": True}
+_OURS = [architecture(name) for name in OURS]
 SHAPES: dict[str, DecoderShape] = {
-    **PRESETS,
-    **MOE_PRESETS,
-    **OLMO2_PRESETS,
+    **{name: shape for ours in _OURS for name, shape in ours.presets.items()},
     "uneven": _UNEVEN,
     "uneven with all": replace(_UNEVEN, **_ALL),
     "uneven with experts": replace(_UNEVEN_MOE, dense_layers=1, moe_every=2),
@@ -42,8 +39,7 @@ SHAPES: dict[str, DecoderShape] = {
 
 
 def architecture_of(shape: DecoderShape) -> Any:
-    names: dict[type, str] = {MoeShape: "moe", ModelShape: "llama", Olmo2Shape: "olmo2"}
-    return architecture(names[type(shape)])
+    return next(ours for ours in _OURS if ours.shape is type(shape))
 
 
 def table_of(shape: DecoderShape) -> ParameterTable:

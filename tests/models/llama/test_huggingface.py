@@ -19,6 +19,7 @@ from composer3d.models.llama import huggingface as hf
 from composer3d.models.llama.model import Last, Llama
 from composer3d.models.llama.shape import PRESETS, ModelShape
 from composer3d.models.llama.table import table
+from composer3d.models.registry import huggingface_model_types
 from tests.models.names_in_files import hf_names
 
 transformers = pytest.importorskip("transformers")
@@ -275,7 +276,8 @@ def test_a_carried_config_of_another_shape_gives_ids_and_the_longest_sequence() 
 
 
 RULE = "is not supported; it must be"
-MODEL_TYPES = "llama, mistral, qwen2, qwen3, mixtral, qwen3_moe or olmo2"
+*_TYPES, _LAST_TYPE = huggingface_model_types()
+MODEL_TYPES = f"{', '.join(_TYPES)} or {_LAST_TYPE}"
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a model with experts": (
         {"model_type": "mixtral"},

@@ -16,6 +16,7 @@ from composer3d.models.moe import huggingface as hf
 from composer3d.models.moe.model import MoeLlama
 from composer3d.models.moe.names import hf_locations
 from composer3d.models.moe.shape import PRESETS, MoeShape
+from composer3d.models.registry import huggingface_model_types
 from tests.models.moe.transformers_models import (
     MODELS,
     SMALL,
@@ -219,7 +220,8 @@ def test_a_carried_config_of_another_shape_gives_ids_and_the_longest_sequence() 
 MIXTRAL = MINIMAL | {"model_type": "mixtral", "num_key_value_heads": 4}
 QWEN = MINIMAL | {"model_type": "qwen3_moe"}
 RULE = "is not supported; it must be"
-MODEL_TYPES = "llama, mistral, qwen2, qwen3, mixtral, qwen3_moe or olmo2"
+*_TYPES, _LAST_TYPE = huggingface_model_types()
+MODEL_TYPES = f"{', '.join(_TYPES)} or {_LAST_TYPE}"
 LAYERS = (
     "a list of the first layers: model.dense_layers and model.moe_every of a recipe describe no "
     "others"
