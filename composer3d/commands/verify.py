@@ -27,7 +27,7 @@ from composer3d.verify.proof import verify_layout
 
 EXAMPLES = (
     "composer3d verify debug-2-dp",
-    "composer3d verify llama3-70b-64-3d --set mesh.tp=4",
+    "composer3d verify llama3-70b-64-fsdp-tp --set mesh.tp=4",
     "torchrun --nproc-per-node 2 -m composer3d verify debug-2-dp --here",
 )
 

@@ -36,7 +36,7 @@ def test_tables_name_axes_and_links(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("skew", ["0.5", "9", "nan", "x"])
 def test_an_impossible_skew_is_refused(skew: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["dryrun", "mixtral-8x7b-64-ep-pp", "--routing-skew", skew]) == 2
+    assert main(["dryrun", "mixtral-8x7b-64-4d", "--routing-skew", skew]) == 2
     error = capsys.readouterr().err
     assert "--routing-skew" in error
     assert skew in error

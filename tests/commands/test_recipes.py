@@ -20,15 +20,15 @@ def test_each_recipe_is_listed_on_one_line(capsys: pytest.CaptureFixture[str]) -
     heading, *lines = capsys.readouterr().out.splitlines()
     assert heading.split()[:5] == ["recipe", "processes", "model", "parameters", "mesh"]
     assert [line.split()[0] for line in lines] == [file.stem for file in FILES]
-    (line,) = [line for line in lines if line.startswith("llama3-70b-64-3d ")]
-    assert line.split(maxsplit=10) == [
-        "llama3-70b-64-3d",
+    (line,) = [line for line in lines if line.startswith("llama3-70b-64-fsdp-tp ")]
+    assert line.split(maxsplit=8) == [
+        "llama3-70b-64-fsdp-tp",
         "64",
         "llama3-70b",
         "70.6B",
-        *("pp", "8", "dp_shard", "2", "tp", "4"),
-        "Llama 3 70B on 8 nodes of 8 GPUs (H100) in three dimensions: tensor parallel 4, 8 "
-        "pipeline ranks, data parallel 2",
+        *("dp_shard", "32", "tp", "2"),
+        "Llama 3 70B on 8 nodes of 8 GPUs: tensor parallel inside a node, parameters sharded "
+        "across the nodes",
     ]
 
 

@@ -30,7 +30,7 @@ CASES = {
     "405b-1024": recipe_of("llama3-405b-1024-3d"),
     "405b-16384": recipe_of("llama3-405b-1024-3d", "mesh.dp_shard=128", "data.global_batch=2048"),
     "moe-1024": recipe_of("moe-64e-1024-4d"),
-    "mixtral-64": recipe_of("mixtral-8x7b-64-ep-pp"),
+    "mixtral-64": recipe_of("mixtral-8x7b-64-4d"),
     "hsdp": recipe_of("quickstart", "mesh.dp_replicate=4", "mesh.pp=1", "data.micro_batch=4"),
     "all axes": recipe_of(
         "quickstart",

@@ -65,6 +65,6 @@ def test_rows_are_even_or_skewed_towards_the_first_rank() -> None:
 
 
 def test_the_largest_skew_is_that_of_the_experts_of_one_rank() -> None:
-    recipe = load(ROOT / "recipes" / "mixtral-8x7b-64-ep-pp.toml").recipe
+    recipe = load(ROOT / "recipes" / "mixtral-8x7b-64-4d.toml").recipe
     # One expert on each of 8 ranks; a token chooses two experts, so at most half of its rows.
     assert most_skew(recipe) == 4

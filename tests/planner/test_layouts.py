@@ -9,7 +9,7 @@ from tests.planner.setups import device, recipe_of
 
 
 def test_every_layout_is_legal_and_new() -> None:
-    recipe = recipe_of("llama3-70b-64-3d")
+    recipe = recipe_of("llama3-70b-64-fsdp-tp")
     found = list(layouts(recipe, 64, 8))
     assert len(found) > 100
     assert len({repr(variant) for variant in found}) == len(found)
@@ -24,7 +24,7 @@ def test_every_layout_is_legal_and_new() -> None:
 
 def test_experts_are_spread_over_divisors_of_their_number() -> None:
     """Their compiled blocks are not checkpointed selectively: no layout may be refused later."""
-    recipe = recipe_of("mixtral-8x7b-64-ep-pp")
+    recipe = recipe_of("mixtral-8x7b-64-4d")
     assert recipe.compile.enabled
     found = list(layouts(recipe, 64, 8))
     assert {variant.mesh.ep for variant in found} == {1, 2, 4, 8}

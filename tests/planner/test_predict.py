@@ -48,7 +48,7 @@ def test_every_recipe_is_a_setup_with_its_parameters_and_ranks(name: str) -> Non
 
 @pytest.mark.parametrize("preset", ["gshard-like-top2", "deepseek-v3-gqa", "mixtral-8x7b"])
 def test_sizes_know_which_blocks_have_experts(preset: str) -> None:
-    base = recipe_of("mixtral-8x7b-64-ep-pp")
+    base = recipe_of("mixtral-8x7b-64-4d")
     model = replace(base.model, **asdict(PRESETS[preset]))
     sizes = sizes_of(replace(base, model=model))
     found = [sizes.has_experts(layer) for layer in range(model.n_layers)]

@@ -76,7 +76,7 @@ def test_a_proof_takes_weights_without_a_near_tie() -> None:
         assert stats.closest_scores == closest_of_seed[seed]
 
 
-@pytest.mark.parametrize("recipe", ["mixtral-8x7b-64-ep-pp", "moe-64e-1024-4d"])
+@pytest.mark.parametrize("recipe", ["mixtral-8x7b-64-4d", "moe-64e-1024-4d"])
 def test_small_meshes_keep_what_ep_relates_to(recipe: str) -> None:
     """The ranks of ep are those of tp and some of data, and several ranks shard each expert."""
     full = load(ROOT / "recipes" / f"{recipe}.toml", check_files=False).recipe
