@@ -118,12 +118,13 @@ def _rows_with_a_vector(model: nn.Module, plan: ShardingPlan) -> Iterator[str]:
 
 def _float8_of_others(model: nn.Module, plan: ShardingPlan) -> Iterator[str]:
     for name, module in model.named_modules():
-        if not plan.multiplies_in_float8(name) or isinstance(module, Experts):
+        if not plan.multiplies_in_float8(name):
             continue
-        is_linear = type(module) is nn.Linear and name.startswith("blocks.")
-        if not is_linear or plan.style_of(name) not in ("column", "kv_column", "row"):
+        is_cut = plan.style_of(name) in ("column", "kv_column", "row")
+        is_known = isinstance(module, Experts) or (type(module) is nn.Linear and is_cut)
+        if not is_known or not name.startswith("blocks."):
             yield (
-                f"the plan's float8 names {name!r}, which is neither Experts nor a "
+                f"the plan's float8 names {name!r}, which is neither Experts in blocks nor a "
                 'torch.nn.Linear in blocks of style "column", "kv_column" or "row"'
             )
 

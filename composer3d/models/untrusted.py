@@ -6,6 +6,7 @@ and the range of every value are checked before anything is computed with it.
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
+from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from composer3d.facts.errors import CheckpointError
@@ -18,6 +19,7 @@ _TYPE_NAMES: dict[Any, str] = {
     float: "a number",
     bool: "true or false",
     int | None: "an integer or null",
+    float | None: "a number or null",
 }
 
 Shape = TypeVar("Shape", bound=DecoderShape)
@@ -82,15 +84,22 @@ def checked_shape(
     if problems:
         raise CheckpointError(problems)
     plain: dict[str, Any] = {
-        entry.name: float(all_values[entry.name]) if entry.type is float else all_values[entry.name]
-        for entry in fields(shape_type)
+        entry.name: _as_float(all_values[entry.name], entry.type) for entry in fields(shape_type)
     }
     return shape_type(**plain)
+
+
+def _as_float(value: Any, wanted: Any) -> Any:
+    """Return an integer as a float where a field is one."""
+    is_float = wanted is float or float in get_args(wanted)
+    return float(value) if is_float and value is not None else value
 
 
 def _has_type(value: Any, wanted: Any) -> bool:
     if get_origin(wanted) is Literal:
         return type(value) is str and value in get_args(wanted)
+    if get_origin(wanted) is UnionType:
+        return any(_has_type(value, one) for one in get_args(wanted))
     if wanted is float:
         return is_number(value)
     return isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))

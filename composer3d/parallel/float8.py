@@ -43,6 +43,7 @@ _E4M3 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_E4M3).max  # 448
 _SMALLEST_AMAX = 1e-12  # rows of zeros have a finite scale too
 _LEAST_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
+_HOPPER = 9
 
 
 class Rounded(NamedTuple):
@@ -123,8 +124,10 @@ def input_gradient(grad_NM: Tensor, weight_MK: Tensor) -> Tensor:
     return product_NK * (grad.scale * weight.scale).reciprocal().to(grad_NM.dtype)
 
 
-def grouped_output(rows_MK: Tensor, weight_EJK: Tensor, groups: Groups) -> Tensor:
+@torch.library.custom_op("composer3d::grouped_float8_output", mutates_args=())
+def grouped_output(rows_MK: Tensor, weight_EJK: Tensor, tokens_E: Tensor) -> Tensor:
     """Return ``output_product`` of the rows of each expert, (M, J)."""
+    groups = Groups(tokens_E)
     if not _has_grouped_kernel(rows_MK):
         return torch.cat([output_product(x, w) for x, w in groups.pairs(rows_MK, weight_EJK)])
     rows, weight = round_rows(rows_MK), round_rows(weight_EJK)
@@ -141,8 +144,15 @@ def grouped_output(rows_MK: Tensor, weight_EJK: Tensor, groups: Groups) -> Tenso
     )
 
 
-def grouped_input_gradient(grad_MJ: Tensor, weight_EJK: Tensor, groups: Groups) -> Tensor:
+@grouped_output.register_fake
+def _(rows_MK: Tensor, weight_EJK: Tensor, tokens_E: Tensor) -> Tensor:
+    return rows_MK.new_empty(rows_MK.shape[0], weight_EJK.shape[1])
+
+
+@torch.library.custom_op("composer3d::grouped_float8_input_gradient", mutates_args=())
+def grouped_input_gradient(grad_MJ: Tensor, weight_EJK: Tensor, tokens_E: Tensor) -> Tensor:
     """Return ``input_gradient`` of the rows of each expert, (M, K)."""
+    groups = Groups(tokens_E)
     if not _has_grouped_kernel(grad_MJ):
         return torch.cat([input_gradient(x, w) for x, w in groups.pairs(grad_MJ, weight_EJK)])
     grad, weight = round_rows(grad_MJ), round_whole(weight_EJK)
@@ -160,20 +170,28 @@ def grouped_input_gradient(grad_MJ: Tensor, weight_EJK: Tensor, groups: Groups) 
     )
 
 
+@grouped_input_gradient.register_fake
+def _(grad_MJ: Tensor, weight_EJK: Tensor, tokens_E: Tensor) -> Tensor:
+    return grad_MJ.new_empty(grad_MJ.shape[0], weight_EJK.shape[2])
+
+
 def _grouped_weight_gradient(grad_MJ: Tensor, rows_MK: Tensor, groups: Groups) -> Tensor:
     """Return ``grad.T @ rows`` of each expert, (E, J, K), in the dtype of the operands."""
-    if _has_grouped_kernel(rows_MK):
+    if rows_MK.dtype == torch.bfloat16:
         return F.grouped_mm(grad_MJ.T, rows_MK, offs=groups.ends_E)
     parts = zip(grad_MJ.split(groups.sizes), rows_MK.split(groups.sizes), strict=True)
     return torch.stack([grad.T @ rows for grad, rows in parts])
 
 
 def _has_grouped_kernel(rows_MK: Tensor) -> bool:
-    """Whether one kernel multiplies the rows of all experts: GPUs have one, for bfloat16 results.
+    """Whether torch has one kernel for the rows of all experts: on Hopper, in bfloat16.
 
-    ``check`` has seen that the sizes are multiples of what it takes.
+    Other GPUs multiply one expert after the other, and wait for the numbers of rows. ``check`` has
+    seen that the sizes are multiples of what kernels take.
     """
-    return rows_MK.is_cuda and rows_MK.dtype == torch.bfloat16
+    if not rows_MK.is_cuda or rows_MK.dtype != torch.bfloat16:
+        return False
+    return torch.cuda.get_device_capability(rows_MK.device)[0] == _HOPPER
 
 
 def _widen(matrix: Rounded) -> Tensor:
@@ -201,7 +219,7 @@ class _Operands(torch.autograd.Function):
         (grad_NM,) = grads
         if ctx.groups is None:
             return input_gradient(grad_NM, weight), grad_NM.T @ x_NK, None
-        input_grad_NK = grouped_input_gradient(grad_NM, weight, ctx.groups)
+        input_grad_NK = grouped_input_gradient(grad_NM, weight, ctx.groups.tokens_E)
         return input_grad_NK, _grouped_weight_gradient(grad_NM, x_NK, ctx.groups), None
 
 
@@ -214,7 +232,7 @@ class _Float8Product(torch.autograd.Function):
     ) -> Tensor:
         if groups is None:
             return output_product(x_NK, weight)
-        return grouped_output(x_NK, weight, groups)
+        return grouped_output(x_NK, weight, groups.tokens_E)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -245,7 +263,9 @@ class Float8Linear(nn.Linear):
 
 
 def apply(blocks: nn.ModuleDict, plan: ShardingPlan, precision: PrecisionTable) -> None:
-    """Replace the layers that the plan names, in place, with ``precision.matmul = "float8"``.
+    """Let the modules that the plan names multiply in float8, with ``precision.matmul = "float8"``.
+
+    Linear layers are replaced in place; experts get another ``product``.
 
     Parameters keep their names. Call it before anything wraps the layers.
 
@@ -279,16 +299,16 @@ def check(
     """Check that a whole model can multiply in float8 on ``device``, if ``precision`` wants it.
 
     Raises:
-        PlanError: the plan names no layer, or a layer that tp leaves with sizes that the kernel
-            does not take.
+        PlanError: the plan names no module, or one whose matrices have sizes on a rank that the
+            kernel does not take.
         DeviceError: a GPU is too old.
     """
     if precision.matmul != "float8":
         return
     if not plan.float8:
         raise PlanError(
-            "the plan's float8 names no layer, so none can multiply in float8; name linear layers, "
-            'or use precision.matmul = "compute"'
+            "the plan's float8 names no module, so none can multiply in float8; name linear layers "
+            'or experts, or use precision.matmul = "compute"'
         )
     if precision.computes_in == "float64":
         return  # emulated, with any sizes and on any device

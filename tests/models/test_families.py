@@ -83,7 +83,7 @@ FAMILIES: dict[str, Family] = {
                 "residual_multiplier": 0.22,
                 "logits_scaling": 2.5,
             },
-            "tied": {**_TIED, "attention_multiplier": 1 / 16, "embedding_multiplier": 12.0},
+            "tied": {**_TIED, "attention_multiplier": 1, "embedding_multiplier": 12},
             "none, wide heads": {**_WIDE_HEADS, "rms_norm_eps": 1e-5},
         },
         {
@@ -91,6 +91,10 @@ FAMILIES: dict[str, Family] = {
             "a multiplier of text": (
                 {"residual_multiplier": "0.22"},
                 'residual_multiplier = "0.22" is not supported; it must be a number',
+            ),
+            "no number": (
+                {"attention_multiplier": None},
+                "attention_multiplier = null is not supported; it must be a number",
             ),
             "no logits": (
                 {"logits_scaling": 0},

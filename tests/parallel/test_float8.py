@@ -258,6 +258,22 @@ def scaled_grouped_mm_by_definition(
     return torch.cat(parts).to(output_dtype)
 
 
+@pytest.mark.parametrize("major", [8, 9, 10])
+def test_the_kernel_for_all_experts_is_that_of_hopper(
+    major: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For other GPUs, torch has none: it would end the run in its first step, or hurt the GPU."""
+
+    class Rows(NamedTuple):
+        is_cuda: bool = True
+        dtype: torch.dtype = torch.bfloat16
+        device: str = "cuda"
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    assert float8._has_grouped_kernel(Rows()) == (major == 9)  # type: ignore[arg-type]
+    assert not float8._has_grouped_kernel(Rows(dtype=torch.float64))  # type: ignore[arg-type]
+
+
 def test_the_kernel_for_all_experts_gets_the_operands_of_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -272,10 +288,15 @@ def test_the_kernel_for_all_experts_gets_the_operands_of_each(
     torch.testing.assert_close(found[2], exact[2].to(torch.bfloat16))
 
 
-def test_only_experts_of_ours_can_multiply_in_float8() -> None:
+def test_experts_of_blocks_multiply_in_float8_and_others_are_refused() -> None:
     shape = PRESETS["debug-moe"]
     model, plan = MoeLlama(shape), moe_sharding_plan(shape)
     assert plan.multiplies_in_float8("blocks.0.moe.experts")
+    model.last.extra = Experts(2, 4, 4)
+    with pytest.raises(PlanError) as refused:
+        fit.check(model, replace(plan, float8=(*plan.float8, "last.extra")))
+    assert any("'last.extra', which is neither Experts in" in line for line in refused.value.lines)
+    del model.last.extra
     float8.apply(model.blocks, plan, IN_FLOAT8)
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     assert experts
@@ -414,13 +435,13 @@ def test_sizes_that_kernels_do_not_take_are_refused() -> None:
 
 
 def test_a_plan_without_layers_for_float8_is_refused() -> None:
-    with pytest.raises(PlanError, match="the plan's float8 names no layer"):
+    with pytest.raises(PlanError, match="the plan's float8 names no module"):
         check(float8=())
 
 
 @pytest.mark.parametrize("name", ["first.embed", "blocks.*.attn_norm", "blocks.0.attn"])
 def test_a_plan_that_names_other_modules_is_refused(name: str) -> None:
-    with pytest.raises(PlanError, match=r"neither Experts nor a torch\.nn\.Linear in blocks"):
+    with pytest.raises(PlanError, match=r"neither Experts in blocks nor a torch\.nn\.Linear"):
         check(float8=(name,))
 
 

@@ -144,7 +144,11 @@ WIDE = (
     Wide(
         "the weighted sum of a token's experts",
         ("mul*", "sum*", "addcmul_"),
-        ("models/layers/moe.py:weighted_sum", "models/layers/moe.py:_WeightedSum.*"),
+        (
+            "models/layers/moe.py:weighted_sum",
+            "models/layers/moe.py:_WeightedSum.*",
+            "models/layers/moe.py:_SumOperands.*",
+        ),
         "it is rounded once, whatever the number of experts",
     ),
     Wide(
@@ -203,12 +207,12 @@ _PRODUCTS = ("node:MmBackward*", "node:AddmmBackward*", "node:BmmBackward*", "no
 NARROW = (
     Narrow(
         "products of matrices",
-        ("mm", "bmm", "addmm", "_grouped_mm", "_scaled_mm*"),
+        ("mm", "bmm", "addmm", "_grouped_mm", "_scaled_mm*", "grouped_float8_*"),
         (
             "models/layers/attention.py:*",
             "models/layers/ffn.py:*",
             "models/layers/head.py:Head._loss",
-            "models/layers/moe.py:expert_ffn",
+            "models/layers/moe.py:grouped_product",
             "parallel/tensor/styles.py:*",
             "parallel/pipeline/zero_bubble.py:*",
             "parallel/float8.py:*",
@@ -260,7 +264,7 @@ NARROW = (
     Narrow(
         "gradients of the outputs of experts",
         ("mul.out",),
-        ("models/layers/moe.py:_WeightedSum.backward",),
+        ("models/layers/moe.py:_SumOperands.backward",),
         "computed in float32, and rounded once",
     ),
     Narrow(

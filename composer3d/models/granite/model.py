@@ -19,7 +19,7 @@ class _GraniteFirst(First):
     """``first(tokens_BT, seq) -> h_BTC``: the embedding, times its multiplier."""
 
     def __init__(self, shape: GraniteShape) -> None:
-        super().__init__(shape.vocab, shape.dim)
+        super().__init__(shape)
         self.multiplier = shape.embedding_multiplier
 
     def forward(self, tokens_BT: Tensor, seq: SequenceInfo) -> Tensor:
@@ -58,7 +58,7 @@ class _GraniteLast(Last):
     """
 
     def __init__(self, shape: GraniteShape) -> None:
-        super().__init__(shape.vocab, shape.dim, shape.norm_eps)
+        super().__init__(shape)
         self.logits_scaling = shape.logits_scaling
 
     def logits(self, h_BTC: Tensor) -> Tensor:
@@ -72,13 +72,9 @@ class Granite(RotaryDecoder):
     """A Granite 3 of one ``GraniteShape``. ``RotaryDecoder`` documents its arguments."""
 
     shape: GraniteShape
-
-    def make_first(self) -> First:
-        return _GraniteFirst(self.shape)
+    first_class = _GraniteFirst
+    last_class = _GraniteLast
 
     def make_block(self, layer: int, rope: Rope) -> GraniteBlock:
         """Build a block by its number. All are alike."""
         return GraniteBlock(self.shape, rope)
-
-    def make_last(self) -> Last:
-        return _GraniteLast(self.shape)

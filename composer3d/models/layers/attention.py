@@ -64,10 +64,8 @@ def sdpa(
     """Call torch's ``scaled_dot_product_attention`` so that it does not build all scores.
 
     Args:
-        q_BHTD, k_BKSD, v_BKSD: queries, keys and values. H is a multiple of K; query head h reads
-            key-value head h // (H / K).
-        bias: is added to the scores; it must broadcast to (B, H, T, S). A bias needs ``is_causal``
-            to be false.
+        q_BHTD, k_BKSD, v_BKSD: queries, keys and values, with heads as in ``attend_sdpa``.
+        bias: added to the scores; it broadcasts to (B, H, T, S). It needs ``is_causal`` = False.
         is_causal: whether query i attends to keys 0 to i only.
 
     Returns:
@@ -94,11 +92,9 @@ class Attention(nn.Module):
     Args:
         dim: the width C of the residual stream.
         n_heads, n_kv_heads: the numbers of query heads and of key-value heads.
-        rope: the settings of the rotary positions; one object for all blocks of a model. It also
-            gives the head width D.
+        rope: the rotary positions, one object for all blocks. It also gives the head width D.
         bias: whether the query, key and value projections have biases (Qwen 2).
-        qk_norm: whether each head's query and key pass through RMSNorm before the rotation (Qwen 3,
-            arXiv 2505.09388).
+        qk_norm: RMSNorm of each head's query and key, before the rotation (arXiv 2505.09388).
         norm_eps: the epsilon of these norms.
         window: the sliding window in tokens (Mistral 7B, arXiv 2310.06825); 0 means no window.
         query_scale: factor of the queries after the rotation. ``attend`` divides scores by sqrt(D).

@@ -332,17 +332,17 @@ class Groups:
     """
 
     def __init__(self, tokens_E: Tensor) -> None:
-        self._tokens_E = tokens_E
+        self.tokens_E = tokens_E
 
     @cached_property
     def ends_E(self) -> Tensor:
         """int32: the number of the row that follows the last one of each expert."""
-        return self._tokens_E.cumsum(0, dtype=torch.int32)
+        return self.tokens_E.cumsum(0, dtype=torch.int32)
 
     @cached_property
     def sizes(self) -> list[int]:
         """The rows of each expert, on the host. This waits for the device."""
-        return self._tokens_E.tolist()
+        return self.tokens_E.tolist()
 
     def pairs(self, rows_MK: Tensor, weight_EJK: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The rows of each expert, and its matrix."""
@@ -469,29 +469,53 @@ def weighted_sum(out_NKC: Tensor, weights_NK: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return (out_NKC * weights_NK[..., None]).sum(1)  # one kernel, which keeps no product
-    return _WeightedSum.apply(out_NKC, weights_NK)
+    zeros_NC = _SumOperands.apply(out_NKC, weights_NK)
+    return _WeightedSum.apply(zeros_NC, out_NKC.detach(), weights_NK.detach())
 
 
-class _WeightedSum(torch.autograd.Function):
-    """Take one expert of each token after the other: products of all would be float32 (N, K, C)."""
+class _SumOperands(torch.autograd.Function):
+    """Save the operands of a sum before it is computed; return zeros of its shape.
+
+    Recomputation ends with the last tensor that backward reads: so it leaves the sum out, which is
+    the last of a block. The zeros are one number in memory; the sum's gradient arrives as theirs.
+    """
 
     @staticmethod
     def forward(ctx: Any, out_NKC: Tensor, weights_NK: Tensor) -> Tensor:
         ctx.save_for_backward(out_NKC, weights_NK)
-        sum_NC = weights_NK.new_zeros(out_NKC[:, 0].shape)
+        return weights_NK.new_zeros(()).expand(out_NKC[:, 0].shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        out_NKC, weights_NK = ctx.saved_tensors
+        (grad_NC,) = grads
+        needs_out, needs_weights = ctx.needs_input_grad
+        grad_out_NKC = torch.empty_like(out_NKC) if needs_out else None
+        grad_weights_NK = torch.empty_like(weights_NK) if needs_weights else None
+        for k in range(out_NKC.shape[1]):
+            if grad_out_NKC is not None:
+                torch.mul(grad_NC, weights_NK[:, k, None], out=grad_out_NKC[:, k])
+            if grad_weights_NK is not None:
+                torch.sum(grad_NC * out_NKC[:, k], 1, out=grad_weights_NK[:, k])
+        return grad_out_NKC, grad_weights_NK
+
+
+class _WeightedSum(torch.autograd.Function):
+    """Compute the sum in place of the zeros of ``_SumOperands``, and pass its gradient there.
+
+    One expert of each token after the other: products of all would be float32 (N, K, C).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, zeros_NC: Tensor, out_NKC: Tensor, weights_NK: Tensor) -> Tensor:
+        sum_NC = weights_NK.new_zeros(zeros_NC.shape)
         for out_NC, weight_N in zip(out_NKC.unbind(1), weights_NK.unbind(1), strict=True):
             sum_NC.addcmul_(out_NC, weight_N[:, None])
         return sum_NC
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        out_NKC, weights_NK = ctx.saved_tensors
-        (grad_NC,) = grads
-        grad_out_NKC, grad_weights_NK = torch.empty_like(out_NKC), torch.empty_like(weights_NK)
-        for k in range(out_NKC.shape[1]):
-            torch.mul(grad_NC, weights_NK[:, k, None], out=grad_out_NKC[:, k])
-            torch.sum(grad_NC * out_NKC[:, k], 1, out=grad_weights_NK[:, k])
-        return grad_out_NKC, grad_weights_NK
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None, None
 
 
 def inverse_of(order: Tensor) -> Tensor:

@@ -33,9 +33,9 @@ def rope_of(shape: RotaryShape) -> Rope:
 class First(nn.Module):
     """``first(tokens_BT, seq) -> h_BTC``: the embedding."""
 
-    def __init__(self, vocab: int, dim: int) -> None:
+    def __init__(self, shape: RotaryShape) -> None:
         super().__init__()
-        self.embed = nn.Embedding(vocab, dim)
+        self.embed = nn.Embedding(shape.vocab, shape.dim)
 
     def forward(self, tokens_BT: Tensor, seq: SequenceInfo) -> Tensor:
         return self.embed(tokens_BT)
@@ -71,10 +71,10 @@ class Block(DecoderBlock):
 class Last(nn.Module):
     """``last(h_BTC, seq, labels_BT) -> loss``: final norm, head, and the summed cross-entropy."""
 
-    def __init__(self, vocab: int, dim: int, norm_eps: float) -> None:
+    def __init__(self, shape: RotaryShape) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.head = Head(vocab, dim)
+        self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.head = Head(shape.vocab, shape.dim)
 
     def logits(self, h_BTC: Tensor) -> Tensor:
         """Compute the logits (B, T, vocabulary) on one process."""
@@ -87,7 +87,7 @@ class Last(nn.Module):
 class RotaryDecoder(Decoder, ABC):
     """A whole model of a ``RotaryShape``: Llama's ``First`` and ``Last`` around blocks.
 
-    A subclass makes the blocks, and may make its own kinds of the other two. The parameters are
+    A subclass makes the blocks, and may have other classes around them. The parameters are
     uninitialised. ``Decoder`` documents the calls.
 
     Args:
@@ -96,6 +96,9 @@ class RotaryDecoder(Decoder, ABC):
         device: the device on which parameters are allocated; "meta" allocates nothing.
     """
 
+    first_class: type[First] = First
+    last_class: type[Last] = Last
+
     def __init__(
         self, shape: RotaryShape, *, dtype: torch.dtype = torch.float32, device: str = "meta"
     ) -> None:
@@ -103,26 +106,18 @@ class RotaryDecoder(Decoder, ABC):
         self.shape = shape
         rope = rope_of(shape)
         with torch.device(device):
-            self.first = self.make_first()
+            self.first = self.first_class(shape)
             self.blocks = nn.ModuleDict(
                 {str(layer): self.make_block(layer, rope) for layer in range(shape.n_layers)}
             )
-            self.last = self.make_last()
+            self.last = self.last_class(shape)
         if shape.tied:
             self.last.head.weight = self.first.embed.weight
         self.to(dtype)
 
-    def make_first(self) -> First:
-        """Build what comes before the blocks."""
-        return First(self.shape.vocab, self.shape.dim)
-
     @abstractmethod
     def make_block(self, layer: int, rope: Rope) -> DecoderBlock:
         """Build a block by its number."""
-
-    def make_last(self) -> Last:
-        """Build what comes after the blocks."""
-        return Last(self.shape.vocab, self.shape.dim, self.shape.norm_eps)
 
 
 class Llama(RotaryDecoder):

@@ -452,12 +452,14 @@ def float8_has_sizes_of_kernels(recipe: Recipe) -> Iterator[Breach]:
         return
     width = model.head_width
     kv_cuts = min(tp, model.n_kv_heads)  # with fewer heads than ranks, a rank computes one
-    for rows, cuts, keys in (
+    sizes = [
         (model.dim, 1, "<model.dim>"),
         (model.n_heads * width, tp, f"<model.n_heads> of width {width} over <mesh.tp>"),
         (model.n_kv_heads * width, kv_cuts, f"<model.n_kv_heads> of width {width} over <mesh.tp>"),
-        (model.ffn, tp, "<model.ffn> over <mesh.tp>"),
-    ):
+    ]
+    if getattr(model, "moe_layers", 0) < model.n_layers:  # otherwise, no block has a dense layer
+        sizes.append((model.ffn, tp, "<model.ffn> over <mesh.tp>"))
+    for rows, cuts, keys in sizes:
         # Other rules report a tp that does not divide the heads or the feed-forward layers.
         if rows % cuts == 0 and rows // cuts % FLOAT8_MULTIPLE:
             yield breach(
@@ -468,7 +470,15 @@ def float8_has_sizes_of_kernels(recipe: Recipe) -> Iterator[Breach]:
             )
 
 
-@rule("precision.matmul", "precision.compute", "precision.params", "mesh.tp", "model.shared_ffn")
+@rule(
+    "precision.matmul",
+    "precision.compute",
+    "precision.params",
+    "mesh.tp",
+    "model.ffn",
+    "model.expert_ffn",
+    "model.shared_ffn",
+)
 def float8_has_sizes_of_experts(recipe: Recipe) -> Iterator[Breach]:
     """The same for experts, which tp does not cut, and for a shared expert, which it does."""
     precision, model, tp = recipe.precision, recipe.model, recipe.mesh.tp
@@ -483,7 +493,7 @@ def float8_has_sizes_of_experts(recipe: Recipe) -> Iterator[Breach]:
             yield breach(
                 "<precision.matmul> needs products whose sizes are multiples of "
                 f"{FLOAT8_MULTIPLE}, but {words} {width}",
-                "change that width",
+                "use another model.expert_ffn or model.shared_ffn",
                 use("precision.matmul", "compute"),
             )
 
