@@ -4,7 +4,9 @@ Their Python runs, their commands parse, and the files, links and recipe keys th
 """
 
 import ast
+import contextlib
 import importlib.util
+import io
 import os
 import re
 import shlex
@@ -179,7 +181,10 @@ def check_script(script: str, arguments: list[str]) -> None:
     if script == "tools/prove/run":
         name, *options = arguments
         for proof in name.split("|"):
-            check_options(importlib.util.find_spec(PROOFS[proof]), options)
+            help_text = io.StringIO()
+            with pytest.raises(SystemExit), contextlib.redirect_stdout(help_text):
+                importlib.import_module(PROOFS[proof]).main(["--help"])
+            assert [word for word in options_in(options) if word not in help_text.getvalue()] == []
     elif script == "tools/check":
         assert arguments in ([], ["--no-tests"])
     elif script == "tools/test":

@@ -357,8 +357,9 @@ class FileTokenizer(Tokenizer):
             vocabulary = self._worker.load()
             if not vocabulary.ends:
                 names = one_line(join_with_or(list(map(str, ends))))
-                raise TokenizerFailure(
-                    f"it has no {names} to end a document; name one of its tokens with --eod"
+                raise DataError(
+                    f"--tokenizer {name}: it has no {names} to end a document; name one of its "
+                    "tokens with --eod"
                 )
             if vocabulary.size > MOST_VOCAB:
                 raise TokenizerFailure(

@@ -166,17 +166,14 @@ class ShardingPlan:
             parallelism does not cut them.
         save: globs of operators, such as "aten.mm.default". Selective activation checkpointing
             keeps the outputs of these operators.
-        unread: globs of modules whose outputs nothing in a block's backward reads, such as the last
-            projection of a block. Selective activation checkpointing does not keep what operators
-            in them return. In a block, they must be the last modules that compute: backward runs
-            the block again up to the last tensor that it reads, and so leaves them out.
+        unread: globs of modules whose outputs nothing in a block's backward reads, such as its last
+            projection. Selective activation checkpointing does not keep what they return. They
+            must be the last modules of a block: when backward runs it again, it stops before them.
             ``models.claims`` checks both.
-        float8: globs of the modules in ``blocks`` that ``precision.matmul = "float8"`` lets
-            multiply in float8. Each is a ``torch.nn.Linear`` of style "column", "kv_column" or
-            "row", or ``layers.moe.Experts``.
-        first_only_looks_up: whether ``first`` does nothing with its parameters but look up rows of
-            embeddings, so that its backward reads none of them. FSDP then does not gather them for
-            backward. ``models.claims`` checks it.
+        float8: globs of modules in ``blocks`` that may multiply in float8 (``precision.matmul``):
+            ``torch.nn.Linear`` of style "column", "kv_column" or "row", or ``layers.moe.Experts``.
+        first_only_looks_up: whether ``first`` only looks up rows of embeddings: its backward reads
+            no parameter, so FSDP does not gather them for it. ``models.claims`` checks it.
     """
 
     tensor: Mapping[str, Style]

@@ -87,8 +87,7 @@ class Last(nn.Module):
 class RotaryDecoder(Decoder, ABC):
     """A whole model of a ``RotaryShape``: Llama's ``First`` and ``Last`` around blocks.
 
-    A subclass makes the blocks, and may have other classes around them. The parameters are
-    uninitialised. ``Decoder`` documents the calls.
+    A subclass makes the blocks. The parameters are uninitialised. ``Decoder`` documents the calls.
 
     Args:
         shape: the sizes of the whole model.
