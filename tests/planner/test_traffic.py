@@ -193,7 +193,7 @@ MUON = "optim.name=muon"
 WITHOUT_PP = "mesh.pp=1 mesh.dp_replicate=2"
 CASES = [
     Case(DENSE, f"{MUON} parallel.zero=3"),
-    Case(DENSE, f"parallel.zero=3 parallel.schedule=GPipe {BF16} {FULL}"),
+    Case(DENSE, f"parallel.zero=3 parallel.schedule=GPipe model.tied=true {BF16} {FULL}"),
     Case(
         DENSE,
         "parallel.zero=3 parallel.schedule=LoopedBFS parallel.virtual_stages=4 model.n_layers=8",
@@ -214,25 +214,29 @@ CASES = [
         f"mesh.dp_replicate=2 mesh.tp=1 parallel.zero=3 {NARROW} {MUON} "
         "optim.newton_schulz_dtype=float32",
     ),
-    Case(DENSE, f"{WITHOUT_PP} parallel.zero=1 {BF16} model.tied=true {MUON}"),
+    Case(DENSE, f"{WITHOUT_PP} parallel.zero=3 {BF16} model.tied=true {MUON}"),
     Case(
         DENSE,
         f"mesh.pp=1 mesh.dp_replicate=4 {NO_DP} parallel.zero=0 model.n_layers=3 {BY_2} "
-        "parallel.sequence_parallel=false parallel.loss_parallel=false memory.loss_chunks=2",
+        "parallel.sequence_parallel=false parallel.loss_parallel=false memory.loss_chunks=2 "
+        f"model.vocab=257 {BF16}",
     ),
-    Case(DENSE, f"mesh.pp=1 mesh.cp=2 {FULL} model.qk_norm=true model.qkv_bias=true"),
+    Case(DENSE, f"mesh.pp=1 mesh.cp=2 {FULL} {BF16} model.qk_norm=true model.qkv_bias=true"),
     Case(DENSE, f"mesh.pp=1 mesh.cp=4 mesh.tp=1 parallel.cp_method=allgather {BF16} {FULL}"),
     Case(
         DENSE,
-        f"mesh.pp=1 mesh.cp=2 mesh.tp=1 mesh.dp_shard=4 parallel.cp_method=ulysses "
-        f"parallel.zero=2 {FULL}",
+        f"mesh.pp=1 mesh.cp=2 mesh.tp=2 mesh.dp_shard=2 parallel.cp_method=ulysses "
+        f"model.n_kv_heads=4 parallel.zero=2 {BF16} {FULL}",
     ),
     Case(
         DENSE,
         f"mesh.pp=1 mesh.cp=2 mesh.tp=4 {NO_DP} parallel.zero=1 {NARROW} memory.loss_chunks=3 "
         f"{SELECTIVE}",
     ),
-    Case(DENSE, f"{NO_DP} parallel.schedule=GPipe memory.loss_chunks=3"),
+    Case(
+        DENSE,
+        f"{NO_DP} parallel.schedule=GPipe parallel.sequence_parallel=false memory.loss_chunks=3",
+    ),
     Case(
         DENSE,
         f"mesh.pp=4 mesh.tp=2 {NO_DP} parallel.schedule=DualPipeV model.n_layers=8 "
@@ -251,11 +255,15 @@ CASES = [
     Case(
         DENSE, f"parallel.zero=3 parallel.schedule=ZBVZeroBubble model.n_layers=12 {BY_2} {NARROW}"
     ),
-    Case(DENSE, f"parallel.zero=1 parallel.schedule=Interleaved1F1B model.n_layers=12 {BY_2}"),
+    Case(
+        DENSE,
+        "parallel.zero=1 parallel.schedule=Interleaved1F1B precision.params=float64 "
+        f"model.n_layers=12 {BY_2}",
+    ),
     Case(
         DENSE,
         f'{MUON} parallel.zero=3 model.vocab=257 optim.matrices=["*"] '
-        'optim.train=["first.*","last.*","*norm*","*.w[qo]*"]',
+        'optim.train=["first.*","last.*","blocks.0.*norm*","*.w[qo]*"]',
     ),
     Case(MOE, f"model.balance_loss=0.01 {FULL}"),
     Case(MOE, f"model.n_layers=6 model.moe_every=2 {BY_2} {EVERY_2}"),
@@ -267,8 +275,10 @@ CASES = [
     Case(MOE, f"model.preset=debug-moe-shared mesh.ep=8 mesh.pp=1 mesh.cp=2 {FULL}"),
     Case(MOE, MUON),
     Case(MOE, "mesh.tp=1 mesh.ep=1"),
+    Case(MOE, "mesh.pp=1 mesh.ep=1 mesh.dp_shard=8 data.micro_batch=4 model.balance_loss=0"),
+    Case(MOE, f"{NO_DP} mesh.tp=4 mesh.ep=2"),
     Case(MOE, f"mesh.tp=1 mesh.ep=1 {WITHOUT_PP} parallel.zero=1 {BF16}"),
-    Case(MOE, f"{MUON} mesh.pp=1 mesh.ep=2 mesh.dp_replicate=4 mesh.dp_shard=1 parallel.zero=0"),
+    Case(MOE, f"{MUON} mesh.pp=1 mesh.ep=2 mesh.tp=4 mesh.dp_replicate=2 {NO_DP} parallel.zero=0"),
 ]
 
 
