@@ -10,7 +10,7 @@ import tracemalloc
 from collections.abc import Iterator
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -124,6 +124,24 @@ def test_checkpoint_of_torch_is_read(tmp_path: Path, alone: None) -> None:
     target = {tensor: torch.full_like(value, 7) for tensor, value in STATE.items()}
     read_parts(tmp_path, read, target)
     assert all(torch.equal(target[tensor], value) for tensor, value in STATE.items())
+
+
+@pytest.mark.parametrize("names", ["abc", "cba"])
+def test_parts_are_read_in_their_order_on_disk(
+    tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch, names: str
+) -> None:
+    begins: list[int] = []
+    read_tensor = metadata_module.read_tensor
+
+    def record(file: BinaryIO, begin: int, length: int) -> torch.Tensor:
+        begins.append(begin)
+        return read_tensor(file, begin, length)
+
+    monkeypatch.setattr(metadata_module, "read_tensor", record)
+    read = read_metadata(save(tmp_path))
+    read_parts(tmp_path, read, {name: torch.full_like(STATE[name], 7) for name in names})
+    assert len(begins) >= 2
+    assert begins == sorted(begins)
 
 
 def tiled_metadata() -> Metadata:
