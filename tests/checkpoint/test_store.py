@@ -164,8 +164,12 @@ def test_damaged_checkpoints_do_not_count_and_are_replaced(
     ((found, left),) = pool.run(find_and_save, arguments, world_size=1)
     assert found == "step-00000005"
     assert left == ["step-00000005", "step-00000007", "step-00000010", "step-00000020"]
-    arguments = {"folder": tmp_path, "step": 20, "keep": 1}
+    # A damaged one has not the place of a whole one among those that are kept.
+    arguments = {"folder": tmp_path, "step": 20, "keep": 2}
     ((found, left),) = pool.run(find_and_save, arguments, world_size=1)
+    assert (found, left) == ("step-00000007", [f"step-{step:08d}" for step in (7, 10, 20)])
+    (tmp_path / "step-00000020" / "__0_0.distcp").write_bytes(b"torn")
+    ((found, left),) = pool.run(find_and_save, arguments | {"keep": 1}, world_size=1)
     assert (found, left) == ("step-00000007", ["step-00000020"])
     assert pool.run(load, {"path": tmp_path / "step-00000020"}, world_size=1)
 
@@ -185,9 +189,9 @@ def load_with_progress(path: Path) -> tuple[State, list[tuple[str, int, int]]]:
         return load(path), works
 
 
-@pytest.mark.parametrize(("saving", "loading"), [(2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("saving", "loading"), [(2, 2), (2, 1), (1, 2), (5, 2)])
 def test_state_is_loaded_bit_for_bit(pool: Pool, tmp_path: Path, saving: int, loading: int) -> None:
-    """Rank 0 says how far the check and the load are."""
+    """Rank 0 says how far the check and the load are. Of 5 ranks, each has saved one row."""
     states = pool.run(save, {"folder": tmp_path, "steps": [7]}, world_size=saving)
     path = tmp_path / "step-00000007"
     (first, works), *others = pool.run(load_with_progress, {"path": path}, world_size=loading)
