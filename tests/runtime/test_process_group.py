@@ -19,9 +19,11 @@ from composer3d.checkpoint import Store
 from composer3d.checkpoint.manifest import TensorSpec
 from composer3d.checkpoint.store import global_specs
 from composer3d.facts.errors import DataError, DeviceError, MeshError, UserError
+from composer3d.recipe.schema import MeshTable
 from composer3d.runtime import devices, process_group
 from composer3d.runtime.devices import Gpu
 from composer3d.runtime.launch import Pool, WorkerError
+from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import (
     agree_on_round,
     broadcast_object,
@@ -273,6 +275,26 @@ def test_the_ranks_of_a_group_connect_when_it_is_formed(pool: Pool, all_pairs: b
         # Those at distances of 1, 2 and 4 on both sides, and rank 0.
         expected = 7 if all_pairs or rank == 0 else len({1, 7, 2, 6, 4, rank})
         assert (grouped - formed, used - grouped) == (expected, 0)
+
+
+def use_a_mesh() -> list[int]:
+    """A task: the connections of this process when a mesh is formed, and after its groups' use."""
+    with pool_world() as device:
+        groups = Mesh.build(MeshTable(dp_shard=2, tp=2), device).groups(has_experts=False)
+        dist.barrier()
+        counts = [settled_connections()]
+        dist.barrier()  # no rank uses a group while another still counts
+        for group in groups.values():
+            dist.all_reduce(torch.ones(1), group=group)
+        counts.append(settled_connections())
+        dist.barrier()
+        return counts
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").is_file(), reason="Linux has it")
+def test_the_groups_of_a_mesh_connect_when_it_is_formed(pool: Pool) -> None:
+    for formed, used in pool.run(use_a_mesh, {}, world_size=4):
+        assert formed == used
 
 
 def test_groups_are_formed_only_by_functions_that_connect_them() -> None:
