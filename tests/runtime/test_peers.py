@@ -103,6 +103,8 @@ def hang_while_groups_are_formed(folder: Path, place: str) -> None:
         with make_watch(store.clone(), rank, size):
             if place == "in the script" and rank == 1:
                 hang(folder)
+            if place == "world":
+                hang_after(dist, "init_process_group")
             with world(torch.device("cpu"), timeout_s=TIMEOUT_S, store=store):
                 if place == "mesh":
                     hang_after(meshes, "flatten_mesh")
@@ -126,7 +128,7 @@ def hang(folder: Path) -> None:
 TIMEOUT_S = 6.0
 
 
-@pytest.mark.parametrize("place", ["in the script", "mesh"])
+@pytest.mark.parametrize("place", ["in the script", "world", "mesh"])
 def test_a_rank_that_hangs_before_the_first_exchange_of_a_group_is_named_in_one_time_out(
     pool: Pool, tmp_path: Path, place: str
 ) -> None:
