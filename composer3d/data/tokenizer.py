@@ -354,17 +354,7 @@ class FileTokenizer(Tokenizer):
         )
         with contextlib.ExitStack() as on_error, name_failures(f"--tokenizer {name}"):
             on_error.callback(self.close)
-            vocabulary = self._worker.load()
-            if not vocabulary.ends:
-                names = one_line(join_with_or(list(map(str, ends))))
-                raise DataError(
-                    f"--tokenizer {name}: it has no {names} to end a document; name one of its "
-                    "tokens with --eod"
-                )
-            if vocabulary.size > MOST_VOCAB:
-                raise TokenizerFailure(
-                    f"it has token ids up to {vocabulary.size - 1:,}; use one below {MOST_VOCAB:,}"
-                )
+            vocabulary = _usable(self._worker.load(), ends)
             on_error.pop_all()
         self.vocab, self._ends, self._begin = vocabulary
         self._end_name, self.end = self._ends[0]
@@ -436,6 +426,20 @@ class FileTokenizer(Tokenizer):
 
 class TokenizerFailure(Exception):
     """The tokenizer has failed. The text says why, and what to change."""
+
+
+def _usable(vocabulary: "_Vocabulary", ends: Sequence[str | int]) -> "_Vocabulary":
+    """Return a vocabulary that has a token to end documents. Raises TokenizerFailure otherwise."""
+    if not vocabulary.ends:
+        names = one_line(join_with_or(list(map(str, ends))))
+        raise TokenizerFailure(
+            f"it has no {names} to end a document; name one of its tokens with --eod"
+        )
+    if vocabulary.size > MOST_VOCAB:
+        raise TokenizerFailure(
+            f"it has token ids up to {vocabulary.size - 1:,}; use one below {MOST_VOCAB:,}"
+        )
+    return vocabulary
 
 
 @contextlib.contextmanager
