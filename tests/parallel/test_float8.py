@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import ScalingType
 
 from composer3d.facts.errors import DeviceError, PlanError
@@ -256,6 +257,23 @@ def scaled_grouped_mm_by_definition(
         product = rows[begin:end].double() @ matrix.double()
         parts.append(product * rows_scale[begin:end, None].double() * scale_J.double())
     return torch.cat(parts).to(output_dtype)
+
+
+def test_a_dry_run_of_experts_needs_no_kernel() -> None:
+    """One operator has the shapes of a product, whatever the number of experts."""
+    matrices = make_expert_matrices(torch.bfloat16)
+    with FakeTensorMode() as mode, OperatorCounter() as counter:
+        rows, weight, grad = (mode.from_tensor(x) for x in matrices)
+        rows.requires_grad_()
+        weight.requires_grad_()
+        groups = Groups(mode.from_tensor(torch.tensor(ROWS_OF_EXPERTS)))
+        out = float8.product(rows, weight, groups)
+        gradients = torch.autograd.grad(out, (rows, weight), grad)
+    assert out.shape == grad.shape
+    assert [x.shape for x in gradients] == [rows.shape, weight.shape]
+    assert counter.counts["_scaled_mm_v2"] == 0
+    assert counter.counts["grouped_float8_output"] == 1
+    assert counter.counts["grouped_float8_input_gradient"] == 1
 
 
 @pytest.mark.parametrize("major", [8, 9, 10])

@@ -267,6 +267,27 @@ def float8(rehearse: bool) -> dict[str, Any]:
             row[f"{kind}_error"] = _relative(call().cpu(), expected)
             row[f"{kind}_ms"] = time_of(call, device) * 1e3
         found[name] = row
+    return found | _float8_of_experts(x, grad, device)
+
+
+def _float8_of_experts(x: Tensor, grad: Tensor, device: torch.device) -> dict[str, Any]:
+    """The same for the rows of four experts, of which one has none: Hopper has one kernel."""
+    from composer3d.parallel import float8
+
+    rows = len(x) // 4
+    tokens = torch.tensor([rows - 3, 0, 2 * rows + 1, rows + 2])
+    weight = torch.randn(4, grad.shape[1], x.shape[1]).bfloat16()
+    found: dict[str, Any] = {}
+    for name, product, first in (
+        ("output of experts", float8.grouped_output, x),
+        ("input gradient of experts", float8.grouped_input_gradient, grad),
+    ):
+        expected = product(first.double(), weight.double(), tokens)
+        call = partial(product, first.to(device), weight.to(device), tokens.to(device))
+        found[name] = {
+            "eager_error": _relative(call().cpu(), expected),
+            "eager_ms": time_of(call, device) * 1e3,
+        }
     return found
 
 
