@@ -190,7 +190,14 @@ def _fill(ballast: Path) -> None:
 def _full_disk_at_a_save(attempt: _Attempt) -> None:
     mode = f"checkpoint.async_save={'true' if attempt.trouble.choice < 0.5 else 'false'}"
     with _small_disk(attempt.run) as ballast:
-        attempt.start(mode).wait_for_step(max(7, attempt.trouble.step))
+        job = attempt.start(mode)
+        job.wait_for_step(max(7, attempt.trouble.step))
+        # On a busy machine, the save after step 5 may still be running in the background.
+        saved = attempt.run / "checkpoints"
+        job.wait_until(
+            lambda: any(not path.name.endswith(".tmp") for path in saved.glob("step-*")),
+            "a checkpoint",
+        )
         _fill(ballast)
         attempt.expect(
             1, "could not be saved in ", "bytes are free in ", "the newest checkpoint is"
