@@ -133,6 +133,9 @@ def test_a_value_that_is_just_legal_is_accepted(recipe: Recipe, good: dict[str, 
         {"model__moe_every": 4},
         {"model__shared_ffn": 30},
         {"mesh__dp_shard": -1, "mesh__ep": 8},
+        # In float8, a width that no block has does not matter.
+        {"precision__matmul": "float8", "precision__compute": "bfloat16", "model__ffn": 100}
+        | {"model__expert_ffn": 96},
     ],
     ids=str,
 )

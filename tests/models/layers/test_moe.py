@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from composer3d.dryrun.memory import MemoryLedger
 from composer3d.models.contract import SequenceInfo
@@ -21,6 +22,7 @@ from composer3d.models.layers.moe import (
     expert_ffn,
     weighted_sum,
 )
+from tests.parallel.test_checkpointing import OperatorCounter
 
 DIM, EXPERTS, FFN = 8, 6, 5
 
@@ -219,3 +221,27 @@ def test_outputs_of_experts_are_added_up_without_float32_of_all_of_them() -> Non
         # Operators return views of the leaves as well.
         others = sum(x.nbytes for x in (*leaves, *gradients))
         assert temporaries.ledger.lap()[-1] - others <= 2 * tokens * dim * wide.itemsize
+
+
+def test_recomputation_leaves_out_the_sum_of_the_outputs() -> None:
+    """It is the last of a block, and backward reads its operands alone."""
+    leaves = (torch.randn(6, 3, 4).requires_grad_(), torch.randn(6, 3).requires_grad_())
+
+    def outputs_and_sum(out_NKC: Tensor, weights_NK: Tensor) -> Tensor:
+        return weighted_sum(out_NKC.sin(), weights_NK)
+
+    with OperatorCounter() as counter:
+        checkpoint(outputs_and_sum, *leaves, use_reentrant=False).sum().backward()
+    assert (counter.counts["sin"], counter.counts["addcmul_"]) == (2, 3)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_only_what_trains_gets_a_gradient_of_the_sum(frozen: int) -> None:
+    leaves = [torch.randn(6, 3, 4).requires_grad_(), torch.randn(6, 3).requires_grad_()]
+    leaves[frozen].requires_grad_(False)
+    with OperatorCounter() as counter:
+        weighted_sum(leaves[0], leaves[1]).sum().backward()
+    assert leaves[frozen].grad is None
+    assert leaves[1 - frozen].grad is not None
+    # Each of three experts costs a product; for weights, also a sum.
+    assert (counter.counts["mul"], counter.counts["sum"]) == (3, 1 + 3 * (frozen == 0))
