@@ -37,6 +37,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, window 7": ("Mistral", {"sliding_window": 7}),
     "mixtral": ("Mixtral", {"num_local_experts": 6}),
     "qwen 3 moe": ("Qwen3Moe", _EXPERTS),
+    "olmo 2": ("Olmo2", {}),
+    "granite 3": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 2.0,
+        },
+    ),
 }
 
 
