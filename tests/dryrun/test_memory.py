@@ -24,10 +24,16 @@ LAYOUTS = {
         "data.global_batch=4",
         'memory.activation_checkpoint="full"',
     ),
-    "two blocks a unit, every second one recomputed": (
+    "two blocks a unit": (
         "mesh.dp_shard=4",
         "parallel.zero=3",
         "parallel.fsdp_blocks=2",
+        "model.n_layers=5",
+        "precision.compute=bfloat16",
+    ),
+    "every second block recomputed": (
+        "mesh.dp_shard=4",
+        "parallel.zero=3",
         "model.n_layers=5",
         "precision.compute=bfloat16",
         "memory.activation_checkpoint=every 2 blocks",
