@@ -69,11 +69,7 @@ def parse_config(config: Any) -> GraniteShape:
 
 
 def make_shape(values: Mapping[str, Any], keys: Mapping[str, str] | None = None) -> GraniteShape:
-    """Check plain values from an untrusted file, and make a GraniteShape of them.
-
-    Args:
-        values: values by the names of their fields. Names that no field has are ignored.
-        keys: for messages, the name of each field in the file, if the file uses another name.
+    """Make a GraniteShape of plain values, as ``models.llama.huggingface.make_shape`` does.
 
     Raises:
         CheckpointError: as ``checked_shape``.
@@ -89,15 +85,7 @@ def canonical(shape: GraniteShape) -> GraniteShape:
 def make_config(
     shape: GraniteShape, dtype: str, carried: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the content of a config.json for ``shape`` with weights of ``dtype``.
-
-    Args:
-        shape: the shape of the model.
-        dtype: the name of the dtype of the weights, such as "bfloat16".
-        carried: the config.json that came with the model. If it describes this shape, all its other
-            keys are kept. Otherwise only the ids of special tokens and ``max_position_embeddings``
-            are kept.
-    """
+    """Return a config.json for ``shape``, as ``models.llama.huggingface.make_config`` does."""
     own = decoder_keys(shape, "granite")
     own |= {name: getattr(shape, name) for name in _MULTIPLIERS}
     own["attention_multiplier"] = _attention_multiplier(shape)
