@@ -17,6 +17,7 @@ from torch import Tensor
 from composer3d.facts.errors import DeviceError
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.layers.attention import bias_of, sdpa
+from composer3d.parallel.context import kernels
 from composer3d.planner.memory import GIB
 
 
@@ -171,7 +172,14 @@ class AttendCached:
     """
 
     def __call__(
-        self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, seq: CachedSequence, window: int
+        self,
+        q_BHTD: Tensor,
+        k_BKTD: Tensor,
+        v_BKTD: Tensor,
+        *,
+        seq: CachedSequence,
+        window: int,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         keys, values = seq.cache.of_module(self, k_BKTD, window)
         view = seq.view(window, q_BHTD.dtype)
@@ -186,10 +194,11 @@ class AttendCached:
             keys_BKSD[row_B1, :, slot_BT] = k_BKTD.transpose(1, 2)
             values_BKSD[row_B1, :, slot_BT] = v_BKTD.transpose(1, 2)
         seen = slice(view.begin, view.end)
-        return sdpa(
-            q_BHTD,
-            keys_BKSD[:, :, seen],
-            values_BKSD[:, :, seen],
-            view.bias,
-            is_causal=view.is_causal,
+        keys_BKSD, values_BKSD = keys_BKSD[:, :, seen], values_BKSD[:, :, seen]
+        if sinks_H is None:
+            return sdpa(q_BHTD, keys_BKSD, values_BKSD, view.bias, is_causal=view.is_causal)
+        mask = None if view.bias is None else view.bias == 0
+        out_BHTD, lse_BHT = kernels.attend_block(
+            q_BHTD.contiguous(), keys_BKSD, values_BKSD, causal=view.is_causal, mask=mask
         )
+        return kernels.add_sinks(out_BHTD, lse_BHT, sinks_H)[0].to(q_BHTD.dtype)

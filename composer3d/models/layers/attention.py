@@ -13,31 +13,40 @@ from torch import Tensor, nn
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.layers.rope import Rope, rotate, shared_rope_table
 
-# attend(q_BHTD, k_BKTD, v_BKTD, *, seq, window) -> out_BHTD
+# attend(q_BHTD, k_BKTD, v_BKTD, *, seq, window, sinks_H=None) -> out_BHTD
 Attend = Callable[..., Tensor]
 
 
 def attend_sdpa(
-    q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, seq: SequenceInfo, window: int
+    q_BHTD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    *,
+    seq: SequenceInfo,
+    window: int,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention over whole sequences on one device.
 
     This is the default of the seam ``attend``. A query attends to the keys of its own document up
     to its own position. With ``window`` above 0, it attends only to the last ``window`` of these
-    keys, its own included. With documents or a window below T, it builds a mask of T x T.
+    keys, its own included. With documents or a window below T, it builds a mask of T x T, and with
+    sinks a bias of H x T x T.
 
     Args:
         q_BHTD, k_BKTD, v_BKTD: queries, keys and values. H is a multiple of K; query head h reads
             key-value head h // (H / K).
         seq: only its ``documents_BT`` are read.
         window: the sliding window in tokens; 0 means no window.
+        sinks_H: a score of each query head that takes part in the softmax of each query, and to
+            which no value belongs (Xiao et al. 2024, arXiv 2309.17453; gpt-oss). None: none.
 
     Returns:
         The output (B, H, T, D).
     """
     length, documents_BT = q_BHTD.shape[2], seq.documents_BT
     has_window = 0 < window < length
-    if documents_BT is None and not has_window:
+    if documents_BT is None and not has_window and sinks_H is None:
         return sdpa(q_BHTD, k_BKTD, v_BKTD)
     mask = torch.ones(length, length, dtype=torch.bool, device=q_BHTD.device).tril()
     if window:
@@ -45,7 +54,13 @@ def attend_sdpa(
     if documents_BT is not None:
         same_B1TT = documents_BT[:, None, :, None] == documents_BT[:, None, None, :]
         mask = mask & same_B1TT.to(mask.device)
-    return sdpa(q_BHTD, k_BKTD, v_BKTD, bias_of(mask, q_BHTD.dtype), is_causal=False)
+    bias = bias_of(mask, q_BHTD.dtype)
+    if sinks_H is not None:
+        # One more key, of which every query sees the sink as its score. Its value is 0.
+        k_BKTD, v_BKTD = F.pad(k_BKTD, (0, 0, 0, 1)), F.pad(v_BKTD, (0, 0, 0, 1))
+        sinks_BHT1 = sinks_H.to(bias.dtype)[:, None, None].expand(*q_BHTD.shape[:3], 1)
+        bias = torch.cat((bias.expand(*q_BHTD.shape[:3], length), sinks_BHT1), dim=-1)
+    return sdpa(q_BHTD, k_BKTD, v_BKTD, bias, is_causal=False)
 
 
 def bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
