@@ -99,6 +99,35 @@ def sdpa(
     )
 
 
+class PerHead(nn.Module):
+    """A number for each query head: ``per_head(x_BTC)`` returns it, whatever ``x_BTC`` is.
+
+    A module of its own, with the style "column", so that tensor parallelism cuts it like the heads.
+    """
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads))
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return self.weight
+
+
+class StreamBias(nn.Module):
+    """A bias of what a layer adds to the residual stream: ``bias(x_BTC) -> x_BTC``.
+
+    A module of its own, with the style "norm": the outputs of a "row" layer are summed over ranks,
+    and a bias within would be summed as well.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return x_BTC + self.weight
+
+
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) with rotary positions.
 
@@ -113,6 +142,8 @@ class Attention(nn.Module):
         norm_eps: the epsilon of these norms.
         window: the sliding window in tokens (Mistral 7B, arXiv 2310.06825); 0 means no window.
         query_scale: factor of the queries after the rotation. ``attend`` divides scores by sqrt(D).
+        has_sinks: whether each query head has a sink (see ``attend_sdpa``), as in gpt-oss.
+        out_bias: whether the output projection has a bias.
     """
 
     def __init__(
@@ -127,6 +158,8 @@ class Attention(nn.Module):
         norm_eps: float = 1e-5,
         window: int = 0,
         query_scale: float = 1.0,
+        has_sinks: bool = False,
+        out_bias: bool = False,
     ) -> None:
         super().__init__()
         self.rope = rope  # blocks with equal settings share one table of a micro-batch
@@ -137,6 +170,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(dim, n_kv_heads * width, bias=bias)
         self.wv = nn.Linear(dim, n_kv_heads * width, bias=bias)
         self.wo = nn.Linear(n_heads * width, dim, bias=False)
+        self.out_bias = StreamBias(dim) if out_bias else nn.Identity()
+        self.sinks = PerHead(n_heads) if has_sinks else None
         self.q_norm = nn.RMSNorm(width, eps=norm_eps) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(width, eps=norm_eps) if qk_norm else nn.Identity()
         self.attend: Attend = attend_sdpa
@@ -151,7 +186,11 @@ class Attention(nn.Module):
         q, k = rotate(self.q_norm(q), table), rotate(self.k_norm(k), table)
         if self.query_scale != 1:
             q = q * self.query_scale
+        sinks = {} if self.sinks is None else {"sinks_H": self.sinks(x_BTC)}
         out_BHTD = self.attend(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seq=seq, window=self.window
+            *(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)),
+            seq=seq,
+            window=self.window,
+            **sinks,
         )
-        return self.wo(out_BHTD.transpose(1, 2).flatten(2))
+        return self.out_bias(self.wo(out_BHTD.transpose(1, 2).flatten(2)))
