@@ -154,7 +154,7 @@ def cut_of(row: Row, shape: DecoderShape, *, tp: int, sequence_parallel: bool) -
             return "experts"
         case "row":
             return "columns"
-        case "norm":
+        case "norm" | "whole":
             return "whole_partial" if sequence_parallel else "whole"
         case "router" | "head_norm":
             return "whole_partial" if row.trains else "whole"
