@@ -27,6 +27,11 @@ class DeepseekShape(ExpertsShape):
     value_dim: int = key(128, "width of a head's value, at most head_dim", between(1, 1 << 14))
 
     @property
+    def value_width(self) -> int:
+        """The width of a head's value."""
+        return self.value_dim
+
+    @property
     def plain_dim(self) -> int:
         """The numbers of a query and a key that are not rotated."""
         return self.head_width - self.rope_dim
