@@ -39,11 +39,12 @@ def flops_per_token(
 ) -> float:
     """Count the FLOPs of one training token, forward and backward.
 
-    6 * (parameters that multiply a token) + 12 * n_layers * keys * n_heads * head_width.
+    6 * (parameters that multiply a token)
+    + 6 * n_layers * keys * n_heads * (head_width + value_width).
 
     A parameter costs 2 FLOPs forward, and 4 backward for the gradients of its input and of itself.
-    For each key, an element of a query costs 2 FLOPs for the score and 2 for the weighted sum of
-    values forward, and twice as much backward. So fewer key-value heads save memory, but no
+    For each key, an element of a query costs 2 FLOPs for the score, and one of a value 2 for the
+    weighted sum of values forward, and twice as much backward. So fewer key-value heads save memory, but no
     operations. The head counts even if it is tied; the lookup of the embedding does not.
 
     Args:
@@ -63,7 +64,8 @@ def flops_per_token(
             _active_elements(row, shape) if row.is_matrix and row.style != "embedding" else 0
         ),
     )
-    return 6.0 * matmul + 12.0 * shape.n_layers * keys * shape.n_heads * shape.head_width
+    widths = shape.head_width + shape.value_width
+    return 6.0 * matmul + 6.0 * shape.n_layers * keys * shape.n_heads * widths
 
 
 def _active_elements(row: Row, shape: DecoderShape) -> int:

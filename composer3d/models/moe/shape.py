@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from composer3d.facts.ranges import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, above, between, key
-from composer3d.models.llama.shape import ModelShape
+from composer3d.models.llama.shape import ModelShape, RotaryShape
 
 
 @dataclass(frozen=True)
-class MoeShape(ModelShape):
-    """Sizes of a Llama in which most feed-forward layers are mixtures of experts.
+class ExpertsShape(RotaryShape):
+    """Sizes of a decoder in which most feed-forward layers are mixtures of experts.
 
     The coefficients of the balance are a part of it, because published configurations name them.
     Training alone reads them (``training_fields``).
@@ -46,6 +46,11 @@ class MoeShape(ModelShape):
     groups_per_token: int = key(
         1, "groups that a token chooses, of expert_groups", between(1, MOST_EXPERTS)
     )
+    group_best: Literal["two", "one"] = key(
+        "two",
+        "scores of a group that are added to choose groups: its two best, as in DeepSeek-V3, or "
+        "the best one, as in DeepSeek-V2",
+    )
     router_bias: bool = key(
         False, "balance without a loss: a bias of each expert in the choice, moved after each step"
     )
@@ -79,6 +84,11 @@ class MoeShape(ModelShape):
     def moe_layers(self) -> int:
         """The number of blocks with experts."""
         return sum(map(self.has_experts, range(self.n_layers)))
+
+
+@dataclass(frozen=True)
+class MoeShape(ExpertsShape, ModelShape):
+    """Sizes of a Llama with experts: a Mixtral or a Qwen 3."""
 
 
 _MIXTRAL: dict[str, Any] = {"experts": 8, "experts_per_token": 2, "rope_theta": 1e6}
