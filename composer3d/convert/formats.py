@@ -246,6 +246,8 @@ class Source:
             first_row = location.rows[0]
             rows = slice(first_row + box[1].start, first_row + box[1].stop)
             box = (box[0], rows, *box[2:])
+        if location.is_transposed:
+            return self._read_part(location.names[0], (*box[:-2], *box[:-3:-1])).mT
         return self._read_part(location.names[0], box)
 
     def _read_part(self, in_file: str, box: Box) -> Tensor:

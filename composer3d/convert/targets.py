@@ -168,7 +168,8 @@ def _split_stacks(stream: Stream, locations: Mapping[str, Location]) -> Stream:
     """Yield the tensors of ``stream`` with their names in the files, and each expert by itself."""
     for name, tensor in stream:
         location = locations[name]
-        parts = tensor.unbind() if location.is_stack else (tensor,)
+        in_files = tensor.mT if location.is_transposed else tensor
+        parts = in_files.unbind() if location.is_stack else (in_files,)
         yield from zip(location.names, parts, strict=True)
 
 

@@ -14,6 +14,7 @@ class Location(NamedTuple):
         shape: the shape of each of these tensors.
         is_stack: whether our tensor is the stack of these tensors, with the expert as its first
             dim.
+        is_transposed: whether the last two dims of our tensor are the other way round there.
         rows: (begin, end) in the second dim of the tensor in the file, if our tensor is that part
             of it; None: our tensor is the whole.
     """
@@ -21,6 +22,7 @@ class Location(NamedTuple):
     names: tuple[str, ...]
     shape: tuple[int, ...]
     is_stack: bool = False
+    is_transposed: bool = False
     rows: tuple[int, int] | None = None
 
     @property
@@ -31,6 +33,8 @@ class Location(NamedTuple):
         if self.rows is not None:
             begin, end = self.rows
             return (self.shape[0], end - begin, *self.shape[2:])
+        if self.is_transposed:
+            return (*self.shape[:-2], *self.shape[:-3:-1])
         return self.shape
 
 

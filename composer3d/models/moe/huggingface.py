@@ -22,6 +22,7 @@ from composer3d.facts.text import short_json
 from composer3d.models.llama.huggingface import (
     FULL,
     SLIDING,
+    Shape,
     complete_config,
     decoder_keys,
     decoder_problems,
@@ -251,12 +252,17 @@ def expert_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> lis
     return problems
 
 
+def untrained(shape: Shape) -> Shape:
+    """Return a shape in which the fields that training alone reads have their defaults."""
+    defaults = {entry.name: entry.default for entry in fields(shape)}
+    changes: dict[str, Any] = {name: defaults[name] for name in shape.training_fields}
+    return replace(shape, **changes)
+
+
 def canonical(shape: MoeShape) -> MoeShape:
     """Return the same shape for all shapes whose config.json would describe the same model."""
-    changes: dict[str, Any] = {
-        entry.name: entry.default for entry in fields(shape) if entry.name in shape.training_fields
-    }
-    changes |= {"head_dim": shape.head_width, "expert_ffn": shape.expert_width}
+    shape = untrained(shape)
+    changes: dict[str, Any] = {"head_dim": shape.head_width, "expert_ffn": shape.expert_width}
     if not shape.qk_norm:  # a Mixtral has one width only
         changes["ffn"] = shape.expert_width
     layers = _describe_layers([shape.has_experts(layer) for layer in range(shape.n_layers)])
