@@ -81,7 +81,7 @@ def parse_config(config: Any) -> GptOssShape:
     asks for something that composer3d does not compute. The error has a line for each such value.
     """
     require_model_type(config, MODEL_TYPES)
-    config = _DEFAULTS | config
+    config = _without_mxfp4(_DEFAULTS | config)
     if not config.get("rope_scaling") and not config.get("rope_parameters"):
         config["rope_parameters"] = _DEFAULT_STRETCH
     checks = Requirements()
@@ -110,6 +110,16 @@ def parse_config(config: Any) -> GptOssShape:
     return without_usual_head_dim(make_shape(values, _KEYS))
 
 
+def _without_mxfp4(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json without the key that says that experts are in MXFP4.
+
+    ``convert.mxfp4`` reads them, and the shape is the same.
+    """
+    quantization = config.get("quantization_config")
+    is_mxfp4 = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+    return {key: config[key] for key in config if not is_mxfp4 or key != "quantization_config"}
+
+
 # As ``models.llama.huggingface.read_shape``.
 read_shape = partial(read_config, parse=parse_config)
 
@@ -133,4 +143,4 @@ def make_config(
         "swiglu_limit": shape.gate_limit,
     }
     is_same = partial(describes, shape=shape, parse=parse_config, canonical=canonical)
-    return complete_config(own, shape, dtype, carried or {}, is_same)
+    return complete_config(own, shape, dtype, _without_mxfp4(carried or {}), is_same)

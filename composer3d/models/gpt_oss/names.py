@@ -1,7 +1,7 @@
 """Find the parameters of a gpt-oss in the files of Hugging Face.
 
-The tensors of experts are transposed there: (experts, in, out). Files with quantized experts (MXFP4)
-have other names, and are refused by their config.json.
+The matrices of experts are transposed there: (experts, in, out). ``convert.mxfp4`` reads those of
+the published files, which are in MXFP4, as if they were.
 """
 
 from collections.abc import Collection
