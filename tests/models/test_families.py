@@ -70,7 +70,7 @@ FAMILIES: dict[str, Family] = {
             "another OLMo": (
                 {"model_type": "olmo3"},
                 'model_type = "olmo3" is not supported; it must be llama, mistral, qwen2, qwen3, '
-                "mixtral, qwen3_moe, olmo2 or granite",
+                "mixtral, qwen3_moe, olmo2, granite, deepseek_v2 or deepseek_v3",
             ),
         },
     ),

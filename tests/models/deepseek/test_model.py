@@ -13,10 +13,11 @@ from composer3d.models.contract import SequenceInfo
 from composer3d.models.deepseek.attention import LatentAttention
 from composer3d.models.deepseek.model import Deepseek
 from composer3d.models.deepseek.plan import sharding_plan
-from composer3d.models.deepseek.shape import PRESETS, DeepseekShape
+from composer3d.models.deepseek.shape import PRESETS
 from composer3d.models.deepseek.table import table
 from composer3d.models.layers.attention import attend_sdpa
 from composer3d.models.layers.rope import Rope
+from tests.reference import latent
 
 DEBUG = PRESETS["debug-deepseek"]
 
@@ -62,18 +63,10 @@ def test_every_preset_has_a_plan_and_meta_allocates_nothing() -> None:
     claims.check(Deepseek(DEBUG), sharding_plan(DEBUG))
 
 
-def random_model(shape: DeepseekShape) -> Deepseek:
-    model = Deepseek(shape, dtype=torch.float64, device="cpu")
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3, generator=generator)
-    return model
-
-
 def test_flops_are_what_torch_counts() -> None:
     """Of values without their padding, which the model does not need."""
     for shape in (DEBUG, replace(DEBUG, query_rank=0, value_dim=DEBUG.head_width, dense_layers=2)):
-        model, batch, seq_len = random_model(shape), 2, 20
+        model, batch, seq_len = latent.random_model(shape), 2, 20
 
         def attend(q: Tensor, k: Tensor, v: Tensor, *, seq: SequenceInfo, window: int) -> Tensor:
             padding = shape.head_width - shape.value_dim
@@ -100,47 +93,5 @@ def test_the_epsilon_of_latents_is_not_that_of_the_stream() -> None:
     assert block.attn_norm.eps == 1e-3  # type: ignore[union-attr]
 
 
-def attention_by_hand(attention: LatentAttention, x_TC: Tensor) -> Tensor:
-    """Equations 9 to 19 of arXiv 2405.04434, one head after the other, with complex numbers."""
-    shape, weights = attention.shape, dict(attention.named_parameters())
-    tokens = len(x_TC)
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weights[name]
-
-    def turn(x_TR: Tensor) -> Tensor:
-        pairs = torch.view_as_complex(x_TR.unflatten(-1, (-1, 2)).contiguous())
-        half = shape.rope_dim // 2
-        speeds = attention.rope.theta ** (-torch.arange(half, dtype=torch.float64) / half)
-        angles = torch.arange(tokens)[:, None] * speeds
-        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(1)
-
-    c_query = norm(x_TC @ weights["wq_a.weight"].T, "q_norm.weight")
-    down = x_TC @ weights["wkv_a.weight"].T
-    c_key, k_rotated = down[:, : shape.kv_rank], turn(down[:, shape.kv_rank :])
-    c_key = norm(c_key, "kv_norm.weight")
-    heads = []
-    up_q = weights["queries.wq.weight"].chunk(shape.n_heads)
-    up_kv = weights["keys.wkv_b.weight"].chunk(shape.n_heads)
-    for to_query, to_keys_and_values in zip(up_q, up_kv, strict=True):
-        query, key_and_value = c_query @ to_query.T, c_key @ to_keys_and_values.T
-        plain = shape.plain_dim
-        scores = query[:, :plain] @ key_and_value[:, :plain].T
-        scores = (scores + turn(query[:, plain:]) @ k_rotated.T) * shape.head_width**-0.5
-        hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-        heads.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ key_and_value[:, plain:])
-    return torch.cat(heads, 1) @ weights["wo.weight"].T
-
-
-def test_attention_is_that_of_the_paper() -> None:
-    attention = LatentAttention(DEBUG, Rope(head_dim=DEBUG.rope_dim, theta=100.0)).double()
-    generator = torch.Generator().manual_seed(0)
-    for parameter in attention.parameters():
-        nn.init.normal_(parameter, std=0.5, generator=generator)
-    x_BTC = torch.randn(2, 9, DEBUG.dim, generator=generator, dtype=torch.float64)
-    with torch.no_grad():
-        out_BTC = attention(x_BTC, seq=SequenceInfo(torch.arange(9).expand(2, 9)))
-        for x_TC, out_TC in zip(x_BTC, out_BTC, strict=True):
-            torch.testing.assert_close(
-                out_TC, attention_by_hand(attention, x_TC), rtol=1e-12, atol=1e-12
-            )
+def test_attention_and_its_cache_are_those_of_the_paper() -> None:
+    assert latent.compare() == []

@@ -8,7 +8,7 @@ from tools.prove.faults.plant import Plant
 from tools.prove.paths import RECIPE
 
 Check = Literal[
-    *("verify", "dtypes", "model", "weights", "training", "rollback", "conversion"),
+    *("verify", "dtypes", "model", "latents", "weights", "training", "rollback", "conversion"),
     *("corruption", "stragglers"),
 ]
 

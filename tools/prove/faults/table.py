@@ -6,6 +6,7 @@ from tools.prove.faults import (  # noqa: F401
     exchanges,
     experts,
     float8,
+    latents,
     machines,
     model,
     muon,
