@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from math import gcd, lcm
+from typing import Any
 
 from composer3d.facts.schedules import (
     SCHEDULES,
@@ -515,9 +516,9 @@ def float8_has_sizes_of_latents(recipe: Recipe) -> Iterator[Breach]:
     """The same for the projections of latent attention."""
     precision, tp = recipe.precision, recipe.mesh.tp
     model: Any = recipe.model
-    if precision.matmul != "float8" or precision.computes_in != "bfloat16":
-        return
-    heads = model.n_heads / tp
+    if precision.matmul != "float8" or precision.computes_in != "bfloat16" or model.n_heads % tp:
+        return  # another rule reports a tp that does not divide the heads
+    heads = model.n_heads // tp
     sizes = [
         (model.query_rank, "<model.query_rank> is"),
         (model.kv_rank, "<model.kv_rank> is"),
@@ -528,11 +529,10 @@ def float8_has_sizes_of_latents(recipe: Recipe) -> Iterator[Breach]:
         ),
     ]
     for width, words in sizes:
-        # Another rule reports a tp that does not divide the heads.
-        if width == int(width) and width % FLOAT8_MULTIPLE:
+        if width % FLOAT8_MULTIPLE:
             yield breach(
                 "<precision.matmul> needs products whose sizes are multiples of "
-                f"{FLOAT8_MULTIPLE}, but {words} {int(width)}",
+                f"{FLOAT8_MULTIPLE}, but {words} {width}",
                 "change these keys",
                 use("precision.matmul", "compute"),
             )
