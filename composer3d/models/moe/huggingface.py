@@ -14,7 +14,6 @@ recipe sets it.
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from composer3d.facts.errors import CheckpointError
@@ -65,14 +64,6 @@ _KEYS = {
 MODEL_TYPES = tuple(_DEFAULTS)  # the values of model_type that this module reads
 
 
-def read_shape(folder: str | Path) -> MoeShape:
-    """Return the shape that the config.json of ``folder`` describes.
-
-    Raises CheckpointError if the file cannot be read or ``parse_config`` refuses its content.
-    """
-    return read_config(folder, parse_config)
-
-
 def parse_config(config: Any) -> MoeShape:
     """Return the shape that the content of a config.json describes.
 
@@ -102,6 +93,10 @@ def parse_config(config: Any) -> MoeShape:
     values["window"] = _parse_window(config, checks)
     checks.raise_problems()
     return without_usual_head_dim(make_shape(values, keys))
+
+
+# As ``models.llama.huggingface.read_shape``.
+read_shape = partial(read_config, parse=parse_config)
 
 
 def _experts_key(config: Mapping[str, Any]) -> str:
@@ -205,19 +200,6 @@ def _parse_window(config: Mapping[str, Any], checks: Requirements) -> int:
     return window or 0
 
 
-def make_shape(values: Mapping[str, Any], keys: Mapping[str, str] | None = None) -> MoeShape:
-    """Check plain values from an untrusted file, and make a MoeShape of them.
-
-    Args:
-        values: values by the names of their fields. Names that no field has are ignored.
-        keys: for messages, the name of each field in the file, if the file uses another name.
-
-    Raises:
-        CheckpointError: as ``checked_shape``.
-    """
-    return checked_shape(MoeShape, values, keys or {}, _find_problems)
-
-
 def _find_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list[str]:
     """Return a line for each rule on several values that is broken, as the rules of recipes do."""
     problems = decoder_problems(values, labels)
@@ -239,6 +221,10 @@ def _find_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list
             f"{labels['n_layers']} with experts"
         )
     return problems
+
+
+# As ``models.llama.huggingface.make_shape``.
+make_shape = partial(checked_shape, MoeShape, find_problems=_find_problems)
 
 
 def canonical(shape: MoeShape) -> MoeShape:
