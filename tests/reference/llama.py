@@ -13,15 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from composer3d.models.contract import IGNORE_INDEX, SequenceInfo
-from composer3d.models.granite.model import Granite
+from composer3d.models.contract import IGNORE_INDEX, Decoder, SequenceInfo
 from composer3d.models.granite.shape import GraniteShape
-from composer3d.models.llama.model import Llama, RotaryDecoder
 from composer3d.models.llama.shape import ModelShape, RotaryShape
-from composer3d.models.moe.model import MoeLlama
 from composer3d.models.moe.shape import MoeShape
-from composer3d.models.olmo2.model import Olmo2
 from composer3d.models.olmo2.shape import Olmo2Shape
+from composer3d.models.registry import OURS, Architecture, architecture
+from composer3d.models.shape import DecoderShape
 from tests.reference.attention import attend, visible_keys
 from tests.reference.rotation import rotations, turn_halves
 
@@ -41,13 +39,6 @@ _MOE = MoeShape(
 )
 _SIGMOID = replace(_MOE, router="sigmoid", router_scale=2.5)
 
-# The class of each shape's model.
-_MODELS: Mapping[type[RotaryShape], type[RotaryDecoder]] = {
-    ModelShape: Llama,
-    MoeShape: MoeLlama,
-    Olmo2Shape: Olmo2,
-    GraniteShape: Granite,
-}
 # Every option of a shape has another value than its default in at least one of these.
 SHAPES: Mapping[str, RotaryShape] = {
     "plain": replace(_LLAMA, rope_theta=5e5),
@@ -158,9 +149,14 @@ def _error(actual: Tensor | None, expected: Tensor | None) -> float:
     return ((actual - expected).norm() / expected.norm().clamp(min=1e-12)).item()
 
 
-def random_model(shape: RotaryShape) -> RotaryDecoder:
+def architecture_of(shape: DecoderShape) -> Architecture:
+    """Return the one of our architectures whose shapes have this class."""
+    return next(ours for ours in map(architecture, OURS) if ours.shape is type(shape))
+
+
+def random_model(shape: RotaryShape) -> Decoder:
     """A model in float64 whose weights, norms and biases too, are far from their initial values."""
-    model = _MODELS[type(shape)](shape, dtype=torch.float64, device="cpu")
+    model: Decoder = architecture_of(shape).build(shape, dtype=torch.float64, device="cpu")
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
