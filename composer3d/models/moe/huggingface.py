@@ -19,19 +19,18 @@ from typing import Any
 
 from composer3d.facts.errors import CheckpointError
 from composer3d.facts.text import short_json
+from composer3d.models.llama.huggingface import KEYS as DECODER_KEYS
 from composer3d.models.llama.huggingface import (
-    FULL,
-    SLIDING,
     complete_config,
     decoder_keys,
     decoder_problems,
     describes,
     parse_decoder,
+    parse_window_of_all,
     read_config,
     require_model_type,
     without_usual_head_dim,
 )
-from composer3d.models.llama.huggingface import KEYS as DECODER_KEYS
 from composer3d.models.moe.shape import MoeShape
 from composer3d.models.untrusted import Requirements, checked_shape, is_size
 
@@ -194,15 +193,7 @@ def _parse_window(config: Mapping[str, Any], checks: Requirements) -> int:
     window = config.get("sliding_window")
     if config["model_type"] == "qwen3_moe" and not config.get("use_sliding_window"):
         window = None
-    rule = "a positive integer, null or absent"
-    checks.require(window is None or is_size(window), "sliding_window", window, rule)
-
-    # transformers does not compute with layer_types here, so it must not say anything else.
-    layer_types = config.get("layer_types")
-    layer_type = FULL if window is None else SLIDING
-    is_same = layer_types in (None, [layer_type] * config["num_hidden_layers"])
-    checks.require(is_same, "layer_types", layer_types, f'"{layer_type}" for each layer, or absent')
-    return window or 0
+    return parse_window_of_all(config, window, checks)
 
 
 def make_shape(values: Mapping[str, Any], keys: Mapping[str, str] | None = None) -> MoeShape:
@@ -300,6 +291,8 @@ def _require_supported(shape: MoeShape, model_type: str) -> None:
         "router_bias": False,
         "shared_ffn": 0,
         "qkv_bias": False,
+        "full_every": 0,
+        "nope_every": 0,
     }
     if model_type == "mixtral":
         required["renormalise"] = True
