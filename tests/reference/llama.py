@@ -48,6 +48,11 @@ SHAPES: Mapping[str, ModelShape] = {
     "with norms": replace(_LLAMA, n_kv_heads=1, head_dim=12, qk_norm=True),
     "with biases and a window": replace(_LLAMA, n_kv_heads=4, qkv_bias=True, window=5),
     "tied": replace(_LLAMA, tied=True, qk_norm=True, qkv_bias=True, window=3, rope_factor=2.0),
+    "with windows in two of three blocks": replace(_LLAMA, n_layers=4, window=3, full_every=3),
+    "with positions in every second block": replace(
+        _LLAMA, n_layers=3, window=4, full_every=3, nope_every=2
+    ),
+    "without positions": replace(_LLAMA, nope_every=1, qk_norm=True),
     "with experts": _MOE,
     "with experts that are not renormalised": replace(_MOE, renormalise=False, router_scale=1.5),
     "with sigmoid experts": _SIGMOID,
@@ -57,6 +62,9 @@ SHAPES: Mapping[str, ModelShape] = {
     "with a shared expert": replace(_MOE, shared_ffn=12, dense_layers=1, expert_ffn=None),
     "with a shared expert and its gate": replace(_MOE, shared_ffn=12, shared_gate=True),
     "with experts in some layers": replace(_MOE, n_layers=3, moe_every=2, experts_per_token=6),
+    "with experts and windows in every second block": replace(
+        _MOE, n_layers=4, dense_layers=1, window=3, full_every=2, nope_every=3
+    ),
     "with one expert a token": replace(_SIGMOID, experts_per_token=1, qk_norm=True, tied=True),
 }
 
@@ -173,8 +181,16 @@ def plain_row(shape: ModelShape, weights: Mapping[str, Tensor], row: Row) -> Row
             for name, weight in weights.items()
             if name.startswith(start)
         }
+        # A pattern is for blocks that are counted from 1.
+        has_no_positions = shape.nope_every and (number + 1) % shape.nope_every == 0
+        sees_all = shape.full_every and (number + 1) % shape.full_every == 0
         h = h + _attention(
-            shape, of_block, _norm(shape, h, of_block["attn_norm.weight"]), row, turns
+            shape,
+            of_block,
+            _norm(shape, h, of_block["attn_norm.weight"]),
+            row,
+            None if has_no_positions else turns,
+            0 if sees_all else shape.window,
         )
         x = _norm(shape, h, of_block["ffn_norm.weight"])
         if isinstance(shape, MoeShape) and shape.has_experts(number):
@@ -208,7 +224,12 @@ def _feed_forward(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
 
 
 def _attention(
-    shape: ModelShape, weights: Mapping[str, Tensor], x: Tensor, row: Row, turns: Tensor
+    shape: ModelShape,
+    weights: Mapping[str, Tensor],
+    x: Tensor,
+    row: Row,
+    turns: Tensor | None,
+    window: int,
 ) -> Tensor:
     n_tokens = len(row.tokens)
 
@@ -226,9 +247,10 @@ def _attention(
     if shape.qk_norm:
         q = _norm(shape, q, weights["attn.q_norm.weight"])
         k = _norm(shape, k, weights["attn.k_norm.weight"])
-    q, k = turn_halves(q, turns), turn_halves(k, turns)
+    if turns is not None:
+        q, k = turn_halves(q, turns), turn_halves(k, turns)
     documents = torch.tensor([row.documents])
-    visible = visible_keys(n_tokens, documents_BT=documents, window=shape.window)
+    visible = visible_keys(n_tokens, documents_BT=documents, window=window)
     out = attend(*(x.transpose(0, 1)[None] for x in (q, k, v)), visible)[0]
     return out.transpose(0, 1).flatten(1) @ weights["attn.wo.weight"].T
 

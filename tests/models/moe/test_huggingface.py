@@ -274,16 +274,13 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         QWEN_2 | {"num_local_experts": 8},
         [f"num_local_experts = 8 {RULE} num_experts = 60"],
     ),
-    "windows of every second layer": (
+    "windows of layers that are not named": (
         QWEN_2 | {"use_sliding_window": True},
-        [f'layer_types = null {RULE} "sliding_attention" for each layer'],
+        [f"layer_types = null {RULE} one of full_attention and sliding_attention for each layer"],
     ),
     "windows without a width": (
         QWEN_2 | {"layer_types": ["sliding_attention"] * 3},
-        [
-            'layer_types = ["sliding_attention", "sliding_attention", "sliding_attention"] '
-            f'{RULE} "full_attention" for each layer, or absent'
-        ],
+        [f"sliding_window = null {RULE} a positive integer"],
     ),
     "quantized": (
         QWEN | {"quantization_config": {"bits": 4}},
