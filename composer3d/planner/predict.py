@@ -243,6 +243,7 @@ def _sizes(model: Model) -> Sizes:
         experts_per_token=model.experts_per_token if model.experts else 0,
         expert_width=model.expert_width if model.experts else 0,
         shared_width=getattr(model, "shared_ffn", 0),
+        shared_gate=getattr(model, "shared_gate", False),
         expert_blocks=expert_blocks,
         expert_every=getattr(model, "moe_every", 1),
     )

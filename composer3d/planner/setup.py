@@ -46,6 +46,7 @@ class Sizes:
             with 1 all dense blocks come first.
         expert_width: the width of one expert.
         shared_width: the width of the expert that computes every token; 0: none.
+        shared_gate: whether a gate weighs its output (Qwen 2).
     """
 
     layers: int
@@ -67,6 +68,7 @@ class Sizes:
     experts_per_token: int = 0
     expert_width: int = 0
     shared_width: int = 0
+    shared_gate: bool = False
     expert_blocks: int = 0
     expert_every: int = 1
     ffn_matrices: int = 3

@@ -35,6 +35,7 @@ SMALL_MOE_SHAPES = {
     "uneven": UNEVEN_MOE,
     "width of a dense layer": replace(UNEVEN_MOE, expert_ffn=None),
     "shared": replace(UNEVEN_MOE, shared_ffn=20),
+    "gate": replace(UNEVEN_MOE, shared_ffn=20, shared_gate=True, qkv_bias=True),
     "dense": replace(UNEVEN_MOE, dense_layers=2),
     "every second": replace(UNEVEN_MOE, moe_every=2),
     "bias": replace(UNEVEN_MOE, router="sigmoid", router_bias=True),

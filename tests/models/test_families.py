@@ -14,7 +14,7 @@ from composer3d.models.contract import SequenceInfo
 from composer3d.models.granite import huggingface as granite
 from composer3d.models.locations import hf_locations
 from composer3d.models.olmo2 import huggingface as olmo2
-from composer3d.models.registry import architecture
+from composer3d.models.registry import architecture, huggingface_model_types
 from tests.models.moe.transformers_models import SMALL, compute_in_float64, transformers
 
 TOKENS = (3, 40)  # batch and length
@@ -35,6 +35,7 @@ class Family(NamedTuple):
     refused: dict[str, tuple[dict[str, Any], str]]
 
 
+*_TYPES, _LAST_TYPE = huggingface_model_types()
 _WIDE_HEADS = {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
 _TIED = {"num_key_value_heads": 4, "tie_word_embeddings": True}
 _NO_BIASES = (
@@ -69,8 +70,8 @@ FAMILIES: dict[str, Family] = {
             "a size out of range": _TOO_DEEP,
             "another OLMo": (
                 {"model_type": "olmo3"},
-                'model_type = "olmo3" is not supported; it must be llama, mistral, qwen2, qwen3, '
-                "mixtral, qwen3_moe, olmo2 or granite",
+                'model_type = "olmo3" is not supported; it must be '
+                f"{', '.join(_TYPES)} or {_LAST_TYPE}",
             ),
         },
     ),

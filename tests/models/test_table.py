@@ -34,6 +34,9 @@ SHAPES: dict[str, DecoderShape] = {
     "uneven with all": replace(_UNEVEN, **_ALL),
     "uneven with experts": replace(_UNEVEN_MOE, dense_layers=1, moe_every=2),
     "uneven with experts and all": replace(_UNEVEN_MOE, **_ALL, shared_ffn=20, router_bias=True),
+    "uneven with a gate": replace(
+        _UNEVEN_MOE, n_heads=12, dense_layers=2, qkv_bias=True, shared_ffn=20, shared_gate=True
+    ),
     "uneven with wide norms": Olmo2Shape(48, 3, 12, 2, 100, 77, head_dim=10, tied=True),
 }
 
@@ -77,7 +80,7 @@ def as_read(row: Row) -> Row:
 
 
 # Their experts depend on values, so that the meta device cannot say what backward reads.
-NOT_ON_META = ("uneven with experts", "uneven with experts and all")
+NOT_ON_META = ("uneven with experts", "uneven with experts and all", "uneven with a gate")
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES.keys() - set(NOT_ON_META)))

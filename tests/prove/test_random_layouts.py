@@ -84,6 +84,7 @@ def test_each_value_of_a_setting_is_legal_in_some_layout() -> None:
         ["model.window=5"],
         ["optim.name=muon"],
         [*MOE, "model.renormalise=false"],
+        [*MOE, "model.shared_ffn=40"],
         [*MOE, "model.router=sigmoid", "model.router_bias=true"],
         *(
             ["mesh.pp=2", "parallel.schedule=Interleaved1F1B", f"model.n_layers={n}"]

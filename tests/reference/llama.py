@@ -60,6 +60,7 @@ SHAPES: Mapping[str, ModelShape] = {
         _SIGMOID, router_bias=True, expert_groups=3, groups_per_token=2, renormalise=False
     ),
     "with a shared expert": replace(_MOE, shared_ffn=12, dense_layers=1, expert_ffn=None),
+    "with a shared expert and its gate": replace(_MOE, shared_ffn=12, shared_gate=True),
     "with experts in some layers": replace(_MOE, n_layers=3, moe_every=2, experts_per_token=6),
     "with experts and windows in every second block": replace(
         _MOE, n_layers=4, dense_layers=1, window=3, full_every=2, nope_every=3
@@ -271,7 +272,10 @@ def _mixture(
             out = out + shape.router_scale * scores[e] / divisor * _feed_forward(token, w1, w2, w3)
         if shape.shared_ffn:
             w1, w2, w3 = (weights[f"moe.shared.w{n}.weight"] for n in (1, 2, 3))
-            out = out + _feed_forward(token, w1, w2, w3)
+            weight = torch.ones((), dtype=x.dtype)
+            if shape.shared_gate:
+                weight = 1 / (1 + torch.exp(-(weights["moe.shared_gate.weight"][0] @ token)))
+            out = out + weight * _feed_forward(token, w1, w2, w3)
         outs.append(out)
         all_chosen.append(chosen)
         all_shares.append(scores / scores.sum())

@@ -58,6 +58,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "model.experts_per_token": ("", "1", "4"),
     "model.expert_groups": ("", "2"),
     "model.router_scale": ("", "1e-3", "100.0"),
+    "model.shared_gate": ("", "true"),
     "model.bias_rate": ("", "0.0", "1.0"),
     "model.balance_loss": ("", "1e-6", "100.0"),
     "model.z_loss": ("", "1e-6", "10.0"),

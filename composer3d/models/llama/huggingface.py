@@ -229,7 +229,7 @@ def make_shape(values: Mapping[str, Any], keys: Mapping[str, str] | None = None)
     Raises:
         CheckpointError: as ``checked_shape``.
     """
-    return checked_shape(ModelShape, values, keys or {}, decoder_problems)
+    return checked_shape(ModelShape, values, keys, find_problems=decoder_problems)
 
 
 def decoder_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list[str]:

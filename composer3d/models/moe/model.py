@@ -1,12 +1,13 @@
-"""Llama with mixtures of experts: Mixtral (arXiv 2401.04088), Qwen 3 (arXiv 2505.09388), and the
-router of DeepSeek-V3 (arXiv 2412.19437).
+"""Llama with mixtures of experts: Mixtral (arXiv 2401.04088), Qwen 2 (arXiv 2407.10671), Qwen 3
+(arXiv 2505.09388), and the router of DeepSeek-V3 (arXiv 2412.19437).
 
 A block with experts has ``blocks.7.moe.router.weight``, ``blocks.7.moe.experts.w1`` (w2, w3; all
 experts of the block in one tensor, the expert first) and, with a shared expert,
-``blocks.7.moe.shared.w1.weight``. All other names are those of ``models.llama``.
+``blocks.7.moe.shared.w1.weight`` and perhaps its gate, ``blocks.7.moe.shared_gate.weight``. All
+other names are those of ``models.llama``.
 """
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.layers.ffn import FeedForward
@@ -34,7 +35,8 @@ def moe_of(shape: MoeShape) -> MoE:
     )
     experts = Experts(shape.experts, shape.dim, shape.expert_width)
     shared = FeedForward(shape.dim, shape.shared_ffn) if shape.shared_ffn else None
-    return MoE(router, experts, shared)
+    gate = nn.Linear(shape.dim, 1, bias=False) if shape.shared_gate else None
+    return MoE(router, experts, shared, gate)
 
 
 class _MoeBlock(Block):

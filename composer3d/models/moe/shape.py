@@ -28,6 +28,9 @@ class MoeShape(ModelShape):
         "width of the shared expert, which computes every token; 0: none",
         between(0, 4 * MOST_WIDTH),
     )
+    shared_gate: bool = key(
+        False, "weigh the shared expert by the sigmoid of a logit of each token, as in Qwen 2"
+    )
     dense_layers: int = key(
         0, "number of first blocks without experts, as in DeepSeek-V3", between(0, MOST_LAYERS)
     )
@@ -68,6 +71,13 @@ class MoeShape(ModelShape):
         return ("bias_rate", "balance_loss", "z_loss")
 
     @property
+    def model_type(self) -> Literal["mixtral", "qwen2_moe", "qwen3_moe"]:
+        """The model_type of transformers that is nearest, and whose names its files have."""
+        if self.shared_gate:
+            return "qwen2_moe"
+        return "qwen3_moe" if self.qk_norm else "mixtral"
+
+    @property
     def expert_width(self) -> int:
         """The width of an expert."""
         return self.expert_ffn or self.ffn
@@ -83,6 +93,13 @@ class MoeShape(ModelShape):
 
 
 _MIXTRAL: dict[str, Any] = {"experts": 8, "experts_per_token": 2, "rope_theta": 1e6}
+_QWEN_2: dict[str, Any] = {
+    "qkv_bias": True,
+    "shared_gate": True,
+    "renormalise": False,
+    "norm_eps": 1e-6,
+    "rope_theta": 1e6,
+}
 _QWEN_3: dict[str, Any] = {
     "experts": 128,
     "experts_per_token": 8,
@@ -127,6 +144,34 @@ PRESETS: dict[str, MoeShape] = {
     "mixtral-8x7b": MoeShape(4096, 32, 32, 8, 14336, 32000, balance_loss=0.02 * 2 / 32, **_MIXTRAL),
     "mixtral-8x22b": MoeShape(
         6144, 56, 48, 8, 16384, 32768, balance_loss=1e-3 * 2 / 56, **_MIXTRAL
+    ),
+    "qwen1.5-moe-a2.7b": MoeShape(
+        2048,
+        24,
+        16,
+        16,
+        5632,
+        151936,
+        experts=60,
+        experts_per_token=4,
+        expert_ffn=1408,
+        shared_ffn=5632,
+        balance_loss=1e-3 * 4 / 24,
+        **_QWEN_2,
+    ),
+    "qwen2-57b-a14b": MoeShape(
+        3584,
+        28,
+        28,
+        4,
+        18944,
+        151936,
+        experts=64,
+        experts_per_token=8,
+        expert_ffn=2560,
+        shared_ffn=20480,
+        balance_loss=1e-3 * 8 / 28,
+        **_QWEN_2,
     ),
     "qwen3-30b-a3b": MoeShape(
         2048, 48, 32, 4, 6144, 151936, expert_ffn=768, balance_loss=1e-3 * 8 / 48, **_QWEN_3

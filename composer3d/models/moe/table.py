@@ -12,7 +12,7 @@ def table(shape: MoeShape) -> ParameterTable:
     """Return the parameters of a Llama with experts of this shape.
 
     A block without experts is one of Llama. A block with experts has a router, experts and perhaps
-    a shared expert in place of the feed-forward layer.
+    a shared expert, with or without a gate, in place of the feed-forward layer.
     """
     dense = llama_table(shape)
     of_dense = dense.blocks[0]
@@ -24,24 +24,31 @@ def table(shape: MoeShape) -> ParameterTable:
 
 
 class _HuggingFaceNames:
-    """The names of one family's mixture in published files."""
+    """The names of one family's mixture in published files.
+
+    Attributes:
+        router: of the router.
+        experts, shared: of each matrix of the experts and of the shared expert.
+        shared_gate: of the shared expert's gate.
+    """
 
     def __init__(self, block: str, w1: str, w2: str, w3: str) -> None:
-        self.router = f"model.layers.#.{block}.gate.weight"
-        self.experts = {
-            name: f"model.layers.#.{block}.experts.@.{in_files}.weight"
-            for name, in_files in (("w1", w1), ("w2", w2), ("w3", w3))
-        }
+        hf = f"model.layers.#.{block}"
+        matrices = {"w1": w1, "w2": w2, "w3": w3}
+        self.router = f"{hf}.gate.weight"
+        self.experts = {w: f"{hf}.experts.@.{name}.weight" for w, name in matrices.items()}
+        self.shared = {w: f"{hf}.shared_expert.{name}.weight" for w, name in matrices.items()}
+        self.shared_gate = f"{hf}.shared_expert_gate.weight"
 
 
 _MIXTRAL = _HuggingFaceNames("block_sparse_moe", w1="w1", w2="w2", w3="w3")
-_QWEN_3 = _HuggingFaceNames("mlp", w1="gate_proj", w2="down_proj", w3="up_proj")
+_QWEN = _HuggingFaceNames("mlp", w1="gate_proj", w2="down_proj", w3="up_proj")
 
 
 def _expert_rows(shape: MoeShape) -> list[Row]:
     """Return the parameters of a mixture of experts."""
     dim, experts, width = shape.dim, shape.experts, shape.expert_width
-    hf = _QWEN_3 if shape.qk_norm else _MIXTRAL
+    hf = _MIXTRAL if shape.model_type == "mixtral" else _QWEN
     normal = Normal(0.02)
     rows = [Row("moe.router.weight", (experts, dim), "router", normal, hf=hf.router)]
     if shape.router_bias:
@@ -57,5 +64,10 @@ def _expert_rows(shape: MoeShape) -> list[Row]:
     ]
     if shape.shared_ffn:
         shared = feed_forward_rows(shape, "moe.shared", shape.shared_ffn)
-        rows += [row._replace(float8=True) for row in shared]
+        for name, row in zip(("w1", "w2", "w3"), shared, strict=True):
+            # Backward reads what a gate weighs.
+            is_unread = row.is_unread and not shape.shared_gate
+            rows.append(row._replace(float8=True, is_unread=is_unread, hf=hf.shared[name]))
+    if shape.shared_gate:  # of the same tokens as the router
+        rows.append(Row("moe.shared_gate.weight", (1, dim), "router", normal, hf=hf.shared_gate))
     return rows

@@ -6,7 +6,6 @@ value is checked.
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from composer3d.models.llama.huggingface import (
@@ -34,13 +33,8 @@ _DEFAULTS = {"rms_norm_eps": 1e-5}
 # An OLMo 2 has none of these: attention is full, and without biases.
 _UNSUPPORTED = ("attention_bias", "clip_qkv", "sliding_window", "use_sliding_window")
 
-
-def read_shape(folder: str | Path) -> Olmo2Shape:
-    """Return the shape that the config.json of ``folder`` describes.
-
-    Raises CheckpointError if the file cannot be read or ``parse_config`` refuses its content.
-    """
-    return read_config(folder, parse_config)
+# As ``models.llama.huggingface.make_shape``.
+make_shape = partial(checked_shape, Olmo2Shape, find_problems=decoder_problems)
 
 
 def parse_config(config: Any) -> Olmo2Shape:
@@ -65,17 +59,8 @@ def parse_config(config: Any) -> Olmo2Shape:
     return without_usual_head_dim(shape)
 
 
-def make_shape(values: Mapping[str, Any], keys: Mapping[str, str] | None = None) -> Olmo2Shape:
-    """Check plain values from an untrusted file, and make an Olmo2Shape of them.
-
-    Args:
-        values: values by the names of their fields. Names that no field has are ignored.
-        keys: for messages, the name of each field in the file, if the file uses another name.
-
-    Raises:
-        CheckpointError: as ``checked_shape``.
-    """
-    return checked_shape(Olmo2Shape, values, keys or {}, decoder_problems)
+# As ``models.llama.huggingface.read_shape``.
+read_shape = partial(read_config, parse=parse_config)
 
 
 def make_config(
