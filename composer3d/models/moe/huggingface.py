@@ -18,8 +18,9 @@ from typing import Any
 
 from composer3d.facts.errors import CheckpointError
 from composer3d.facts.text import short_json
-from composer3d.models.llama.huggingface import KEYS as DECODER_KEYS
 from composer3d.models.llama.huggingface import (
+    FULL,
+    SLIDING,
     complete_config,
     decoder_keys,
     decoder_problems,
@@ -32,6 +33,7 @@ from composer3d.models.llama.huggingface import (
     require_model_type,
     without_usual_head_dim,
 )
+from composer3d.models.llama.huggingface import KEYS as DECODER_KEYS
 from composer3d.models.moe.shape import MoeShape
 from composer3d.models.untrusted import Requirements, checked_shape, is_size
 
@@ -49,6 +51,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 5632,
         "qkv_bias": True,
         "sliding_window": 4096,
+        "max_window_layers": 28,
     },
     "qwen3_moe": {
         "num_key_value_heads": 4,
@@ -220,11 +223,19 @@ def _parse_window(config: Mapping[str, Any], checks: Requirements) -> dict[str, 
         window = None
     if model_type != "qwen2_moe":
         return {"window": parse_window_of_all(config, window, checks)}
-    # transformers makes some layers of full attention if the key is absent and there is a window.
-    # So it must be there then.
+
     layer_types = config.get("layer_types")
     if layer_types is None and window is None:
-        return {}
+        layer_types = [FULL] * n_layers
+    elif layer_types is None:
+        # Against the name of the key, only the first layers have windows, and only every second.
+        last = config["max_window_layers"]
+        is_valid = type(last) is int and last >= 0
+        checks.require(is_valid, "max_window_layers", last, "an integer from 0")
+        layer_types = [
+            SLIDING if layer % 2 == 0 and is_valid and layer < last else FULL
+            for layer in range(n_layers)
+        ]
     return parse_layer_types(layer_types, window, n_layers, checks)
 
 
