@@ -238,7 +238,7 @@ def _sizes(model: Model) -> Sizes:
         ffn_matrices=2 if inner == 1 else 3,
         norms_over_heads=any(row.style in NORMS_OVER_HEADS for row in kinds[0]),
         tied=model.tied,
-        window=model.window,
+        windows=tuple(map(model.window_of, range(model.n_layers))) if any(model.windows) else (),
         experts=model.experts,
         experts_per_token=model.experts_per_token if model.experts else 0,
         expert_width=model.expert_width if model.experts else 0,

@@ -81,6 +81,7 @@ def test_each_value_of_a_setting_is_legal_in_some_layout() -> None:
         ["mesh.dp_shard=2", "optim.schedule=wsd", "precision.compute=bfloat16"],
         ["run.steps=1000001"],
         ["model.qkv_bias=true"],
+        ["model.window=5"],
         ["optim.name=muon"],
         [*MOE, "model.renormalise=false"],
         [*MOE, "model.shared_ffn=40"],

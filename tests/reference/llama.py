@@ -8,6 +8,7 @@ computes one sequence at a time, in mixtures of experts one token, and rotates c
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,11 @@ SHAPES: Mapping[str, RotaryShape] = {
     "with norms": replace(_LLAMA, n_kv_heads=1, head_dim=12, qk_norm=True),
     "with biases and a window": replace(_LLAMA, n_kv_heads=4, qkv_bias=True, window=5),
     "tied": replace(_LLAMA, tied=True, qk_norm=True, qkv_bias=True, window=3, rope_factor=2.0),
+    "with windows in two of three blocks": replace(_LLAMA, n_layers=4, window=3, full_every=3),
+    "with positions in every second block": replace(
+        _LLAMA, n_layers=3, window=4, full_every=3, nope_every=2
+    ),
+    "without positions": replace(_LLAMA, nope_every=1, qk_norm=True),
     "with experts": _MOE,
     "with experts that are not renormalised": replace(_MOE, renormalise=False, router_scale=1.5),
     "with sigmoid experts": _SIGMOID,
@@ -59,6 +65,9 @@ SHAPES: Mapping[str, RotaryShape] = {
     "with a shared expert": replace(_MOE, shared_ffn=12, dense_layers=1, expert_ffn=None),
     "with a shared expert and its gate": replace(_MOE, shared_ffn=12, shared_gate=True),
     "with experts in some layers": replace(_MOE, n_layers=3, moe_every=2, experts_per_token=6),
+    "with experts and windows in every second block": replace(
+        _MOE, n_layers=4, dense_layers=1, window=3, full_every=2, nope_every=3
+    ),
     "with one expert a token": replace(_SIGMOID, experts_per_token=1, qk_norm=True, tied=True),
     "with norms over all heads": Olmo2Shape(24, 2, 4, 2, 40, 31, 1e2, 1e-3),
     "with multipliers": GraniteShape(
@@ -192,11 +201,12 @@ def plain_row(shape: RotaryShape, weights: Mapping[str, Tensor], row: Row) -> Ro
             if name.startswith(start)
         }
         w_attn, w_ffn = of_block["attn_norm.weight"], of_block["ffn_norm.weight"]
+        attend_to = partial(_attention, shape, of_block, row, number, turns)
         if isinstance(shape, Olmo2Shape):  # norms come after the layers
-            h = h + _norm(shape, _attention(shape, of_block, h, row, turns), w_attn)
+            h = h + _norm(shape, attend_to(h), w_attn)
             h = h + _norm(shape, _dense(of_block, h), w_ffn)
             continue
-        h = h + factor * _attention(shape, of_block, _norm(shape, h, w_attn), row, turns)
+        h = h + factor * attend_to(_norm(shape, h, w_attn))
         x = _norm(shape, h, w_ffn)
         if isinstance(shape, MoeShape) and shape.has_experts(number):
             out, loss = _mixture(shape, of_block, x, row)
@@ -234,7 +244,12 @@ def _feed_forward(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
 
 
 def _attention(
-    shape: RotaryShape, weights: Mapping[str, Tensor], x: Tensor, row: Row, turns: Tensor
+    shape: RotaryShape,
+    weights: Mapping[str, Tensor],
+    row: Row,
+    number: int,
+    turns: Tensor,
+    x: Tensor,
 ) -> Tensor:
     n_tokens = len(row.tokens)
 
@@ -254,13 +269,21 @@ def _attention(
     if shape.qk_norm:
         q = _norm(shape, q, weights["attn.q_norm.weight"])
         k = _norm(shape, k, weights["attn.k_norm.weight"])
-    q, k = turn_halves(q, turns), turn_halves(k, turns)
+    if not _is_every(shape, "nope_every", number):
+        q, k = turn_halves(q, turns), turn_halves(k, turns)
     if isinstance(shape, GraniteShape) and shape.attention_multiplier is not None:
         q = q * (shape.attention_multiplier * math.sqrt(shape.head_width))  # ``attend`` divides
+    window = 0 if _is_every(shape, "full_every", number) else shape.window
     documents = torch.tensor([row.documents])
-    visible = visible_keys(n_tokens, documents_BT=documents, window=shape.window)
+    visible = visible_keys(n_tokens, documents_BT=documents, window=window)
     out = attend(*(x.transpose(0, 1)[None] for x in (q, k, v)), visible)[0]
     return out.transpose(0, 1).flatten(1) @ weights["attn.wo.weight"].T
+
+
+def _is_every(shape: RotaryShape, field: str, number: int) -> bool:
+    """Whether a pattern of the shape names a block. It counts them from 1, and 0 names none."""
+    every = getattr(shape, field, 0)
+    return bool(every) and (number + 1) % every == 0
 
 
 def _mixture(

@@ -43,6 +43,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "data.packing": ("", "documents", "whole_documents"),
     "data.seed": ("", "12345"),
     "model.window": ("", "1", "2", "5"),
+    "model.full_every": ("", "2", "3"),
+    "model.nope_every": ("", "1", "2", "3"),
     "model.dim": ("", "128", "320"),
     "model.head_dim": ("", "2", "12"),
     "model.ffn": ("", "96"),

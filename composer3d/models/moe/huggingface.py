@@ -25,7 +25,10 @@ from composer3d.models.llama.huggingface import (
     decoder_keys,
     decoder_problems,
     describes,
+    layer_types_of,
     parse_decoder,
+    parse_layer_types,
+    parse_window_of_all,
     read_config,
     require_model_type,
     without_usual_head_dim,
@@ -48,6 +51,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 5632,
         "qkv_bias": True,
         "sliding_window": 4096,
+        "max_window_layers": 28,
     },
     "qwen3_moe": {
         "num_key_value_heads": 4,
@@ -106,7 +110,7 @@ def parse_config(config: Any) -> MoeShape:
     make_shape(values, keys)  # the checks below loop over layers, so their number must be in range
     if model_type != "mixtral":
         values |= _parse_layers(config, checks)
-    values["window"] = _parse_window(config, checks)
+    values |= _parse_window(config, checks)
     checks.raise_problems()
     return without_usual_head_dim(make_shape(values, keys))
 
@@ -211,26 +215,28 @@ def _describe_layers(has_experts: Sequence[bool]) -> dict[str, int] | None:
     return {"dense_layers": dense, "moe_every": every} if described == list(has_experts) else None
 
 
-def _parse_window(config: Mapping[str, Any], checks: Requirements) -> int:
-    """Return the sliding window of all layers, or 0 if there is none."""
+def _parse_window(config: Mapping[str, Any], checks: Requirements) -> dict[str, Any]:
+    """Return the fields ``window`` and ``full_every`` of the shape that ``config`` describes."""
     model_type, n_layers = config["model_type"], config["num_hidden_layers"]
     window = config.get("sliding_window")
     if model_type != "mixtral" and not config.get("use_sliding_window"):
         window = None
-    rule = "a positive integer, null or absent"
-    checks.require(window is None or is_size(window), "sliding_window", window, rule)
+    if model_type != "qwen2_moe":
+        return {"window": parse_window_of_all(config, window, checks)}
 
-    # transformers computes with layer_types in Qwen 2 alone, where it makes some of full attention
-    # if they are absent and there is a window. In the others, they must not say anything else.
     layer_types = config.get("layer_types")
-    layer_type = FULL if window is None else SLIDING
-    must_be_there = model_type == "qwen2_moe" and window is not None
-    is_same = layer_types == [layer_type] * n_layers
-    rule = f'"{layer_type}" for each layer'
-    if not must_be_there:
-        is_same, rule = is_same or layer_types is None, f"{rule}, or absent"
-    checks.require(is_same, "layer_types", layer_types, rule)
-    return window or 0
+    if layer_types is None and window is None:
+        layer_types = [FULL] * n_layers
+    elif layer_types is None:
+        # Against the name of the key, only the first layers have windows, and only every second.
+        last = config["max_window_layers"]
+        is_valid = type(last) is int and last >= 0
+        checks.require(is_valid, "max_window_layers", last, "an integer from 0")
+        layer_types = [
+            SLIDING if layer % 2 == 0 and is_valid and layer < last else FULL
+            for layer in range(n_layers)
+        ]
+    return parse_layer_types(layer_types, window, n_layers, checks)
 
 
 def _find_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list[str]:
@@ -313,7 +319,7 @@ def make_config(
     if model_type == "qwen2_moe":
         own |= {"shared_expert_intermediate_size": shape.shared_ffn, "qkv_bias": shape.qkv_bias}
         if shape.window:
-            own["layer_types"] = [SLIDING] * shape.n_layers
+            own["layer_types"] = layer_types_of(shape)
     is_same = partial(describes, shape=shape, parse=parse_config, canonical=canonical)
     return complete_config(own, shape, dtype, carried or {}, is_same)
 
@@ -326,11 +332,12 @@ def _require_supported(shape: MoeShape) -> None:
         "router_scale": 1.0,
         "expert_groups": 1,
         "router_bias": False,
+        "nope_every": 0,
     }
     if model_type == "qwen2_moe":
         required["qk_norm"] = False
     else:
-        required |= {"shared_ffn": 0, "qkv_bias": False}
+        required |= {"shared_ffn": 0, "qkv_bias": False, "full_every": 0}
     if model_type == "mixtral":
         required["renormalise"] = True
     lines = [

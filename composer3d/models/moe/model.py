@@ -44,8 +44,8 @@ class _MoeBlock(Block):
 
     compiled = ("before_experts", "after_experts")
 
-    def __init__(self, shape: MoeShape, rope: Rope) -> None:
-        super().__init__(shape, rope)
+    def __init__(self, shape: MoeShape, rope: Rope, layer: int) -> None:
+        super().__init__(shape, rope, layer)
         del self.ffn
         self.moe = moe_of(shape)
 
@@ -77,4 +77,4 @@ class MoeLlama(Llama):
 
     def make_block(self, layer: int, rope: Rope) -> Block:
         """Build a block; ``MoeShape.has_experts`` says whether it has experts."""
-        return (_MoeBlock if self.shape.has_experts(layer) else Block)(self.shape, rope)
+        return (_MoeBlock if self.shape.has_experts(layer) else Block)(self.shape, rope, layer)

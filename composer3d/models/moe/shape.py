@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from composer3d.facts.ranges import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, above, between, key
 from composer3d.models.llama.shape import ModelShape
+from composer3d.models.shape import is_nth
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class MoeShape(ModelShape):
 
     def has_experts(self, layer: int) -> bool:
         """Whether a block has experts, by its number, counted from 0."""
-        return layer >= self.dense_layers and (layer + 1) % self.moe_every == 0
+        return layer >= self.dense_layers and is_nth(layer, self.moe_every)
 
     @property
     def moe_layers(self) -> int:

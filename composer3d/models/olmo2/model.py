@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from composer3d.models.contract import DecoderBlock, SequenceInfo
 from composer3d.models.layers.attention import Attention
 from composer3d.models.layers.ffn import FeedForward
-from composer3d.models.layers.rope import Rope, shared_rope_table
+from composer3d.models.layers.rope import Rope
 from composer3d.models.llama.model import RotaryDecoder
 from composer3d.models.olmo2.shape import Olmo2Shape
 
@@ -44,7 +44,7 @@ class Olmo2Block(DecoderBlock):
         self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
 
     def prepare(self, seq: SequenceInfo, dtype: torch.dtype) -> None:
-        shared_rope_table(self.attn.rope, seq, dtype)
+        self.attn.prepare(seq, dtype)
 
     def forward(self, h_BTC: Tensor, seq: SequenceInfo) -> Tensor:
         h_BTC = h_BTC + self.attn_norm(self.attn(h_BTC, seq=seq))

@@ -119,6 +119,25 @@ def bias_rate_needs_a_bias(recipe: Recipe) -> Iterator[Breach]:
         )
 
 
+@rule("model.full_every", "model.window")
+def full_blocks_need_a_window(recipe: Recipe) -> Iterator[Breach]:
+    """Blocks without a window differ from the others only if those have one."""
+    model: Any = recipe.model
+    if model.full_every > 0 and model.window == 0:
+        yield breach(
+            "<model.full_every> is not used with <model.window>",
+            use("model.full_every", 0),
+            "model.window above 0",
+        )
+    elif model.full_every == 1:
+        yield breach(
+            "<model.full_every> lets every block see all tokens, so that <model.window> is not "
+            "used",
+            use("model.window", 0),
+            "model.full_every of 2 or more",
+        )
+
+
 RULES: tuple[Rule, ...] = (
     heads_divide_dim,
     kv_heads_divide_heads,
@@ -130,4 +149,5 @@ RULES: tuple[Rule, ...] = (
     routers_learn,
     bias_rate_needs_a_bias,
     must_be_above("model.rope_high_freq", "model.rope_low_freq"),
+    full_blocks_need_a_window,
 )

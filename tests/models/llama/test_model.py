@@ -68,6 +68,7 @@ PUBLISHED: dict[str, Published] = {
     "llama3.2-3b": Published(3_212_749_824, 5e5, 1e-5, 0, 32.0, True, False),
     "mistral-7b": Published(7_241_732_096, 1e4, 1e-5, 4096, 1.0, False, False),
     "mistral-7b-v0.3": Published(7_248_023_552, 1e6, 1e-5, 0, 1.0, False, False),
+    "smollm3-3b": Published(3_075_098_624, 5e6, 1e-6, 0, 1.0, True, False),
     "qwen3-0.6b": Published(596_049_920, 1e6, 1e-6, 0, 1.0, True, True),
     "qwen3-1.7b": Published(1_720_574_976, 1e6, 1e-6, 0, 1.0, True, True),
     "qwen3-4b": Published(4_022_468_096, 1e6, 1e-6, 0, 1.0, True, True),
@@ -99,4 +100,5 @@ def test_presets_are_the_published_models_and_meta_allocates_nothing(preset: str
     assert counts.parameters(table(shape)) == published.numel
     assert all(tensor.is_meta for tensor in (*parameters.values(), *model.buffers()))
     wk = parameters[f"blocks.{shape.n_layers - 1}.attn.wk.weight"]
-    assert wk.shape == (8 * shape.head_width, shape.dim)
+    kv_heads = 4 if preset == "smollm3-3b" else 8
+    assert wk.shape == (kv_heads * shape.head_width, shape.dim)

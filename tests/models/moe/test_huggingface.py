@@ -125,8 +125,6 @@ def test_absent_keys_have_the_defaults_of_transformers(
     kind: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     config = MINIMAL | {"model_type": kind, "num_attention_heads": 16} | settings
-    if settings and kind == "qwen2_moe":
-        config |= {"layer_types": ["sliding_attention"] * 3}
     (tmp_path / "config.json").write_text(json.dumps(config))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     shape = hf.read_shape(tmp_path)
@@ -135,6 +133,10 @@ def test_absent_keys_have_the_defaults_of_transformers(
     assert (shape.norm_eps, shape.tied) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
     assert theirs.rope_parameters == {"rope_type": "default", "rope_theta": shape.rope_theta}
     assert shape.window == (theirs.sliding_window or 0)
+    layer_types = getattr(theirs, "layer_types", None) if kind == "qwen2_moe" else None
+    if layer_types is not None:
+        kinds = ["sliding_attention" if shape.window_of(n) else "full_attention" for n in range(3)]
+        assert kinds == layer_types
     assert theirs.hidden_act == "silu"
     experts = getattr(theirs, "num_local_experts", None) or theirs.num_experts
     assert (shape.experts, shape.experts_per_token) == (experts, theirs.num_experts_per_tok)
@@ -274,16 +276,17 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         QWEN_2 | {"num_local_experts": 8},
         [f"num_local_experts = 8 {RULE} num_experts = 60"],
     ),
-    "windows of every second layer": (
-        QWEN_2 | {"use_sliding_window": True},
-        [f'layer_types = null {RULE} "sliding_attention" for each layer'],
+    "a window of the first layer only": (
+        QWEN_2 | {"use_sliding_window": True, "max_window_layers": 1},
+        [
+            'layer_types = ["sliding_attention", "full_attention", "full_attention"] '
+            f"{RULE} sliding_attention, and full_attention in every N-th layer: N, 2N, 3N ... "
+            "counted from 1"
+        ],
     ),
     "windows without a width": (
         QWEN_2 | {"layer_types": ["sliding_attention"] * 3},
-        [
-            'layer_types = ["sliding_attention", "sliding_attention", "sliding_attention"] '
-            f'{RULE} "full_attention" for each layer, or absent'
-        ],
+        [f"sliding_window = null {RULE} a positive integer"],
     ),
     "quantized": (
         QWEN | {"quantization_config": {"bits": 4}},

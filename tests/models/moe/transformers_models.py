@@ -56,6 +56,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention"] * 4,
         },
     ),
+    "qwen 2, windows in every second layer": (
+        "Qwen2Moe",
+        {
+            **_QWEN_2,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
     "qwen 3": ("Qwen3Moe", {**_QWEN, "norm_topk_prob": True}),
     "qwen 3, some dense, windows": (
         "Qwen3Moe",
