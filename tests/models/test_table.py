@@ -23,6 +23,7 @@ from composer3d.recipe.schema import MeshTable, ParallelTable
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
+from tests.reference.llama import architecture_of
 
 _UNEVEN = ModelShape(dim=48, n_layers=3, n_heads=6, n_kv_heads=2, ffn=100, vocab=77)
 _UNEVEN_MOE = MoeShape(48, 4, 6, 2, 100, 77, experts=5, experts_per_token=3, expert_ffn=28)
@@ -34,12 +35,11 @@ SHAPES: dict[str, DecoderShape] = {
     "uneven with all": replace(_UNEVEN, **_ALL),
     "uneven with experts": replace(_UNEVEN_MOE, dense_layers=1, moe_every=2),
     "uneven with experts and all": replace(_UNEVEN_MOE, **_ALL, shared_ffn=20, router_bias=True),
+    "uneven with a gate": replace(
+        _UNEVEN_MOE, n_heads=12, dense_layers=2, qkv_bias=True, shared_ffn=20, shared_gate=True
+    ),
     "uneven with wide norms": Olmo2Shape(48, 3, 12, 2, 100, 77, head_dim=10, tied=True),
 }
-
-
-def architecture_of(shape: DecoderShape) -> Any:
-    return next(ours for ours in _OURS if ours.shape is type(shape))
 
 
 def table_of(shape: DecoderShape) -> ParameterTable:
@@ -77,7 +77,7 @@ def as_read(row: Row) -> Row:
 
 
 # Their experts depend on values, so that the meta device cannot say what backward reads.
-NOT_ON_META = ("uneven with experts", "uneven with experts and all")
+NOT_ON_META = ("uneven with experts", "uneven with experts and all", "uneven with a gate")
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES.keys() - set(NOT_ON_META)))

@@ -38,6 +38,8 @@ TABLES: dict[str, dict[str, Bounds | tuple[object, ...]]] = {
         "norm_eps": Bounds(1e-20, 1),
         "head_dim": Bounds(2, 2**14),
         "window": Bounds(0, _TOKENS),
+        "full_every": Bounds(0, 10_000),
+        "nope_every": Bounds(0, 10_000),
         "rope_factor": Bounds(1, 1e6),
         "rope_low_freq": Bounds(0, 1e6, is_above=True),
         "rope_high_freq": Bounds(0, 1e6, is_above=True),

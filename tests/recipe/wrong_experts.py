@@ -59,6 +59,7 @@ EXPERTS = [
         "experts in uneven shards on every ep",
         MOE + "[mesh]\ndp_shard = 5\n[data]\nglobal_batch = 10\n",
     ),
+    Wrong("a gate without a shared expert", MOE + "shared_gate = true\n"),
     Wrong("tp, shared expert", MOE + "shared_ffn = 30\n[mesh]\ntp = 4\n"),
     Wrong(
         "compiled experts, results of single operators",

@@ -16,6 +16,7 @@ from composer3d.models.deepseek import huggingface as hf
 from composer3d.models.deepseek.model import Deepseek
 from composer3d.models.deepseek.names import hf_locations, left_out
 from composer3d.models.deepseek.shape import PRESETS, DeepseekShape
+from composer3d.models.registry import huggingface_model_types
 from tests.models.moe.transformers_models import (
     compute_in_float64,
     load_folder,
@@ -213,6 +214,7 @@ def refusal(key: str, value: Any, rule: str) -> tuple[dict[str, Any], str]:
     return {key: value}, f"{key} = {json.dumps(value)} is not supported; it must be {rule}"
 
 
+*_TYPES, _LAST_TYPE = huggingface_model_types()
 _FALSE = "false, null or absent"
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "biases": ("v3", *refusal("attention_bias", True, _FALSE)),
@@ -274,8 +276,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "another model": (
         "v3",
         {"model_type": "kimi_k2"},
-        'model_type = "kimi_k2" is not supported; it must be llama, mistral, qwen2, qwen3, '
-        "mixtral, qwen3_moe, olmo2, granite, deepseek_v2 or deepseek_v3",
+        f'model_type = "kimi_k2" is not supported; it must be {", ".join(_TYPES)} or {_LAST_TYPE}',
     ),
 }
 
@@ -307,6 +308,7 @@ NOT_THEIRS: dict[str, tuple[DeepseekShape, str]] = {
     "no shared expert": (replace(V3, shared_ffn=0), "shared_ffn = 0 is no multiple of 2048"),
     "a narrow one": (replace(V3, shared_ffn=1000), "shared_ffn = 1000 is no multiple of 2048"),
     "groups of one": (replace(V3, expert_groups=256), "experts = 256 has one in each of 256"),
+    "a gate": (replace(V3, shared_gate=True), "deepseek_v3 has no shared_gate = True"),
     "odd heads": (replace(V2, n_heads=96, n_kv_heads=96), "n_heads = 96 that does not divide"),
 }
 
