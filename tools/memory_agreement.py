@@ -137,8 +137,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "latents-tp": (*DEEPSEEK, "mesh.tp=4", "mesh.dp_shard=2", "mesh.ep=8", BF16, batch(2)),
     "latents-tp-full": (
         *DEEPSEEK,
-        *("mesh.tp=4", "mesh.dp_shard=2", "mesh.ep=8", "model.query_rank=1536", BF16, FULL),
-        batch(2),
+        *("mesh.tp=4", "mesh.dp_shard=2", "mesh.ep=4", "model.query_rank=1536", BF16, FULL),
+        batch(4),
     ),
     "latents-selective": (
         *DEEPSEEK,

@@ -50,9 +50,7 @@ class KeyValueCache:
         # remain: window - 1 positions before the T new ones.
         return min(self.longest, window - 1 + self.longest_call)
 
-    def of_module(
-        self, module: object, new: Sequence[Tensor], window: int
-    ) -> tuple[Tensor, ...]:
+    def of_module(self, module: object, new: Sequence[Tensor], window: int) -> tuple[Tensor, ...]:
         """Return what a module keeps, for each tensor of ``new`` one (rows, K, S, D).
 
         Args:
@@ -189,9 +187,7 @@ class AttendCached:
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         k_BKSD, v_BKSD = _remember(self, (k_BKTD, v_BKTD), seq, window)
-        return attend_remembered(
-            q_BHTD, k_BKSD, v_BKSD, seq=seq, window=window, sinks_H=sinks_H
-        )
+        return attend_remembered(q_BHTD, k_BKSD, v_BKSD, seq=seq, window=window, sinks_H=sinks_H)
 
 
 class RememberLatents:

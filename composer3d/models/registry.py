@@ -48,8 +48,9 @@ class Architecture:
         flops_per_token: ``flops_per_token(shape, seq_len) -> float``, the FLOPs of forward and
             backward for one training token. None: the table counts them.
         presets: shapes by name, for ``[model] preset``.
-        huggingface: the module that reads and writes Hugging Face's config.json, such as
-            ``models.llama.huggingface``, or None. It needs no torch.
+        huggingface: the module that reads and writes Hugging Face's config.json, or None. It needs
+            no torch. It has ``MODEL_TYPES``, ``read_shape``, ``parse_config``, ``make_shape``,
+            ``canonical`` and ``make_config``, as ``models.llama.huggingface`` documents them.
         names: the module that finds parameters in files of Hugging Face, such as
             ``models.moe.names``. None: they have the names in the table.
     """

@@ -234,6 +234,8 @@ def block_bytes(
         full += (part.query + part.kv) * (1 + _copies_of_a_norm(e))
     if has_experts and not sizes.shared_width:
         full += stream.own - stream.inner  # the router reads its own tokens
+    if has_experts and sizes.shared_gate:
+        full += stream.own  # what the gate weighs
 
     match setup.recompute:
         case "none":

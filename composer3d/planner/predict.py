@@ -16,10 +16,10 @@ from composer3d.planner.matrices import newton_schulz_flops
 from composer3d.planner.memory import GIB, RankMemory, predict_memory
 from composer3d.planner.schedule import keeps_gradients_of_loss
 from composer3d.planner.setup import (
-    Latents,
     AttentionKernel,
     BatchSizes,
     BlockMatrices,
+    Latents,
     Layout,
     Machine,
     Matrices,
@@ -241,11 +241,12 @@ def _sizes(model: Model) -> Sizes:
         latents=_latents(model),
         norms_over_heads=any(row.style in NORMS_OVER_HEADS for row in kinds[0]),
         tied=model.tied,
-        window=model.window,
+        windows=tuple(map(model.window_of, range(model.n_layers))) if any(model.windows) else (),
         experts=model.experts,
         experts_per_token=model.experts_per_token if model.experts else 0,
         expert_width=model.expert_width if model.experts else 0,
         shared_width=getattr(model, "shared_ffn", 0),
+        shared_gate=getattr(model, "shared_gate", False),
         expert_blocks=expert_blocks,
         expert_every=getattr(model, "moe_every", 1),
     )

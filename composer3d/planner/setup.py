@@ -63,12 +63,14 @@ class Sizes:
         ffn_matrices: the matrices of a feed-forward layer; a gated one (SwiGLU) has three.
         norms_over_heads: whether queries and keys are normalised over all heads (OLMo 2).
         latents: those of latent attention; None: queries, keys and values come from the stream.
-        window: the sliding window of attention in tokens; 0: none.
+        windows: the sliding window of each block's attention in tokens, 0: none. Empty: no block
+            has one.
         expert_blocks: the number of blocks with experts.
         expert_every: the distance between two of them; they are the last ones that fit, so that
             with 1 all dense blocks come first.
         expert_width: the width of one expert.
         shared_width: the width of the expert that computes every token; 0: none.
+        shared_gate: whether a gate weighs its output (Qwen 2).
     """
 
     layers: int
@@ -85,11 +87,12 @@ class Sizes:
     expert_parameters: int = 0
     shared_parameters: int = 0
     tied: bool = False
-    window: int = 0
+    windows: tuple[int, ...] = ()
     experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
     shared_width: int = 0
+    shared_gate: bool = False
     expert_blocks: int = 0
     expert_every: int = 1
     ffn_matrices: int = 3
@@ -100,6 +103,10 @@ class Sizes:
         """Return whether a block, counted from 0, has experts."""
         later = self.layers // self.expert_every - (block + 1) // self.expert_every
         return (block + 1) % self.expert_every == 0 and later < self.expert_blocks
+
+    def window_of(self, block: int) -> int:
+        """Return the sliding window of a block, counted from 0, in tokens; 0: none."""
+        return self.windows[block] if self.windows else 0
 
     @property
     def query_width(self) -> int:
@@ -362,10 +369,17 @@ class Machine(NamedTuple):
 
 
 class BlockKind(NamedTuple):
-    """What tells a block from another one: whether it has experts, and what backward repeats."""
+    """What tells a block from another one.
+
+    Attributes:
+        has_experts: whether its feed-forward layer has experts.
+        recompute: what backward repeats.
+        window: the sliding window of its attention in tokens; 0: none.
+    """
 
     has_experts: bool
     recompute: Recompute
+    window: int
 
 
 class BlockMatrices(NamedTuple):
@@ -458,9 +472,9 @@ class Setup:
         """The number of blocks with experts in each stage."""
         return _expert_blocks(self.sizes, self.layout.stage_blocks)
 
-    def recompute_of(self, place: int) -> Recompute:
-        """Return what the block at ``place`` in its stage repeats."""
-        return self.recompute if place % self.recompute_every == 0 else "none"
+    def kind_of(self, block: int, place: int) -> BlockKind:
+        """Return the kind of a block of the model, counted from 0, at ``place`` in its stage."""
+        return _kind_of(self.sizes, block, self.recompute, place % self.recompute_every == 0)
 
     @property
     def block_kinds(self) -> tuple[Counter[BlockKind], ...]:
@@ -487,6 +501,14 @@ def _expert_blocks(sizes: Sizes, stage_blocks: tuple[int, ...]) -> tuple[int, ..
     return tuple(sum(map(sizes.has_experts, range(*stage))) for stage in pairwise(ends))
 
 
+def _kind_of(sizes: Sizes, block: int, recompute: Recompute, is_recomputed: bool) -> BlockKind:
+    return BlockKind(
+        has_experts=bool(sizes.expert_blocks) and sizes.has_experts(block),
+        recompute=recompute if is_recomputed else "none",
+        window=sizes.window_of(block),
+    )
+
+
 @cache
 def _block_kinds(
     sizes: Sizes, stage_blocks: tuple[int, ...], recompute: Recompute, every: int
@@ -494,11 +516,8 @@ def _block_kinds(
     ends = tuple(accumulate(stage_blocks, initial=0))
     return tuple(
         Counter(
-            BlockKind(
-                bool(sizes.expert_blocks) and sizes.has_experts(layer),
-                recompute if place % every == 0 else "none",
-            )
-            for place, layer in enumerate(range(*stage))
+            _kind_of(sizes, block, recompute, place % every == 0)
+            for place, block in enumerate(range(*stage))
         )
         for stage in pairwise(ends)
     )

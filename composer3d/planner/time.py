@@ -120,7 +120,10 @@ def _stage_parts(setup: Setup, constants: Constants) -> list["_BlockTimes"]:
     layout = setup.layout
     blocks = {
         kind: _block(
-            replace(setup, recompute=kind.recompute), constants, has_experts=kind.has_experts
+            replace(setup, recompute=kind.recompute),
+            constants,
+            has_experts=kind.has_experts,
+            window=kind.window,
         )
         for kind in sorted(set().union(*setup.block_kinds))
     }
@@ -169,12 +172,12 @@ class _BlockTimes(NamedTuple):
         )
 
 
-def _block(setup: Setup, constants: Constants, *, has_experts: bool) -> _BlockTimes:
+def _block(setup: Setup, constants: Constants, *, has_experts: bool, window: int) -> _BlockTimes:
     """Return the time of one block for one micro-batch, with its collectives."""
     layout, sizes, software = setup.layout, setup.sizes, setup.software
     machine = setup.machine
     axis_groups = groups(setup)
-    work = compute.block_work(setup, constants, has_experts=has_experts)
+    work = compute.block_work(setup, constants, has_experts=has_experts, window=window)
     forward_s, input_s, weight_s, recompute_s = work
     repeats = {"full": 1.0, "half_blocks": 0.5}.get(setup.recompute, 0.0)
     exposed: dict[str, float] = {}
@@ -221,7 +224,7 @@ def _block(setup: Setup, constants: Constants, *, has_experts: bool) -> _BlockTi
         one_s = all_to_all_s(axis_groups["ep"], sent, machine, constants)
         add("ep", 2 * one_s, 2 * one_s)
     if layout.cp > 1:
-        forward_cp, backward_cp = _context_s(setup, constants, axis_groups["cp"])
+        forward_cp, backward_cp = _context_s(setup, constants, axis_groups["cp"], window)
         add("cp", forward_cp, backward_cp)
 
     held = _held_parameters(setup, has_experts=has_experts)
@@ -252,8 +255,13 @@ def _beside(compute_s: float, collective_s: float, constants: Constants) -> floa
     )
 
 
-def _context_s(setup: Setup, constants: Constants, group: GroupShape) -> tuple[float, float]:
-    """Return the visible seconds of context parallelism in forward and backward of a block."""
+def _context_s(
+    setup: Setup, constants: Constants, group: GroupShape, window: int
+) -> tuple[float, float]:
+    """Return the visible seconds of context parallelism in forward and backward of a block.
+
+    ``window`` is that of its attention, beside which a ring sends all keys and values.
+    """
     layout, sizes, machine = setup.layout, setup.sizes, setup.machine
     width = setup.precision.activations
     kv_bytes = width * setup.tokens * 2 * sizes.kv_width / layout.tp
@@ -268,7 +276,7 @@ def _context_s(setup: Setup, constants: Constants, group: GroupShape) -> tuple[f
         return gather_s, gather_s + reduce_s
     # A ring: each hop runs beside the attention of the block that came before.
     hop_s = send_s(group, kv_bytes, machine, constants)
-    forward_s, backward_s = compute.attend_s(setup, compute.rates(setup, constants))
+    forward_s, backward_s = compute.attend_s(setup, compute.rates(setup, constants), window)
     visible_forward = _beside(forward_s, (layout.cp - 1) * hop_s, constants) - forward_s
     # Backward also passes the gradients of keys and values on, in float32.
     backward_hops = (layout.cp - 1) * hop_s * 3

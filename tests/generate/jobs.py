@@ -47,6 +47,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen 3": ("Qwen3", {"head_dim": 32}),
     "mistral, window 7": ("Mistral", {"sliding_window": 7}),
     "mixtral": ("Mixtral", {"num_local_experts": 6}),
+    "qwen 2 moe": (
+        "Qwen2Moe",
+        {
+            **_EXPERTS,
+            "head_dim": 16,
+            "shared_expert_intermediate_size": 48,
+            "mlp_only_layers": [0],
+        },
+    ),
     "qwen 3 moe": ("Qwen3Moe", _EXPERTS),
     "olmo 2": ("Olmo2", {}),
     "deepseek 2": (

@@ -12,7 +12,6 @@ layers are no part of this model, nor of that of transformers. A config.json tha
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from composer3d.facts.errors import CheckpointError
@@ -95,14 +94,6 @@ _KEYS = {
 _UNSUPPORTED = ("attention_bias", "sliding_window", "use_sliding_window")
 
 
-def read_shape(folder: str | Path) -> DeepseekShape:
-    """Return the shape that the config.json of ``folder`` describes.
-
-    Raises CheckpointError if the file cannot be read or ``parse_config`` refuses its content.
-    """
-    return read_config(folder, parse_config)
-
-
 def parse_config(config: Any) -> DeepseekShape:
     """Return the shape that the content of a config.json describes.
 
@@ -119,6 +110,10 @@ def parse_config(config: Any) -> DeepseekShape:
     values |= _parse_experts(config, checks)
     checks.raise_problems()
     return without_usual_head_dim(make_shape(values, _KEYS))
+
+
+# As ``models.llama.huggingface.read_shape``.
+read_shape = partial(read_config, parse=parse_config)
 
 
 def _parse_latents(config: Mapping[str, Any], checks: Requirements) -> dict[str, Any]:
@@ -191,21 +186,11 @@ def _parse_groups(config: Mapping[str, Any], checks: Requirements) -> dict[str, 
         return {}
     for key in ("n_group", "topk_group"):
         checks.require(is_size(config[key]), key, config[key], "a positive integer")
-    fields_of_groups = {"expert_groups": config["n_group"], "groups_per_token": config["topk_group"]}
+    fields_of_groups = {
+        "expert_groups": config["n_group"],
+        "groups_per_token": config["topk_group"],
+    }
     return fields_of_groups | ({"group_best": best} if config["n_group"] != 1 else {})
-
-
-def make_shape(values: Mapping[str, Any], keys: Mapping[str, str] | None = None) -> DeepseekShape:
-    """Check plain values from an untrusted file, and make a DeepseekShape of them.
-
-    Args:
-        values: values by the names of their fields. Names that no field has are ignored.
-        keys: for messages, the name of each field in the file, if the file uses another name.
-
-    Raises:
-        CheckpointError: as ``checked_shape``.
-    """
-    return checked_shape(DeepseekShape, values, keys or {}, _find_problems)
 
 
 def _find_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list[str]:
@@ -219,6 +204,10 @@ def _find_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list
     if values["value_dim"] > width:
         problems.append(f"{labels['value_dim']} must be at most {width}, the width of a head")
     return problems
+
+
+# As ``models.llama.huggingface.make_shape``.
+make_shape = partial(checked_shape, DeepseekShape, find_problems=_find_problems)
 
 
 def canonical(shape: DeepseekShape) -> DeepseekShape:
@@ -283,7 +272,7 @@ def make_config(
 def _require_supported(shape: DeepseekShape, model_type: str) -> None:
     """Raise CheckpointError if transformers computes no such shape as a ``model_type``."""
     is_v3 = model_type == _V3
-    required: dict[str, Any] = {"router_bias": is_v3, "moe_every": 1}
+    required: dict[str, Any] = {"router_bias": is_v3, "moe_every": 1, "shared_gate": False}
     if not is_v3:
         required["renormalise"] = False
     if shape.expert_groups > 1:

@@ -20,9 +20,7 @@ def table(shape: GptOssShape) -> ParameterTable:
     block = (
         norm_row("attn_norm", shape.dim, hf="model.layers.#.input_layernorm"),
         *projection_rows(shape, has_bias=True),
-        Row(
-            "attn.out_bias.weight", (shape.dim,), "norm", ZEROS, hf=f"{_ATTENTION}.o_proj.bias"
-        ),
+        Row("attn.out_bias.weight", (shape.dim,), "norm", ZEROS, hf=f"{_ATTENTION}.o_proj.bias"),
         Row("attn.sinks.weight", (shape.n_heads,), "column", NORMAL, hf=f"{_ATTENTION}.sinks"),
         norm_row("ffn_norm", shape.dim, hf="model.layers.#.post_attention_layernorm"),
         *_mixture_rows(shape),

@@ -452,13 +452,22 @@ class MoE(nn.Module):
         router: chooses the experts of each token.
         experts: compute them.
         shared: a feed-forward layer that every token passes as well, or None.
+        shared_gate: returns a logit (B, T, 1) of each token, whose sigmoid is the weight of the
+            shared layer's output; None: the weight is 1.
     """
 
-    def __init__(self, router: Router, experts: Experts, shared: FeedForward | None) -> None:
+    def __init__(
+        self,
+        router: Router,
+        experts: Experts,
+        shared: FeedForward | None,
+        shared_gate: nn.Linear | None = None,
+    ) -> None:
         super().__init__()
         self.router = router
         self.experts = experts
         self.shared = shared
+        self.shared_gate = shared_gate
 
     def forward(self, x_BTC: Tensor, seq: SequenceInfo) -> Tensor:
         routing = self.router(x_BTC, seq)
@@ -485,7 +494,13 @@ class MoE(nn.Module):
     def combine(self, x_BTC: Tensor, out_NKC: Tensor, weights_NK: Tensor) -> Tensor:
         """Add up the outputs of each token's experts, and that of the shared expert."""
         out_BTC = weighted_sum(out_NKC, weights_NK).to(x_BTC.dtype).view_as(x_BTC)
-        return out_BTC if self.shared is None else out_BTC + self.shared(x_BTC)
+        if self.shared is None:
+            return out_BTC
+        shared_BTC = self.shared(x_BTC)
+        if self.shared_gate is not None:
+            # tp has summed the outputs by now: each rank weighs the tokens that it routes.
+            shared_BTC = shared_BTC * self.shared_gate(x_BTC).sigmoid()
+        return out_BTC + shared_BTC
 
 
 def weighted_sum(out_NKC: Tensor, weights_NK: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
-"""Llama with mixtures of experts: Mixtral (arXiv 2401.04088), Qwen 3 (arXiv 2505.09388), and the
-router of DeepSeek-V3 (arXiv 2412.19437).
+"""Llama with mixtures of experts: Mixtral (arXiv 2401.04088), Qwen 2 (arXiv 2407.10671), Qwen 3
+(arXiv 2505.09388), and the router of DeepSeek-V3 (arXiv 2412.19437).
 
 A block with experts has ``blocks.7.moe.router.weight``, ``blocks.7.moe.experts.w1`` (w2, w3; all
 experts of the block in one tensor, the expert first) and, with a shared expert,
-``blocks.7.moe.shared.w1.weight``. All other names are those of ``models.llama``.
+``blocks.7.moe.shared.w1.weight`` and perhaps its gate, ``blocks.7.moe.shared_gate.weight``. All
+other names are those of ``models.llama``.
 """
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from composer3d.models.contract import DecoderBlock, SequenceInfo
 from composer3d.models.layers.ffn import FeedForward
@@ -35,7 +36,8 @@ def moe_of(shape: ExpertsShape) -> MoE:
     )
     experts = Experts(shape.experts, shape.dim, shape.expert_width)
     shared = FeedForward(shape.dim, shape.shared_ffn) if shape.shared_ffn else None
-    return MoE(router, experts, shared)
+    gate = nn.Linear(shape.dim, 1, bias=False) if shape.shared_gate else None
+    return MoE(router, experts, shared, gate)
 
 
 class ExpertsBlock(DecoderBlock):
@@ -68,8 +70,8 @@ class ExpertsBlock(DecoderBlock):
 class _MoeBlock(ExpertsBlock, Block):
     """A block of a Llama, with experts in place of the feed-forward layer."""
 
-    def __init__(self, shape: MoeShape, rope: Rope) -> None:
-        super().__init__(shape, rope)
+    def __init__(self, shape: MoeShape, rope: Rope, layer: int) -> None:
+        super().__init__(shape, rope, layer)
         del self.ffn
         self.moe = moe_of(shape)
 
@@ -84,4 +86,4 @@ class MoeLlama(Llama):
 
     def make_block(self, layer: int, rope: Rope) -> Block:
         """Build a block; ``MoeShape.has_experts`` says whether it has experts."""
-        return (_MoeBlock if self.shape.has_experts(layer) else Block)(self.shape, rope)
+        return (_MoeBlock if self.shape.has_experts(layer) else Block)(self.shape, rope, layer)

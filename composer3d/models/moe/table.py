@@ -12,10 +12,10 @@ def table(shape: MoeShape) -> ParameterTable:
     """Return the parameters of a Llama with experts of this shape.
 
     A block without experts is one of Llama. A block with experts has a router, experts and perhaps
-    a shared expert in place of the feed-forward layer.
+    a shared expert, with or without a gate, in place of the feed-forward layer.
     """
     dense = llama_table(shape)
-    names = _QWEN_3 if shape.qk_norm else _MIXTRAL
+    names = _MIXTRAL if shape.model_type == "mixtral" else _QWEN
     return with_experts(dense, shape, (*attention_rows(shape), *expert_rows(shape, names)))
 
 
@@ -36,25 +36,28 @@ class HuggingFaceNames:
     Args:
         block: the module with the mixture.
         w1, w2, w3: the projections of an expert.
-        shared: the shared expert; "": the family has neither one nor a bias of the router.
+        shared: the module with the shared expert.
+
+    Attributes:
+        router, bias: of the router and its bias.
+        experts, shared: of each matrix of the experts and of the shared expert.
+        shared_gate: of the shared expert's gate.
     """
 
-    def __init__(self, block: str, *, w1: str, w2: str, w3: str, shared: str = "") -> None:
+    def __init__(
+        self, block: str, *, w1: str, w2: str, w3: str, shared: str = "shared_expert"
+    ) -> None:
         hf = f"model.layers.#.{block}"
-        projections = {"w1": w1, "w2": w2, "w3": w3}
+        matrices = {"w1": w1, "w2": w2, "w3": w3}
         self.router = f"{hf}.gate.weight"
-        self.bias = f"{hf}.gate.e_score_correction_bias" if shared else ""
-        self.experts = {
-            name: f"{hf}.experts.@.{in_files}.weight" for name, in_files in projections.items()
-        }
-        self.shared = {
-            name: f"{hf}.{shared}.{in_files}.weight" if shared else ""
-            for name, in_files in projections.items()
-        }
+        self.bias = f"{hf}.gate.e_score_correction_bias"
+        self.experts = {w: f"{hf}.experts.@.{name}.weight" for w, name in matrices.items()}
+        self.shared = {w: f"{hf}.{shared}.{name}.weight" for w, name in matrices.items()}
+        self.shared_gate = f"{hf}.shared_expert_gate.weight"
 
 
 _MIXTRAL = HuggingFaceNames("block_sparse_moe", w1="w1", w2="w2", w3="w3")
-_QWEN_3 = HuggingFaceNames("mlp", w1="gate_proj", w2="down_proj", w3="up_proj")
+_QWEN = HuggingFaceNames("mlp", w1="gate_proj", w2="down_proj", w3="up_proj")
 
 
 def expert_rows(shape: ExpertsShape, hf: HuggingFaceNames) -> list[Row]:
@@ -76,8 +79,10 @@ def expert_rows(shape: ExpertsShape, hf: HuggingFaceNames) -> list[Row]:
     ]
     if shape.shared_ffn:
         shared = feed_forward_rows(shape, "moe.shared", shape.shared_ffn)
-        rows += [
-            row._replace(float8=True, hf=hf.shared[row.module.rpartition(".")[2]])
-            for row in shared
-        ]
+        for name, row in zip(("w1", "w2", "w3"), shared, strict=True):
+            # Backward reads what a gate weighs.
+            is_unread = row.is_unread and not shape.shared_gate
+            rows.append(row._replace(float8=True, is_unread=is_unread, hf=hf.shared[name]))
+    if shape.shared_gate:  # of the same tokens as the router
+        rows.append(Row("moe.shared_gate.weight", (1, dim), "router", normal, hf=hf.shared_gate))
     return rows

@@ -108,6 +108,18 @@ def some_layer_has_experts(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@rule("model.shared_gate", "model.shared_ffn")
+def gate_needs_a_shared_expert(recipe: Recipe) -> Iterator[Breach]:
+    """A gate weighs the output of the shared expert."""
+    model: Any = recipe.model
+    if model.shared_gate and not model.shared_ffn:
+        yield breach(
+            "<model.shared_gate> has no expert to weigh with <model.shared_ffn>",
+            use("model.shared_gate", False),
+            "a width of the shared expert",
+        )
+
+
 @rule("model.renormalise", "model.experts_per_token")
 def routers_learn(recipe: Recipe) -> Iterator[Breach]:
     """The only weight of a token, divided by itself, is 1 whatever the router computes."""
@@ -133,6 +145,25 @@ def bias_rate_needs_a_bias(recipe: Recipe) -> Iterator[Breach]:
         )
 
 
+@rule("model.full_every", "model.window")
+def full_blocks_need_a_window(recipe: Recipe) -> Iterator[Breach]:
+    """Blocks without a window differ from the others only if those have one."""
+    model: Any = recipe.model
+    if model.full_every > 0 and model.window == 0:
+        yield breach(
+            "<model.full_every> is not used with <model.window>",
+            use("model.full_every", 0),
+            "model.window above 0",
+        )
+    elif model.full_every == 1:
+        yield breach(
+            "<model.full_every> lets every block see all tokens, so that <model.window> is not "
+            "used",
+            use("model.window", 0),
+            "model.full_every of 2 or more",
+        )
+
+
 RULES: tuple[Rule, ...] = (
     heads_divide_dim,
     kv_heads_divide_heads,
@@ -142,7 +173,9 @@ RULES: tuple[Rule, ...] = (
     must_be_at_most("model.groups_per_token", "model.expert_groups"),
     tokens_find_experts,
     some_layer_has_experts,
+    gate_needs_a_shared_expert,
     routers_learn,
     bias_rate_needs_a_bias,
     must_be_above("model.rope_high_freq", "model.rope_low_freq"),
+    full_blocks_need_a_window,
 )
