@@ -11,12 +11,13 @@ from safetensors.torch import load_file
 
 from composer3d.facts.errors import CheckpointError
 from composer3d.models.contract import SequenceInfo
+from composer3d.models.gpt_oss import huggingface as gpt_oss
 from composer3d.models.granite import huggingface as granite
 from composer3d.models.llama import huggingface as llama
-from composer3d.models.locations import hf_locations
+from composer3d.models.locations import Location
 from composer3d.models.olmo2 import huggingface as olmo2
 from composer3d.models.registry import architecture, huggingface_model_types
-from tests.models.moe.transformers_models import SMALL, compute_in_float64, transformers
+from tests.models.moe.transformers_models import SMALL, compute_in_float64, take, transformers
 
 TOKENS = (3, 40)  # batch and length
 MINIMAL = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
@@ -66,6 +67,13 @@ _TOO_DEEP = (
     {"num_hidden_layers": 10**9},
     "num_hidden_layers = 1000000000 must be from 1 to 10_000",
 )
+_GPT_OSS: dict[str, Any] = {
+    "head_dim": 16,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "sliding_window": 7,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 2e4},
+}
 FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         "llama",
@@ -213,6 +221,48 @@ FAMILIES: dict[str, Family] = {
             "a size out of range": _TOO_DEEP,
         },
     ),
+    "gpt_oss": Family(
+        "gpt_oss",
+        gpt_oss,
+        {
+            "grouped": {**_GPT_OSS, "num_hidden_layers": 4},
+            "tied, clamped, full layers only": {
+                **_GPT_OSS,
+                **_TIED,
+                "swiglu_alpha": 1.2,
+                "swiglu_limit": 0.5,
+                "layer_types": ["full_attention"] * 3,
+            },
+            "windows in two of three layers": {
+                **_GPT_OSS,
+                **_layers(5, 3),
+                "sliding_window": 5,
+                "num_experts_per_tok": 2,
+                "rms_norm_eps": 1e-3,
+            },
+        },
+        {
+            "no biases": (
+                {"attention_bias": False},
+                "attention_bias = false is not supported; it must be true or absent",
+            ),
+            "another quantization": (
+                {"quantization_config": {"quant_method": "fp8"}},
+                'quantization_config = {"quant_method": "fp8"} is not supported; it must be '
+                "false, null or absent",
+            ),
+            "a bound of text": (
+                {"swiglu_limit": "7"},
+                'swiglu_limit = "7" is not supported; it must be a number',
+            ),
+            "too many experts": (
+                {"num_local_experts": 2},
+                "num_experts_per_tok must be at most num_local_experts",
+            ),
+            "another activation": _SILU,
+            "a size out of range": _TOO_DEEP,
+        },
+    ),
 }
 CASES = [(family, kind) for family, entry in FAMILIES.items() for kind in entry.kinds]
 
@@ -250,24 +300,23 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def load_theirs(folder: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="eager"
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )
     return model.eval()
 
 
-def load_ours(saved: Saved) -> tuple[Any, dict[str, str]]:
-    """Return our model with the weights of a folder, and the name of each parameter there."""
+def load_ours(saved: Saved) -> tuple[Any, dict[str, Location]]:
+    """Return our model with the weights of a folder, and the place of each parameter there."""
     shape = saved.hf.read_shape(saved.folder)
     ours = architecture(FAMILIES[saved.family].architecture)
     tensors = load_file(saved.folder / "model.safetensors")
-    places = hf_locations(ours.table_of(shape))
-    names = {name: place.names[0] for name, place in places.items()}
-    assert tensors.keys() == set(names.values())
+    places = ours.hf_locations(shape)
+    assert tensors.keys() == {name for place in places.values() for name in place.names}
     model = ours.build(shape, device="cpu", dtype=torch.float64)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[names[name]])
-    return model, names
+            parameter.copy_(take(places[name], tensors))
+    return model, places
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -279,7 +328,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
     saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compute_in_float64(monkeypatch, saved.family)
-    (ours, names), theirs = load_ours(saved), load_theirs(saved.folder)
+    (ours, places), theirs = load_ours(saved), load_theirs(saved.folder)
     tokens_BT = torch.randint(SMALL["vocab_size"], TOKENS)
     # transformers shifts the labels itself.
     labels_BT = torch.cat((tokens_BT[:, 1:], torch.full((len(tokens_BT), 1), -100)), 1)
@@ -297,7 +346,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
     for name in dict(ours.named_parameters()):
         grad = ours.get_parameter(name).grad
         assert grad is not None
-        assert relative_error(grad, grads[names[name]]) < 1e-11, name
+        assert relative_error(grad, take(places[name], grads)) < 1e-11, name
 
 
 def test_logits_are_those_of_transformers_as_it_ships(saved: Saved) -> None:

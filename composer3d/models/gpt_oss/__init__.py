@@ -1,4 +1,4 @@
-"""gpt-oss: experts with biases and a clamped gate, attention with sinks, every second block windowed.
+"""gpt-oss: experts with biases and a clamped gate, and attention with sinks.
 
 ``models.moe`` and ``models.llama`` have the rest.
 """

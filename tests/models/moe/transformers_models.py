@@ -148,4 +148,6 @@ def take(location: Location, tensors: dict[str, Tensor]) -> Tensor:
     if location.is_stack:
         return torch.stack([tensors[name] for name in location.names])
     (name,) = location.names
+    if location.is_transposed:
+        return tensors[name].mT
     return tensors[name] if location.rows is None else tensors[name][:, slice(*location.rows)]
