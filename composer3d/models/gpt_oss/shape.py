@@ -28,7 +28,9 @@ _GPT_OSS: dict[str, Any] = {
     "window": 128,
     "full_every": 2,
     "experts_per_token": 4,
+    "rope_scaling": "yarn",
     "rope_factor": 32.0,
+    "rope_truncate": False,
     "rope_context": 4096,
 }
 
