@@ -34,6 +34,21 @@ _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size":
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "qwen 3": ("Qwen3", {"head_dim": 32}),
+    "llama, linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    ),
+    "qwen 2, yarn": (
+        "Qwen2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
     "mistral, window 7": ("Mistral", {"sliding_window": 7}),
     "mixtral": ("Mixtral", {"num_local_experts": 6}),
     "qwen 3 moe": ("Qwen3Moe", _EXPERTS),

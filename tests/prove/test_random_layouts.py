@@ -82,6 +82,8 @@ def test_each_value_of_a_setting_is_legal_in_some_layout() -> None:
         ["run.steps=1000001"],
         ["model.qkv_bias=true"],
         ["optim.name=muon"],
+        ["model.rope_factor=8.0"],
+        ["model.rope_factor=8.0", "model.rope_scaling=yarn"],
         [*MOE, "model.renormalise=false"],
         [*MOE, "model.router=sigmoid", "model.router_bias=true"],
         *(

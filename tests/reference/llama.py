@@ -45,6 +45,22 @@ SHAPES: Mapping[str, ModelShape] = {
     "stretched, other bounds": replace(
         _LLAMA, rope_factor=2.0, rope_context=200, rope_low_freq=2.0, rope_high_freq=30.0
     ),
+    "linear": replace(_LLAMA, rope_scaling="linear", rope_factor=3.0, head_dim=8),
+    "dynamic": replace(_LLAMA, rope_scaling="dynamic", rope_factor=3.0, rope_context=400),
+    "yarn": replace(
+        _LLAMA, rope_scaling="yarn", rope_factor=8.0, rope_context=512, head_dim=16, qk_norm=True
+    ),
+    "yarn, other bounds": replace(
+        _LLAMA,
+        rope_scaling="yarn",
+        rope_factor=2.0,
+        rope_context=300,
+        rope_beta_fast=20.0,
+        rope_beta_slow=3.0,
+        rope_truncate=False,
+        rope_attention_factor=0.7,
+        head_dim=20,
+    ),
     "with norms": replace(_LLAMA, n_kv_heads=1, head_dim=12, qk_norm=True),
     "with biases and a window": replace(_LLAMA, n_kv_heads=4, qkv_bias=True, window=5),
     "tied": replace(_LLAMA, tied=True, qk_norm=True, qkv_bias=True, window=3, rope_factor=2.0),

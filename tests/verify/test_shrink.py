@@ -204,6 +204,15 @@ def test_a_small_recipe_has_units_of_several_blocks(
     assert small.parallel.fsdp_blocks == min(2, fsdp_blocks)
 
 
+@pytest.mark.parametrize("scaling", ["linear", "yarn", "dynamic"])
+def test_stretched_positions_are_kept(scaling: str) -> None:
+    sets = [f"model.rope_scaling={scaling}", "model.rope_factor=4", "mesh.dp_shard=32"]
+    full = load(str(RECIPE_PATH), [*sets, "data.global_batch=64"], check_files=False).recipe
+    for small in shrink(full):
+        assert (small.model.rope_scaling, small.model.rope_factor) == (scaling, 4)
+        assert small.model.rope_context == 8192
+
+
 def test_a_window_over_a_whole_sequence_is_kept() -> None:
     full = replace(BASE, model=replace(BASE.model, window=13), data=replace(BASE.data, seq_len=16))
     (small,) = shrink(full)

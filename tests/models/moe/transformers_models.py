@@ -105,10 +105,11 @@ def compute_in_float64(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
 
     Args:
         monkeypatch: undoes it.
-        family: "mixtral" or "qwen3_moe".
+        family: the model_type.
     """
     module = f"transformers.models.{family}.modeling_{family}"
-    monkeypatch.setattr(f"{module}.torch", _WideTorch())
+    for name in (module, "transformers.modeling_rope_utils"):
+        monkeypatch.setattr(f"{name}.torch", _WideTorch())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 

@@ -1,9 +1,9 @@
 """Checks of code that ``verify`` runs on both of its sides, or not at all.
 
-They check models, initial weights, resuming, rollbacks and conversion. Each runs in a worker of one
-process, with or without a planted fault, and returns its findings: a line for each thing that is
-wrong. The right results are computed here and in ``tests/reference``, by code that shares nothing
-with the package.
+They check models, generation, initial weights, resuming, rollbacks and conversion. Each runs in a
+worker of one process, with or without a planted fault, and returns its findings: a line for each
+thing that is wrong. The right results are computed here and in ``tests/reference``, by code that
+shares nothing with the package.
 
 ``corruption`` and ``stragglers`` run in several workers (``RANKS``). Their fault is one of a
 machine, and their findings are what the training itself reports.
@@ -27,6 +27,7 @@ from composer3d.convert.convert import convert
 from composer3d.data import Corpus
 from composer3d.data.order import ORDERS, Order
 from composer3d.facts.errors import CheckpointError
+from composer3d.generate.generator import Generator
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
@@ -40,7 +41,7 @@ from composer3d.training.loop import train
 from composer3d.verify import data as verify_data
 from composer3d.verify.data import corpus_batch, reference_learning_rate
 from tests.reference.initial import initial_weight
-from tests.reference.llama import BOUND, SHAPES, compare, random_model
+from tests.reference.llama import BOUND, SHAPES, Row, compare, plain_row, random_model
 from tools.prove.proof import logged_rows, watched_run
 
 Plant = Callable[[], None] | None
@@ -56,6 +57,37 @@ def model(plant: Plant) -> list[str]:
         for is_packed in (False, True)
         for line in compare(name, is_packed=is_packed)
     ]
+
+
+# Shapes of the reference whose positions are stretched in ways of their own.
+GENERATED = ("plain", "stretched", "linear", "yarn")
+
+
+@torch.no_grad()
+def generation(plant: Plant) -> list[str]:
+    """Generate with the cache of keys; compare the tokens with those of ``tests/reference``."""
+    if plant is not None:
+        plant()
+    findings = []
+    for name in GENERATED:
+        shape = SHAPES[name]
+        model = random_model(shape)
+        weights = dict(model.named_parameters())
+        generator = Generator(model, sharding_plan(shape), device=torch.device("cpu"))
+        prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
+        completions = generator.generate(prompts, max_tokens=12)
+        for prompt, completion in zip(prompts, completions, strict=True):
+            tokens = list(prompt)
+            for _ in completion.tokens:
+                length = len(tokens)
+                row = Row(tokens, tokens, range(length), [0] * length)
+                tokens.append(int(plain_row(shape, weights, row).logits[-1].argmax()))
+            expected = tokens[len(prompt) :]
+            if completion.tokens != expected:
+                findings.append(
+                    f"the {name} model goes on with {completion.tokens}, not {expected}"
+                )
+    return findings
 
 
 def weights(plant: Plant) -> list[str]:
@@ -464,5 +496,5 @@ def differences(form: str, actual: dict[str, Tensor], expected: dict[str, Tensor
 # The number of workers of a check; 1 for all others.
 RANKS = {"corruption": 3, "stragglers": 2}
 
-_ALL = (model, weights, training, rollback, conversion, corruption, stragglers)
+_ALL = (model, generation, weights, training, rollback, conversion, corruption, stragglers)
 CHECKS: dict[str, Callable[[Plant], list[str]]] = {check.__name__: check for check in _ALL}
