@@ -1,4 +1,4 @@
-"""OLMo 2 and Granite 3: shape, names, logits, loss and gradients agree with transformers."""
+"""OLMo 2, Granite 3 and Phi-3: shape, names, logits, loss and gradients agree with transformers."""
 
 import json
 from pathlib import Path
@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 from composer3d.facts.errors import CheckpointError
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.granite import huggingface as granite
-from composer3d.models.locations import hf_locations
+from composer3d.models.locations import Location
 from composer3d.models.olmo2 import huggingface as olmo2
-from composer3d.models.registry import architecture
-from tests.models.moe.transformers_models import SMALL, compute_in_float64, transformers
+from composer3d.models.phi3 import huggingface as phi3
+from composer3d.models.registry import architecture, huggingface_model_types
+from tests.models.moe.transformers_models import SMALL, compute_in_float64, take, transformers
 
 TOKENS = (3, 40)  # batch and length
 MINIMAL = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
@@ -46,6 +47,7 @@ _TOO_DEEP = (
     {"num_hidden_layers": 10**9},
     "num_hidden_layers = 1000000000 must be from 1 to 10_000",
 )
+*_TYPES, _LAST_TYPE = huggingface_model_types()
 FAMILIES: dict[str, Family] = {
     "olmo2": Family(
         olmo2,
@@ -69,8 +71,8 @@ FAMILIES: dict[str, Family] = {
             "a size out of range": _TOO_DEEP,
             "another OLMo": (
                 {"model_type": "olmo3"},
-                'model_type = "olmo3" is not supported; it must be llama, mistral, qwen2, qwen3, '
-                "mixtral, qwen3_moe, olmo2 or granite",
+                'model_type = "olmo3" is not supported; it must be '
+                f"{', '.join(_TYPES)} or {_LAST_TYPE}",
             ),
         },
     ),
@@ -102,6 +104,41 @@ FAMILIES: dict[str, Family] = {
             ),
             "another activation": _SILU,
             "a size out of range": _TOO_DEEP,
+        },
+    ),
+    "phi3": Family(
+        phi3,
+        {
+            "window": {"sliding_window": 7, "rms_norm_eps": 1e-6},
+            "tied": _TIED,
+            "wide heads": {"head_dim": 32, "rope_parameters": {"rope_theta": 5e5}},
+        },
+        {
+            "biases": _NO_BIASES,
+            "another activation": _SILU,
+            "a size out of range": _TOO_DEEP,
+            "dropout": (
+                {"resid_pdrop": 0.1},
+                "resid_pdrop = 0.1 is not supported; it must be false, null or absent",
+            ),
+            "a window of nothing": (
+                {"sliding_window": 0},
+                "sliding_window = 0 is not supported; it must be a positive integer, null or "
+                "absent",
+            ),
+            "the parts of heads that Phi-4-mini turns": (
+                {"partial_rotary_factor": 0.75},
+                "partial_rotary_factor = 0.75 is not supported; it must be 1",
+            ),
+            "what transformers takes for longrope": (
+                {"rope_scaling": {"type": "yarn", "factor": 2.0}, "max_position_embeddings": 256},
+                'rope_scaling.rope_type = "yarn" is not supported; it must be "default"',
+            ),
+            "the long texts of Phi-3-mini-128k": (
+                {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [2]}},
+                'rope_scaling.rope_type = "longrope" is not supported; it must be "default", '
+                '"llama3", "linear", "dynamic" or "yarn"',
+            ),
         },
     ),
 }
@@ -146,18 +183,17 @@ def load_theirs(folder: Path) -> Any:
     return model.eval()
 
 
-def load_ours(saved: Saved) -> tuple[Any, dict[str, str]]:
-    """Return our model with the weights of a folder, and the name of each parameter there."""
+def load_ours(saved: Saved) -> tuple[Any, dict[str, Location]]:
+    """Return our model with the weights of a folder, and the place of each parameter there."""
     ours, shape = architecture(saved.family), saved.hf.read_shape(saved.folder)
     tensors = load_file(saved.folder / "model.safetensors")
-    places = hf_locations(ours.table_of(shape))
-    names = {name: place.names[0] for name, place in places.items()}
-    assert tensors.keys() == set(names.values())
+    places = ours.hf_locations(shape)
+    assert tensors.keys() == {place.names[0] for place in places.values()}
     model = ours.build(shape, device="cpu", dtype=torch.float64)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[names[name]])
-    return model, names
+            parameter.copy_(take(places[name], tensors))
+    return model, places
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -169,7 +205,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
     saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compute_in_float64(monkeypatch, saved.family)
-    (ours, names), theirs = load_ours(saved), load_theirs(saved.folder)
+    (ours, places), theirs = load_ours(saved), load_theirs(saved.folder)
     tokens_BT = torch.randint(SMALL["vocab_size"], TOKENS)
     # transformers shifts the labels itself.
     labels_BT = torch.cat((tokens_BT[:, 1:], torch.full((len(tokens_BT), 1), -100)), 1)
@@ -187,7 +223,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
     for name in dict(ours.named_parameters()):
         grad = ours.get_parameter(name).grad
         assert grad is not None
-        assert relative_error(grad, grads[names[name]]) < 1e-11, name
+        assert relative_error(grad, take(places[name], grads)) < 1e-11, name
 
 
 def test_logits_are_those_of_transformers_as_it_ships(saved: Saved) -> None:
@@ -223,6 +259,7 @@ def test_absent_keys_have_the_defaults_of_transformers(family: str, tmp_path: Pa
     shape = FAMILIES[family].hf.read_shape(tmp_path)
     assert shape.n_kv_heads == theirs.num_key_value_heads
     assert (shape.norm_eps, shape.tied) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    theirs.rope_parameters.pop("partial_rotary_factor", None)  # Phi-3 has 1
     assert theirs.rope_parameters == {"rope_type": "default", "rope_theta": shape.rope_theta}
     for name in ("embedding_multiplier", "attention_multiplier", "logits_scaling"):
         assert getattr(shape, name, None) == getattr(theirs, name, None)
