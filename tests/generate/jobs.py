@@ -53,6 +53,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 6}),
     "qwen 3 moe": ("Qwen3Moe", _EXPERTS),
     "olmo 2": ("Olmo2", {}),
+    "phi 3, window 7": ("Phi3", {"sliding_window": 7}),
     "granite 3": (
         "Granite",
         {

@@ -4,6 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from composer3d.facts.errors import CheckpointError
 from composer3d.models import counts, fit
@@ -57,6 +60,19 @@ def test_files_join_what_reads_the_same_input() -> None:
 
 def table_sizes() -> dict[str, tuple[int, ...]]:
     return table(PRESETS["phi-4"]).shapes()
+
+
+def test_flops_are_what_torch_counts() -> None:
+    shape = replace(PRESETS["debug-phi3"], window=0)
+    tokens_BT = torch.arange(20)[None]
+    model = Llama(shape, dtype=torch.float64, device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.1)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens_BT, tokens_BT, tokens_BT).backward()
+    expected = 20 * counts.flops_per_token(table(shape), shape, 20, causal=False)
+    assert counter.get_total_flops() == expected
 
 
 @pytest.mark.parametrize(
