@@ -1,9 +1,9 @@
 """Checks of code that ``verify`` runs on both of its sides, or not at all.
 
-They check models, initial weights, resuming, rollbacks and conversion. Each runs in a worker of one
-process, with or without a planted fault, and returns its findings: a line for each thing that is
-wrong. The right results are computed here and in ``tests/reference``, by code that shares nothing
-with the package.
+They check models, initial weights, resuming, rollbacks, conversion and generation. Each runs in a
+worker of one process, with or without a planted fault, and returns its findings: a line for each
+thing that is wrong. The right results are computed here and in ``tests/reference``, by code that
+shares nothing with the package.
 
 ``corruption`` and ``stragglers`` run in several workers (``RANKS``). Their fault is one of a
 machine, and their findings are what the training itself reports.
@@ -27,6 +27,7 @@ from composer3d.convert.convert import convert
 from composer3d.data import Corpus
 from composer3d.data.order import ORDERS, Order
 from composer3d.facts.errors import CheckpointError
+from composer3d.generate.generator import Generator
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
@@ -40,7 +41,7 @@ from composer3d.training.loop import train
 from composer3d.verify import data as verify_data
 from composer3d.verify.data import corpus_batch, reference_learning_rate
 from tests.reference.initial import initial_weight
-from tests.reference.llama import BOUND, SHAPES, compare, random_model
+from tests.reference.llama import BOUND, SHAPES, Row, compare, plain_row, random_model
 from tools.prove.proof import logged_rows, watched_run
 
 Plant = Callable[[], None] | None
@@ -461,8 +462,31 @@ def differences(form: str, actual: dict[str, Tensor], expected: dict[str, Tensor
     return findings
 
 
+def generation(plant: Plant) -> list[str]:
+    """Compare greedy tokens with those of the plain model, which computes each sequence whole."""
+    shape, prompt, count = SHAPES["with positions in every second block"], [2, 7, 1, 8, 2, 8], 20
+    ours = random_model(shape)
+    weights = {name: parameter.detach() for name, parameter in ours.named_parameters()}
+    expected = list(prompt)
+    for _ in range(count):
+        length = len(expected)
+        row = Row(expected, [IGNORE_INDEX] * length, range(length), [0] * length)
+        expected.append(int(plain_row(shape, weights, row).logits[-1].argmax()))
+
+    if plant is not None:
+        plant()
+    generator = Generator(ours, sharding_plan(shape), device=torch.device("cpu"))
+    (found,) = generator.generate([prompt], max_tokens=count, batch=1, prefill_tokens=4)
+    pairs = zip(found.tokens, expected[len(prompt) :], strict=True)
+    return [
+        f"token {place} after the prompt is {ours}, not {plain}"
+        for place, (ours, plain) in enumerate(pairs)
+        if ours != plain
+    ]
+
+
 # The number of workers of a check; 1 for all others.
 RANKS = {"corruption": 3, "stragglers": 2}
 
-_ALL = (model, weights, training, rollback, conversion, corruption, stragglers)
+_ALL = (model, weights, training, rollback, conversion, generation, corruption, stragglers)
 CHECKS: dict[str, Callable[[Plant], list[str]]] = {check.__name__: check for check in _ALL}

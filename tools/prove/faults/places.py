@@ -9,7 +9,7 @@ from tools.prove.paths import RECIPE
 
 Check = Literal[
     *("verify", "dtypes", "model", "weights", "training", "rollback", "conversion"),
-    *("corruption", "stragglers"),
+    *("generation", "corruption", "stragglers"),
 ]
 
 # Parts of layouts in several modules.
