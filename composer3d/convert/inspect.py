@@ -79,8 +79,8 @@ def inspect(path: Path) -> dict[str, Any]:
 def _notes_of_not_finite(source: Source) -> list[str]:
     """Read all tensors, and return a line for each with numbers that are not finite.
 
-    A tensor that cannot be read is a problem. If a checkpoint has problems, only tensors with
-    checksums are read, and there are no lines.
+    A tensor that cannot be read is a problem, and the others are read nevertheless. If a checkpoint
+    had problems before, only tensors with checksums are read.
     """
     notes = []
     tensors = {
@@ -100,7 +100,7 @@ def _notes_of_not_finite(source: Source) -> list[str]:
             if count:
                 notes.append(f"warning: {in_quotes(name)} holds {count}")
             progress.advance(nbytes(tensor.spec))
-    return [] if source.problems else notes
+    return notes
 
 
 def _shorten(problems: list[str]) -> list[str]:

@@ -269,11 +269,14 @@ def _set_positions(made: Translation) -> None:
                 ours="model.window",
             )
         skips = made.get("window_attn_skip_freq")
-        if skips is not None and str(skips.value).lower() not in ("0", "none"):
+        text = str(skips.value).lower() if skips is not None else "none"
+        if text.isdecimal() and 1 < int(text[:6]) == int(text):
+            made.take("model.full_every", int(text), "window_attn_skip_freq")
+        elif text not in ("0", "none"):
             made.ask(
-                "some layers see all: here all layers have the window, or none",
+                "a pattern of layers that see all, which model.full_every lacks",
                 "window_attn_skip_freq",
-                ours="model.window",
+                ours="model.full_every",
             )
     made.ignore("window_attn_skip_freq")
     word = "untie_embeddings_and_output_weights"

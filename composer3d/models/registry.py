@@ -28,6 +28,7 @@ OURS: Mapping[str, str] = {
     "moe": "composer3d.models.moe.architecture:ARCHITECTURE",
     "olmo2": "composer3d.models.olmo2.architecture:ARCHITECTURE",
     "granite": "composer3d.models.granite.architecture:ARCHITECTURE",
+    "deepseek": "composer3d.models.deepseek.architecture:ARCHITECTURE",
     "phi3": "composer3d.models.phi3.architecture:ARCHITECTURE",
 }
 
@@ -47,8 +48,9 @@ class Architecture:
         flops_per_token: ``flops_per_token(shape, seq_len) -> float``, the FLOPs of forward and
             backward for one training token. None: the table counts them.
         presets: shapes by name, for ``[model] preset``.
-        huggingface: the module that reads and writes Hugging Face's config.json, such as
-            ``models.llama.huggingface``, or None. It needs no torch.
+        huggingface: the module that reads and writes Hugging Face's config.json, or None. It needs
+            no torch. It has ``MODEL_TYPES``, ``read_shape``, ``parse_config``, ``make_shape``,
+            ``canonical`` and ``make_config``, as ``models.llama.huggingface`` documents them.
         names: the module that finds parameters in files of Hugging Face, such as
             ``models.moe.names``. None: they have the names in the table.
     """
@@ -95,6 +97,14 @@ class Architecture:
             return locations.hf_locations(self.table_of(shape))
         found: dict[str, Location] = resolve(self.names).hf_locations(shape, in_files)
         return found
+
+    def left_out(self, shape: DecoderShape, in_files: Collection[str]) -> frozenset[str]:
+        """Return the tensors in the files of Hugging Face that are no part of the model.
+
+        They are those of the function ``left_out`` of ``names``, if it has one.
+        """
+        function = getattr(resolve(self.names), "left_out", None)
+        return frozenset() if function is None else function(shape, in_files)
 
     def count_parameters(self, shape: DecoderShape) -> int:
         """Count the parameters of the whole model."""

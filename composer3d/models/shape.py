@@ -1,8 +1,28 @@
 """The sizes that every architecture has. No torch here."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 
 from composer3d.facts.ranges import MOST_HEADS, MOST_LAYERS, MOST_VOCAB, MOST_WIDTH, between, key
+
+
+def is_nth(block: int, every: int) -> bool:
+    """Return whether a block, counted from 0, is one of the blocks N, 2N, 3N ... counted from 1.
+
+    ``every`` is N; with 0, no block is one of them.
+    """
+    return every > 0 and (block + 1) % every == 0
+
+
+def period_of(chosen: Sequence[bool]) -> int | None:
+    """Return the N for which ``is_nth`` chooses the blocks that ``chosen`` does.
+
+    0: it chooses none. None: there is no such N.
+    """
+    every = chosen.index(True) + 1 if True in chosen else 0
+    is_period = list(chosen) == [is_nth(block, every) for block in range(len(chosen))]
+    return every if is_period else None
 
 
 @dataclass(frozen=True)
@@ -37,8 +57,26 @@ class DecoderShape:
 
     @property
     def window(self) -> int:
-        """The sliding window of attention in tokens; 0 means no window."""
+        """The sliding window of attention in tokens; 0 means no window. See ``window_of``."""
         return 0
+
+    @property
+    def full_every(self) -> int:
+        """The N of ``is_nth`` for the blocks that have no window; 0: all have it."""
+        return 0
+
+    def window_of(self, block: int) -> int:
+        """Return the sliding window of a block in tokens, by its number, counted from 0; 0: none.
+
+        Whatever depends on windows asks this, or ``windows``. The number is that of the whole
+        model, also in a pipeline stage.
+        """
+        return 0 if is_nth(block, self.full_every) else self.window
+
+    @property
+    def windows(self) -> Counter[int]:
+        """The number of blocks of each window, which ``window_of`` gives."""
+        return Counter(map(self.window_of, range(self.n_layers)))
 
     @property
     def qk_norm(self) -> bool:
@@ -72,5 +110,10 @@ class DecoderShape:
 
     @property
     def head_width(self) -> int:
-        """The width of a head: ``head_dim``, or dim / n_heads if that is None."""
+        """The width of a head's query and key: ``head_dim``, or dim / n_heads if that is None."""
         return self.head_dim or self.dim // self.n_heads
+
+    @property
+    def value_width(self) -> int:
+        """The width of a head's value, at most ``head_width``."""
+        return self.head_width

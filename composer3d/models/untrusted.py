@@ -45,7 +45,8 @@ class Requirements:
 def checked_shape(
     shape_type: type[Shape],
     values: Mapping[str, Any],
-    keys: Mapping[str, str],
+    keys: Mapping[str, str] | None = None,
+    *,
     find_problems: Callable[[Mapping[str, Any], Mapping[str, str]], list[str]],
 ) -> Shape:
     """Check plain values from an untrusted file, and make a shape of them.
@@ -66,6 +67,7 @@ def checked_shape(
             each such value.
     """
     all_values = {entry.name: values.get(entry.name, entry.default) for entry in fields(shape_type)}
+    keys = keys or {}
     labels = {
         name: f"{keys.get(name, name)} = {short_json(value)}" for name, value in all_values.items()
     }

@@ -1,9 +1,11 @@
-"""Compile each block on its own with torch.compile. All blocks of a rank share one graph.
+"""Compile each block on its own with torch.compile. All blocks of a kind share one graph.
 
-Ansel et al. 2024 (PyTorch 2, ASPLOS). All blocks run the same code on parameters of the same
-shapes, so the others reuse the graph of the first. A rank compiles two graphs, one for training and
-one for validation, whatever the number of blocks; and two more if only some blocks are
-checkpointed.
+Ansel et al. 2024 (PyTorch 2, ASPLOS). Blocks of a kind run the same code on parameters of the same
+shapes, so the others reuse the graph of the first. A rank compiles two graphs of each kind, one for
+training and one for validation, whatever the number of blocks; and two more if only some blocks are
+checkpointed. Most models have one kind. Blocks with another window, or without rotary positions,
+are another one: the window is a constant of the graph. torch keeps 8 graphs of a method, and runs
+what would need a further one eagerly.
 
 A block with experts has two graphs in place of one: the rows of an expert change in every step, so
 experts and the exchange of tokens run between them, eagerly. With a balance loss and packed

@@ -181,8 +181,21 @@ def product_s(
 
 
 def attention_products(setup: Setup) -> list[Product]:
-    """Return the projections of a block's attention on one rank: queries to values, and output."""
+    """Return the projections of a block's attention on one rank: queries to values, and output.
+
+    Those down to latents take the tokens of one rank under sequence parallelism, else all.
+    """
     sizes, tp, tokens = setup.sizes, setup.layout.tp, setup.tokens
+    latents = sizes.latents
+    if latents is not None:
+        own_tokens = tokens / tp if setup.layout.sequence_parallel else tokens
+        heads = sizes.heads / tp
+        return [
+            Product(own_tokens, latents.down, sizes.dim),
+            Product(tokens, sizes.query_width / tp, latents.query or sizes.dim),
+            Product(tokens, heads * (latents.plain + latents.value), latents.key),
+            Product(tokens, sizes.dim, heads * latents.value),
+        ]
     qkv = sizes.query_width + 2 * sizes.kv_width
     return [
         Product(tokens, qkv / tp, sizes.dim),
@@ -224,15 +237,22 @@ def head_product(setup: Setup) -> Product:
     return Product(setup.tokens, setup.sizes.vocab / setup.layout.tp, setup.sizes.dim)
 
 
-def keys_per_query(setup: Setup) -> float:
-    """Return the mean number of keys that a causal query sees."""
+def keys_per_query(setup: Setup, window: int) -> float:
+    """Return the mean number of keys that a causal query sees in a block with this window."""
     seq_len = setup.batch.seq_len
-    window = min(setup.sizes.window or seq_len, seq_len)
-    return window - window * (window - 1) / 2 / seq_len
+    width = min(window or seq_len, seq_len)
+    return width - width * (width - 1) / 2 / seq_len
 
 
-def block_work(setup: Setup, constants: Constants, *, has_experts: bool) -> Work:
-    """Return the computing time of one block for one micro-batch, without collectives."""
+def block_work(setup: Setup, constants: Constants, *, has_experts: bool, window: int) -> Work:
+    """Return the computing time of one block for one micro-batch, without collectives.
+
+    Args:
+        setup: what runs, on what.
+        constants: the fitted constants.
+        has_experts: whether the feed-forward layer has experts.
+        window: the sliding window of the block's attention in tokens; 0: none.
+    """
     rate = rates(setup, constants)
 
     def seconds(products: list[Product]) -> float:
@@ -247,7 +267,7 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool) -> Work
         product_s(product.weight_gradient(), rate.weight, rate, _gradient_bytes(setup))
         for product in products
     )
-    attend_forward, attend_backward = attend_s(setup, rate)
+    attend_forward, attend_backward = attend_s(setup, rate, window)
     traffic = constants.fused_traffic
     if not setup.software.fuses_elementwise:
         traffic = constants.eager_traffic
@@ -327,8 +347,8 @@ def _adding_s(setup: Setup, parameters: float, rate: ComputeRates) -> float:
     return (2.0 + 2.0 * setup.precision.gradients) * parameters / rate.memory
 
 
-def attend_s(setup: Setup, rate: ComputeRates) -> tuple[float, float]:
-    """Return the seconds of attention itself, forward and backward, of one block."""
+def attend_s(setup: Setup, rate: ComputeRates, window: int) -> tuple[float, float]:
+    """Return the seconds of attention itself, forward and backward, of a block with this window."""
     sizes, layout = setup.sizes, setup.layout
     heads = sizes.heads / layout.tp
     seq_len = setup.batch.seq_len
@@ -344,7 +364,7 @@ def attend_s(setup: Setup, rate: ComputeRates) -> tuple[float, float]:
         share *= _NARROW_HEADS
     flops_s = rate.attention * share
     flops_s *= seq_len / (seq_len + _FLASH_RAMP_S * flops_s)
-    forward = flops_per_key * keys_per_query(setup) / flops_s
+    forward = flops_per_key * keys_per_query(setup, window) / flops_s
     return forward, forward * (_BACKWARD_FLASH1 if is_first else _BACKWARD_ATTENTION)
 
 

@@ -167,10 +167,7 @@ class _Rank:
 
     def _block(self, place: int, layer: int) -> BlockBytes:
         """Return the bytes of block ``layer`` of the model, at ``place`` in its stage."""
-        sizes = self.setup.sizes
-        kind = BlockKind(
-            bool(sizes.expert_blocks) and sizes.has_experts(layer), self.setup.recompute_of(place)
-        )
+        kind = self.setup.kind_of(layer, place)
         share = self.setup.trained.of_block(layer)
         if (kind, share) not in self._blocks:
             self._blocks[kind, share] = block_bytes(

@@ -24,6 +24,29 @@ Recompute = Literal["none", "attention", "matrix", "half_matrix", "half_blocks",
 Zero = Literal[0, 1, 2, 3]
 
 
+class Latents(NamedTuple):
+    """The widths of latent attention (DeepSeek), whose down-projections tp does not cut.
+
+    Attributes:
+        query: the latent of queries; 0: they come from the stream.
+        key: the latent of keys and values.
+        rotated: the rotated part of a key, which all heads share.
+        plain: the rest of a head's key.
+        value: a head's value. For attention it is padded to the width of a key.
+    """
+
+    query: int
+    key: int
+    rotated: int
+    plain: int
+    value: int
+
+    @property
+    def down(self) -> int:
+        """The outputs of all down-projections."""
+        return self.query + self.key + self.rotated
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """The shape of a decoder, as far as its cost depends on it.
@@ -39,12 +62,15 @@ class Sizes:
         shared_parameters: of the router and the shared expert of a block.
         ffn_matrices: the matrices of a feed-forward layer; a gated one (SwiGLU) has three.
         norms_over_heads: whether queries and keys are normalised over all heads (OLMo 2).
-        window: the sliding window of attention in tokens; 0: none.
+        latents: those of latent attention; None: queries, keys and values come from the stream.
+        windows: the sliding window of each block's attention in tokens, 0: none. Empty: no block
+            has one.
         expert_blocks: the number of blocks with experts.
         expert_every: the distance between two of them; they are the last ones that fit, so that
             with 1 all dense blocks come first.
         expert_width: the width of one expert.
         shared_width: the width of the expert that computes every token; 0: none.
+        shared_gate: whether a gate weighs its output (Qwen 2).
     """
 
     layers: int
@@ -61,20 +87,26 @@ class Sizes:
     expert_parameters: int = 0
     shared_parameters: int = 0
     tied: bool = False
-    window: int = 0
+    windows: tuple[int, ...] = ()
     experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
     shared_width: int = 0
+    shared_gate: bool = False
     expert_blocks: int = 0
     expert_every: int = 1
     ffn_matrices: int = 3
     norms_over_heads: bool = False
+    latents: Latents | None = None
 
     def has_experts(self, block: int) -> bool:
         """Return whether a block, counted from 0, has experts."""
         later = self.layers // self.expert_every - (block + 1) // self.expert_every
         return (block + 1) % self.expert_every == 0 and later < self.expert_blocks
+
+    def window_of(self, block: int) -> int:
+        """Return the sliding window of a block, counted from 0, in tokens; 0: none."""
+        return self.windows[block] if self.windows else 0
 
     @property
     def query_width(self) -> int:
@@ -85,6 +117,16 @@ class Sizes:
     def kv_width(self) -> int:
         """The width of all keys, or of all values."""
         return self.kv_heads * self.head_width
+
+    @property
+    def whole_parameters(self) -> int:
+        """Those of ``attention_parameters`` that tp does not cut."""
+        return self.dim * self.latents.down if self.latents else 0
+
+    def attention_on_rank(self, tp: int) -> float:
+        """Return those of ``attention_parameters`` that each of ``tp`` ranks holds."""
+        whole = self.whole_parameters
+        return whole + (self.attention_parameters - whole) / tp
 
     @property
     def parameters(self) -> int:
@@ -327,10 +369,17 @@ class Machine(NamedTuple):
 
 
 class BlockKind(NamedTuple):
-    """What tells a block from another one: whether it has experts, and what backward repeats."""
+    """What tells a block from another one.
+
+    Attributes:
+        has_experts: whether its feed-forward layer has experts.
+        recompute: what backward repeats.
+        window: the sliding window of its attention in tokens; 0: none.
+    """
 
     has_experts: bool
     recompute: Recompute
+    window: int
 
 
 class BlockMatrices(NamedTuple):
@@ -423,9 +472,9 @@ class Setup:
         """The number of blocks with experts in each stage."""
         return _expert_blocks(self.sizes, self.layout.stage_blocks)
 
-    def recompute_of(self, place: int) -> Recompute:
-        """Return what the block at ``place`` in its stage repeats."""
-        return self.recompute if place % self.recompute_every == 0 else "none"
+    def kind_of(self, block: int, place: int) -> BlockKind:
+        """Return the kind of a block of the model, counted from 0, at ``place`` in its stage."""
+        return _kind_of(self.sizes, block, self.recompute, place % self.recompute_every == 0)
 
     @property
     def block_kinds(self) -> tuple[Counter[BlockKind], ...]:
@@ -452,6 +501,14 @@ def _expert_blocks(sizes: Sizes, stage_blocks: tuple[int, ...]) -> tuple[int, ..
     return tuple(sum(map(sizes.has_experts, range(*stage))) for stage in pairwise(ends))
 
 
+def _kind_of(sizes: Sizes, block: int, recompute: Recompute, is_recomputed: bool) -> BlockKind:
+    return BlockKind(
+        has_experts=bool(sizes.expert_blocks) and sizes.has_experts(block),
+        recompute=recompute if is_recomputed else "none",
+        window=sizes.window_of(block),
+    )
+
+
 @cache
 def _block_kinds(
     sizes: Sizes, stage_blocks: tuple[int, ...], recompute: Recompute, every: int
@@ -459,11 +516,8 @@ def _block_kinds(
     ends = tuple(accumulate(stage_blocks, initial=0))
     return tuple(
         Counter(
-            BlockKind(
-                bool(sizes.expert_blocks) and sizes.has_experts(layer),
-                recompute if place % every == 0 else "none",
-            )
-            for place, layer in enumerate(range(*stage))
+            _kind_of(sizes, block, recompute, place % every == 0)
+            for place, block in enumerate(range(*stage))
         )
         for stage in pairwise(ends)
     )

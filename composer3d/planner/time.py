@@ -13,7 +13,13 @@ from math import log2
 from typing import NamedTuple
 
 from composer3d.planner import compute
-from composer3d.planner.collectives import GroupShape, all_to_all_s, collective_s, send_s
+from composer3d.planner.collectives import (
+    GroupShape,
+    Operation,
+    all_to_all_s,
+    collective_s,
+    send_s,
+)
 from composer3d.planner.compute import Work
 from composer3d.planner.constants import SHIPPED, Constants
 from composer3d.planner.pipeline import Compiled, length_s
@@ -114,7 +120,10 @@ def _stage_parts(setup: Setup, constants: Constants) -> list["_BlockTimes"]:
     layout = setup.layout
     blocks = {
         kind: _block(
-            replace(setup, recompute=kind.recompute), constants, has_experts=kind.has_experts
+            replace(setup, recompute=kind.recompute),
+            constants,
+            has_experts=kind.has_experts,
+            window=kind.window,
         )
         for kind in sorted(set().union(*setup.block_kinds))
     }
@@ -163,12 +172,12 @@ class _BlockTimes(NamedTuple):
         )
 
 
-def _block(setup: Setup, constants: Constants, *, has_experts: bool) -> _BlockTimes:
+def _block(setup: Setup, constants: Constants, *, has_experts: bool, window: int) -> _BlockTimes:
     """Return the time of one block for one micro-batch, with its collectives."""
     layout, sizes, software = setup.layout, setup.sizes, setup.software
     machine = setup.machine
     axis_groups = groups(setup)
-    work = compute.block_work(setup, constants, has_experts=has_experts)
+    work = compute.block_work(setup, constants, has_experts=has_experts, window=window)
     forward_s, input_s, weight_s, recompute_s = work
     repeats = {"full": 1.0, "half_blocks": 0.5}.get(setup.recompute, 0.0)
     exposed: dict[str, float] = {}
@@ -180,21 +189,34 @@ def _block(setup: Setup, constants: Constants, *, has_experts: bool) -> _BlockTi
         recompute_s += repeats * forward
         exposed[axis] = exposed.get(axis, 0.0) + forward * (1 + repeats) + backward
 
-    stream_bytes = setup.precision.activations * setup.tokens * sizes.dim
     if layout.tp > 1:
         tp = axis_groups["tp"]
+
+        def collectives_s(operation: Operation, width: float) -> float:
+            moved = setup.precision.activations * setup.tokens * width
+            return collective_s(operation, tp, moved, machine, constants)
+
+        latents = sizes.latents
+        gathered = [sizes.dim]
+        if latents is not None:
+            gathered = [latents.query or sizes.dim, latents.key + latents.rotated]
         if layout.sequence_parallel:
-            pair_s = collective_s("all_gather", tp, stream_bytes, machine, constants)
-            pair_s += collective_s("reduce_scatter", tp, stream_bytes, machine, constants)
+            gathers_s = sum(collectives_s("all_gather", width) for width in gathered)
+            scatter_s = collectives_s("reduce_scatter", sizes.dim)
+            ffn_s = collectives_s("all_gather", sizes.dim) + scatter_s
+            # Backward scatters what forward gathers, and takes as long.
+            attention_s = (gathers_s + scatter_s,) * 2
         else:
-            pair_s = collective_s("all_reduce", tp, stream_bytes, machine, constants)
+            ffn_s = collectives_s("all_reduce", sizes.dim)
+            attention_s = (ffn_s, sum(collectives_s("all_reduce", width) for width in gathered))
         # Attention has one pair of collectives, and the feed-forward layer another. Experts on
         # ranks of their own need none; cut by tp, they cannot overlap theirs.
         visible_s = []
-        for overlapped in (("forward", "both"), ("backward", "both")):  # forward, backward
+        phases = (("forward", "both"), ("backward", "both"))
+        for overlapped, of_attention_s in zip(phases, attention_s, strict=True):
             first = constants.tp_exposed if software.overlaps_tp in overlapped else 1.0
             second = first if not has_experts else 1.0 if layout.expert_tp else 0.0
-            visible_s.append((first + second) * pair_s)
+            visible_s.append(first * of_attention_s + second * ffn_s)
         add("tp", *visible_s)
     if has_experts and layout.ep > 1:
         rows = setup.tokens * sizes.experts_per_token
@@ -202,7 +224,7 @@ def _block(setup: Setup, constants: Constants, *, has_experts: bool) -> _BlockTi
         one_s = all_to_all_s(axis_groups["ep"], sent, machine, constants)
         add("ep", 2 * one_s, 2 * one_s)
     if layout.cp > 1:
-        forward_cp, backward_cp = _context_s(setup, constants, axis_groups["cp"])
+        forward_cp, backward_cp = _context_s(setup, constants, axis_groups["cp"], window)
         add("cp", forward_cp, backward_cp)
 
     held = _held_parameters(setup, has_experts=has_experts)
@@ -233,8 +255,13 @@ def _beside(compute_s: float, collective_s: float, constants: Constants) -> floa
     )
 
 
-def _context_s(setup: Setup, constants: Constants, group: GroupShape) -> tuple[float, float]:
-    """Return the visible seconds of context parallelism in forward and backward of a block."""
+def _context_s(
+    setup: Setup, constants: Constants, group: GroupShape, window: int
+) -> tuple[float, float]:
+    """Return the visible seconds of context parallelism in forward and backward of a block.
+
+    ``window`` is that of its attention, beside which a ring sends all keys and values.
+    """
     layout, sizes, machine = setup.layout, setup.sizes, setup.machine
     width = setup.precision.activations
     kv_bytes = width * setup.tokens * 2 * sizes.kv_width / layout.tp
@@ -249,7 +276,7 @@ def _context_s(setup: Setup, constants: Constants, group: GroupShape) -> tuple[f
         return gather_s, gather_s + reduce_s
     # A ring: each hop runs beside the attention of the block that came before.
     hop_s = send_s(group, kv_bytes, machine, constants)
-    forward_s, backward_s = compute.attend_s(setup, compute.rates(setup, constants))
+    forward_s, backward_s = compute.attend_s(setup, compute.rates(setup, constants), window)
     visible_forward = _beside(forward_s, (layout.cp - 1) * hop_s, constants) - forward_s
     # Backward also passes the gradients of keys and values on, in float32.
     backward_hops = (layout.cp - 1) * hop_s * 3
@@ -261,9 +288,10 @@ def _held_parameters(setup: Setup, *, has_experts: bool) -> float:
     """Return the parameters of one block on one rank, before they are sharded over data ranks."""
     layout, sizes = setup.layout, setup.sizes
     if not has_experts:
-        return (sizes.attention_parameters + sizes.dense_parameters) / layout.tp
+        return sizes.attention_on_rank(layout.tp) + sizes.dense_parameters / layout.tp
     experts = sizes.expert_parameters / layout.ep / (layout.tp if layout.expert_tp else 1)
-    return (sizes.attention_parameters + sizes.shared_parameters) / layout.tp + experts
+    dense = sizes.attention_on_rank(layout.tp) + sizes.shared_parameters / layout.tp
+    return dense + experts
 
 
 def _sharding_s(
@@ -425,8 +453,7 @@ def stage_parameters(setup: Setup) -> list[tuple[float, float]]:
     for stage, (count, with_experts) in enumerate(
         zip(layout.stage_blocks, setup.expert_blocks, strict=True)
     ):
-        dense: float = count * sizes.attention_parameters
-        dense += (count - with_experts) * sizes.dense_parameters
+        dense: float = (count - with_experts) * sizes.dense_parameters
         dense += with_experts * sizes.shared_parameters
         if stage == 0:
             dense += sizes.embedding_parameters
@@ -436,7 +463,8 @@ def stage_parameters(setup: Setup) -> list[tuple[float, float]]:
         experts = with_experts * sizes.expert_parameters / layout.ep
         if layout.expert_tp:
             experts /= layout.tp
-        found.append((dense / layout.tp, experts))
+        attention = count * sizes.attention_on_rank(layout.tp)
+        found.append((attention + dense / layout.tp, experts))
     return found
 
 

@@ -265,8 +265,8 @@ def describe_attention(recipe: Recipe, device: torch.device) -> str | None:
     The kernel that is named computes the blocks in which each query sees all keys before it.
     """
     cp, parallel = recipe.mesh.cp, recipe.parallel
-    window = getattr(recipe.model, "window", 0)  # a user's shape may lack it
-    sees_all = recipe.data.packing == "none" and not 0 < window < recipe.data.seq_len
+    has_window = any(0 < window < recipe.data.seq_len for window in recipe.model.windows)
+    sees_all = recipe.data.packing == "none" and not has_window
     if cp == 1 and sees_all:
         return None
     if cp == 1:

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
-from itertools import combinations, product
+from itertools import accumulate, combinations, product
 from typing import Any, Literal
 
 from composer3d.facts.errors import UserError
@@ -15,6 +15,7 @@ from composer3d.models.registry import architecture
 from composer3d.recipe.matrices import matrices_of
 from composer3d.recipe.rules import settle, violations
 from composer3d.recipe.schema import AXES, MeshTable, Model, Recipe
+from composer3d.recipe.stages import stage_ranges
 from composer3d.recipe.values import FIELDS, divisors, value_of, variant
 
 LIMIT = 16  # processes on one machine
@@ -27,6 +28,7 @@ _IN_PROOF: dict[str, InProof] = {
     for key, entry in FIELDS.items()
     if entry.metadata["in_proof"] is not AS_IT_IS
 }
+_LEAST_LATENT_HEAD = 6  # width of a small head with latents; of it, all but two are rotated
 _GIVING_WAY = [key for key, kept in _IN_PROOF.items() if kept.gives_way]
 
 # How FSDP shards the rows of a tensor. "even": all ranks hold the same number of rows. "short": the
@@ -51,6 +53,8 @@ def shrink(full: Recipe) -> list[Recipe]:
     - the sequence: one token, or an odd number of tokens; packing;
     - the window: one token, at most one chunk of the sequence, or a window that reaches one chunk
       or several chunks back;
+    - blocks that differ by their number, in window, positions or experts: each kind in every stage,
+      or stages that lack one; and stages that all begin at the same place of the pattern or not;
     - FSDP: one block of a unit or several, and one unit of a stage or several;
     - memory: chunks of the loss, activation checkpointing, compilation and offload;
     - float8 products, which are emulated in float64;
@@ -125,7 +129,25 @@ def _cuts_of_model(model: Model, tp: int, shards: int) -> dict[str, Cut]:
     }
     if model.qk_norm:
         rows["head"] = model.head_width
+    rows |= _rows_of_latents(model, tp)
     return {kind: _cut_of_rows(count, shards) for kind, count in rows.items()}
+
+
+def _rows_of_latents(model: Model, tp: int) -> dict[str, int]:
+    """Return the rows of latent attention's own tensors, "keys" included; empty without latents."""
+    latent: Any = model
+    if not _has_latents(model):
+        return {}
+    rows = {
+        "keys": latent.n_heads * (latent.plain_dim + latent.value_dim) // tp,
+        "latents": latent.kv_rank + latent.rope_dim,
+        "latent of keys": latent.kv_rank,
+    }
+    return rows | ({"latent of queries": latent.query_rank} if latent.query_rank else {})
+
+
+def _has_latents(model: Model) -> bool:
+    return "kv_rank" in _field_names(model)
 
 
 def _cut_of_rows(rows: int, shards: int) -> Cut:
@@ -308,12 +330,13 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
     """Make a small recipe on ``mesh`` that keeps as many of ``cuts`` as possible."""
     stages = _small_stages(full, mesh)
     seq_len, window = _sequence(full, mesh)
-    shape = _resized(
-        _shape(full, mesh, cuts),
-        n_layers=_layers(full, mesh) if stages is None else sum(stages),
-        window=window,
+    sizes = {
         **_expert_sizes(full, mesh),
-    )
+        **_periods(full, _layers_of_stages(full) if stages is None else min(stages)),
+        "n_layers": _layers(full, mesh) if stages is None else sum(stages),
+        "window": window,
+    }
+    shape = _resized(_shape(full, mesh, cuts), **sizes)
 
     values = {key: row.of(value_of(full, key)) for key, row in _IN_PROOF.items()}
     kept = variant(full, values)
@@ -359,13 +382,19 @@ def _count_stages(full: Recipe, pp: int) -> int:
 
 def _layers(full: Recipe, mesh: MeshTable) -> int:
     """Return few layers a stage, plus one layer if ``full`` cannot cut its layers evenly."""
-    full_layers, full_stages = full.model.n_layers, _count_stages(full, full.mesh.pp)
-    per_stage = _layers_of_stage(full, max(1, full_layers // full_stages))
-    extra = 1 if full_layers % full_stages else 0
+    per_stage = _layers_of_stages(full)
+    extra = 1 if full.model.n_layers % _count_stages(full, full.mesh.pp) else 0
     layers = _count_stages(full, mesh.pp) * per_stage + extra
-    # At least one layer with experts, after one without.
+    # At least one layer with experts, after one without, and one of each other kind.
     expert_sizes = _expert_sizes(full, mesh)
-    return max(layers, expert_sizes.get("dense_layers", 0) + 1, expert_sizes.get("moe_every", 1))
+    periods = {"moe_every": expert_sizes.get("moe_every", 1)} | _periods(full, per_stage)
+    return max(layers, expert_sizes.get("dense_layers", 0) + 1, *periods.values())
+
+
+def _layers_of_stages(full: Recipe) -> int:
+    """Return the number of layers of a small stage, without an explicit cut of ``full``."""
+    full_layers = max(1, full.model.n_layers // _count_stages(full, full.mesh.pp))
+    return _with_all_kinds(full, _layers_of_stage(full, full_layers))
 
 
 def _layers_of_stage(full: Recipe, layers: int) -> int:
@@ -378,21 +407,96 @@ def _layers_of_stage(full: Recipe, layers: int) -> int:
     return 1 + _IN_PROOF["parallel.fsdp_blocks"].of(size) if has_units else min(2, layers)
 
 
+def _period_keys(full: Recipe) -> dict[str, int]:
+    """Return the keys that make every N-th block of ``full`` another one, with N.
+
+    Empty if no key of windows or positions does.
+    """
+    model: Any = full.model
+    found = {name: getattr(model, name, 0) for name in ("full_every", "nope_every")}
+    if not 0 < model.window < full.data.seq_len:
+        found["full_every"] = 0
+    if any(found.values()):
+        found["moe_every"] = getattr(model, "moe_every", 0)
+    return {name: every for name, every in found.items() if 0 < every <= model.n_layers}
+
+
+def _periods_in_stages(full: Recipe) -> dict[int, int]:
+    """Return a small N for each N of which all stages of ``full`` have such a block.
+
+    The small ones are multiples of each other if those of ``full`` are.
+    """
+    least, small = min(map(len, stage_ranges(full))), {1: 1}
+    for every in sorted(set(_period_keys(full).values()) - {1}):
+        if every <= least:
+            divisor = max(few for other, few in small.items() if every % other == 0)
+            small[every] = (max(small.values()) // divisor + 1) * divisor
+    return small
+
+
+def _with_all_kinds(full: Recipe, few: int) -> int:
+    """Return the layers of a small stage: ``few``, or as many more as all kinds of blocks need."""
+    periods = _periods_in_stages(full)
+    # A block of several periods at once, too, if all stages have one.
+    has_common = math.lcm(*periods) <= min(map(len, stage_ranges(full)))
+    return max([few, *periods.values(), math.lcm(*periods.values()) if has_common else 0])
+
+
+def _periods(full: Recipe, per_stage: int) -> dict[str, int]:
+    """Return the keys that make every N-th block of a small recipe another one, with N.
+
+    ``per_stage`` is the number of layers of its smallest stage. If a stage of ``full`` lacks such a
+    block, a small one does, too.
+    """
+    small, names = _periods_in_stages(full), ("full_every", "nope_every")
+    kept = {name: small.get(every, per_stage + 1) for name, every in _period_keys(full).items()}
+    return dict.fromkeys(names, 0) | kept
+
+
 def _small_stages(full: Recipe, mesh: MeshTable) -> tuple[int, ...] | None:
     """Return the number of layers of each stage, or None without an explicit cut or a pipeline.
 
     A stage has few layers if it is as small as the smallest stage of ``full``, and one more
     otherwise. Few is one; if FSDP's units have several blocks, it is as ``_layers_of_stage`` says.
+
+    If every N-th block is another one, each small stage has all kinds of blocks that those of
+    ``full`` have, and the stages all begin at the same place of the period or not, as there. The
+    cut is always explicit then: a cut by parameters leaves few blocks beside the head.
     """
     stages = full.parallel.stages
+    if stages is None and _period_keys(full):
+        stages = tuple(map(len, stage_ranges(full)))
     if stages is None or mesh.pp == 1:
         return None
     count = _count_stages(full, mesh.pp)
     if len(stages) != count:
         # This keeps the largest and the smallest stage.
         stages = (max(stages), *sorted(stages))[:count]
-    few = 1 if full.parallel.fsdp_blocks == 1 else _layers_of_stage(full, min(stages))
-    return tuple(few + 1 if layers > min(stages) else few for layers in stages)
+    few = 1
+    if full.parallel.fsdp_blocks > 1 or _period_keys(full):
+        few = _layers_of_stage(full, min(stages))
+    few = _with_all_kinds(full, few)
+
+    def small_stages(few: int) -> tuple[int, ...]:
+        return tuple(few + 1 if layers > min(stages) else few for layers in stages)
+
+    periods = _periods_in_stages(full)
+    places = [_begin_alike(map(len, stage_ranges(full)), every) for every in periods]
+    choices = map(small_stages, range(few, few + math.lcm(*periods.values())))
+    return next(
+        (
+            choice
+            for choice in choices
+            if [_begin_alike(choice, small) for small in periods.values()] == places
+        ),
+        small_stages(few),
+    )
+
+
+def _begin_alike(stages: Iterable[int], every: int) -> bool:
+    """Return whether stages of these numbers of blocks all begin at the same place of a period."""
+    *begins, _ = accumulate(stages, initial=0)
+    return all(begin % every == 0 for begin in begins)
 
 
 def _sequence(full: Recipe, mesh: MeshTable) -> tuple[int, int]:
@@ -479,6 +583,11 @@ def _shape(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Model:
     dim_multiple = math.lcm(shards if is_uneven else 1, _expert_shards(full, mesh))
     heads = _heads(full, mesh, dim_multiple)
     small = best(heads, "width", "queries", "keys", "head")
+    if _has_latents(model):
+        ranks = range(6, 6 + 4 * shards)
+        small = best((replace(small, kv_rank=rank) for rank in ranks), "latents", "latent of keys")
+        if small.query_rank:
+            small = best((replace(small, query_rank=rank) for rank in ranks), "latent of queries")
 
     # Try 12 feed-forward rows per tp rank first, then more, then fewer.
     rows_per_rank = (*range(12, 12 + 4 * shards), *range(11, 0, -1))
@@ -566,6 +675,8 @@ def _heads(full: Recipe, mesh: MeshTable, dim_multiple: int) -> Iterator[Model]:
         *range(first_width - 2, 0, -2),
     )
     for (n_heads, n_kv_heads), width in product(_numbers_of_heads(full, mesh), widths):
+        if _has_latents(model) and width < _LEAST_LATENT_HEAD:
+            continue
         for dim in _stream_widths(n_heads, width, wider, shards):
             if dim % dim_multiple == 0 and _sign(n_heads * width - dim) == wider:
                 yield _resized(
@@ -574,7 +685,16 @@ def _heads(full: Recipe, mesh: MeshTable, dim_multiple: int) -> Iterator[Model]:
                     n_kv_heads=n_kv_heads,
                     dim=dim,
                     head_dim=width if wider else None,
+                    **_parts_of_a_head(model, width),
                 )
+
+
+def _parts_of_a_head(model: Model, width: int) -> dict[str, int]:
+    """Return the widths of the parts of a small head with latents; empty without latents."""
+    if not _has_latents(model):
+        return {}
+    value_dim = width - 1 if model.value_width < model.head_width else width
+    return {"rope_dim": _LEAST_LATENT_HEAD - 2, "value_dim": value_dim}
 
 
 def _stream_widths(n_heads: int, width: int, wider: int, shards: int) -> list[int]:

@@ -19,7 +19,7 @@ from composer3d.facts.token_manifest import CHUNK_BYTES, read_manifest
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.shape import PRESETS
 from composer3d.runtime.launch import Pool
-from tools.bench import host, jobs, operators, plain, shards
+from tools.bench import host, jobs, layers, operators, plain, shards
 from tools.bench.commands import LAYOUTS, main
 from tools.bench.host import SETS, TITAN_LAYOUTS, titan_step_ms
 from tools.bench.jobs import SHAPE, Job, JobError, measure
@@ -222,6 +222,15 @@ def test_counts_prints_what_a_layout_launches_copies_and_sends(
     assert row["to_device"] > row["to_host"] > row["waits"] == 5
     # The embedding, 4 blocks in forward and in backward, and the last stage.
     assert row["traffic"]["fsdp"]["all_gather"][0] == 1 + 2 * 4 + 1
+
+
+def test_a_compiled_layer_with_experts_launches_few_operators(pool: Pool) -> None:
+    eager, compiled = (
+        pool.run(layers.measure, {"kind": "experts", "is_compiled": is_compiled}, world_size=1)[0]
+        for is_compiled in (False, True)
+    )
+    assert compiled.forward <= 35 < eager.forward
+    assert compiled.backward <= 35 < eager.backward
 
 
 def test_counts_names_an_unknown_layout(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,6 +45,7 @@ QWEN_3 = MoeShape(
     dense_layers=1,
     moe_every=2,
 )
+QWEN_2 = replace(QWEN_3, qk_norm=False, qkv_bias=True, shared_ffn=40, shared_gate=True)
 DEEPSEEK = replace(PRESETS["debug-moe-shared"], n_layers=2)
 CARRIED = {
     "generation_config.json": b"{}",

@@ -34,6 +34,7 @@ from tests.convert.sample_checkpoints import (
     CARRIED,
     DEEPSEEK,
     MIXTRAL,
+    QWEN_2,
     QWEN_3,
     SHAPE,
     hf_tensors,
@@ -55,6 +56,8 @@ MODELS: dict[str, tuple[ModelShape, Collection[int]]] = {
     "llama": (SHAPE, ()),
     "mixtral": (MIXTRAL, ()),
     "mixtral, packed": (MIXTRAL, range(MIXTRAL.n_layers)),
+    "qwen 2": (QWEN_2, ()),
+    "qwen 2, packed": (QWEN_2, range(QWEN_2.n_layers)),
     "qwen 3": (QWEN_3, ()),
     "qwen 3, packed": (QWEN_3, range(QWEN_3.n_layers)),
 }

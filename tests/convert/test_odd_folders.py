@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from composer3d import cli
+from composer3d.checkpoint.torchfile import load_torch
 from composer3d.convert.formats import open_source
 from composer3d.convert.inspect import inspect
 from composer3d.facts.errors import CheckpointError
-from tests.convert.changes import Change, refusal, rewrite_safetensors
+from tests.convert.changes import Change, flip, refusal, rewrite_safetensors
 from tests.convert.sample_checkpoints import make_dcp, make_hf
 
 NORM = "model.norm.weight"
@@ -190,3 +191,20 @@ def test_weights_that_are_not_finite_are_named(
         assert cli.main(["inspect", str(tmp_path / to)]) == 0
         assert "holds 1 NaN and 2 infinite of" in capsys.readouterr().out
     assert not any("warning" in line for line in inspect(make_dcp(tmp_path / "d"))["notes"])
+
+
+@pytest.mark.parametrize("damaged", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_weights_that_are_not_finite_are_named_beside_others_that_cannot_be_read(
+    tmp_path: Path, damaged: str
+) -> None:
+    folder = make_hf(tmp_path / "x")
+    file = folder / "pytorch_model.bin"
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    tensors[NORM][0] = torch.nan
+    torch.save(tensors, file)
+    flip(file, load_torch(file)[damaged].begin + 1)
+    report = inspect(folder)
+    (problem,) = report["problems"]
+    assert f"'{damaged}'" in problem
+    assert any(line.startswith(f"warning: '{NORM}' holds 1 NaN") for line in report["notes"])

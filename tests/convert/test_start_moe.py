@@ -1,4 +1,4 @@
-"""Training starts from files of Mixtral and Qwen 3 MoE: each rank reads its own experts alone."""
+"""Training starts from files of Mixtral and MoEs of Qwen: each rank reads its own experts alone."""
 
 import json
 from dataclasses import replace
@@ -15,12 +15,16 @@ from composer3d.models.moe.model import MoeLlama
 from composer3d.models.moe.shape import MoeShape
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
-from tests.convert.sample_checkpoints import MIXTRAL, QWEN_3, make_hf, weights
+from tests.convert.sample_checkpoints import MIXTRAL, QWEN_2, QWEN_3, make_hf, weights
 from tests.convert.test_export import run_recipe
 from tests.convert.test_start import Loaded, load_and_compare
 
 # The data of a recipe is bytes.
-SHAPES = {"mixtral": replace(MIXTRAL, vocab=259), "qwen 3": replace(QWEN_3, vocab=260)}
+SHAPES = {
+    "mixtral": replace(MIXTRAL, vocab=259),
+    "qwen 2": replace(QWEN_2, vocab=260),
+    "qwen 3": replace(QWEN_3, vocab=260),
+}
 
 
 def write_model(folder: Path, shape: MoeShape, *, is_packed: bool) -> None:

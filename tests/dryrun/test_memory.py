@@ -38,6 +38,14 @@ LAYOUTS = {
         "precision.compute=bfloat16",
         "memory.activation_checkpoint=every 2 blocks",
     ),
+    "windows in two of three blocks, positions in one of two": (
+        "mesh.pp=2",
+        "mesh.cp=2",
+        "data.global_batch=4",
+        "model.window=32",
+        "model.full_every=3",
+        "model.nope_every=2",
+    ),
     "zero bubble, tied, documents": (
         "mesh.pp=2",
         "mesh.dp_shard=2",

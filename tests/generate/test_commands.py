@@ -229,13 +229,13 @@ def test_tokens_are_the_same_over_tp(
     assert [entry["tokens"] for entry in completions] == expected
 
 
-@pytest.mark.parametrize(("tp", "experts"), [(2, 3), (4, 6)])
+@pytest.mark.parametrize(("tp", "experts", "has_gate"), [(2, 3, False), (4, 6, True)])
 def test_tokens_of_experts_are_the_same_over_tp(
-    tp: int, experts: int, tmp_path: Path, pool: Pool
+    tp: int, experts: int, has_gate: bool, tmp_path: Path, pool: Pool
 ) -> None:
     """Where tp does not divide them, ranks hold the same ones. A dense layer, a shared expert."""
     sizes = {"experts": experts, "experts_per_token": 2, "moe_every": 2, "shared_ffn": 32}
-    shape = MoeShape(**{**vars(SHAPE), **sizes})
+    shape = MoeShape(**{**vars(SHAPE), **sizes, "shared_gate": has_gate})
     checkpoint = make_checkpoint(tmp_path / "moe", "moe", shape, assets=ASSETS)
     arguments = generate(checkpoint, *with_prompts(), "--batch", 2, "--json")
     results = pool.run(run_command, {"arguments": arguments}, world_size=tp)

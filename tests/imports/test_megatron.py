@@ -140,6 +140,7 @@ def test_a_script_with_a_deepspeed_json() -> None:
         ("'num_query_groups': 1, 'group_query_attention': False", "model.n_kv_heads = 16"),
         ("'kv_channels': 128", "model.head_dim = 128"),
         ("'window_size': (127, 0)", "model.window = 128"),
+        ("'window_size': (127, 0), 'window_attn_skip_freq': 6", "model.full_every = 6"),
         ("'use_rope_scaling': True", "model.rope_factor = 8.0"),
         ("'rotary_seq_len_interpolation_factor': 4", "model.rope_factor = 4.0"),
         ("'rotary_seq_len_interpolation_factor': 4", 'model.rope_scaling = "linear"'),
@@ -369,7 +370,9 @@ OURS = (
         ("'disable_bias_linear': False", ["disable_bias_linear"]),
         ("'add_qkv_bias': True", []),
         ("'hidden_dropout': 0.1", ["hidden_dropout"]),
-        ("'window_size': (127, 0), 'window_attn_skip_freq': 2", ["window_attn_skip_freq"]),
+        ("'window_size': (127, 0), 'window_attn_skip_freq': 2", []),
+        ("'window_size': (127, 0), 'window_attn_skip_freq': 1", ["window_attn_skip_freq"]),
+        ("'window_size': (127, 0), 'window_attn_skip_freq': [1, 0]", ["window_attn_skip_freq"]),
         ("'window_attn_skip_freq': 2", []),  # without a window it does nothing
         ("'window_size': (127, 127)", ["window_size"]),
         ("'multi_latent_attention': True, 'kv_lora_rank': 512", None),

@@ -13,7 +13,8 @@ from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import PRESETS, ModelShape
 from composer3d.models.registry import resolve
-from tests.models.test_table import SHAPES, architecture_of, model_of
+from tests.models.test_table import NOT_ON_META, SHAPES, model_of
+from tests.reference.llama import architecture_of
 
 SHAPE = PRESETS["debug-tiny"]
 
@@ -24,7 +25,7 @@ def test_our_plans_claim_what_is_true(name: str) -> None:
     claims.check(model_of(shape), resolve(architecture_of(shape).plan)(shape))
 
 
-@pytest.mark.parametrize("name", ["uneven with experts", "uneven with experts and all"])
+@pytest.mark.parametrize("name", NOT_ON_META)
 def test_blocks_that_depend_on_values_are_checked_where_values_are(name: str) -> None:
     shape = SHAPES[name]
     on_meta = model_of(shape)
@@ -36,7 +37,7 @@ def test_blocks_that_depend_on_values_are_checked_where_values_are(name: str) ->
     assert claims.unread_modules(on_meta, on_meta.blocks[number]) is None
     unread = claims.unread_modules(with_values, with_values.blocks[number])
     assert unread is not None
-    assert ("moe.shared.w2" in unread) == (shape.shared_ffn > 0)
+    assert ("moe.shared.w2" in unread) == (shape.shared_ffn > 0 and not shape.shared_gate)
     assert with_values.blocks[number].moe.router.statistics.sums is None
 
 

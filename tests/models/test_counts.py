@@ -27,6 +27,7 @@ SHAPES = {
     "tied": replace(UNEVEN, tied=True),
     "qk_norm": replace(UNEVEN, qk_norm=True),
     "qkv_bias": replace(UNEVEN, qkv_bias=True),
+    "windows in two of three blocks": replace(UNEVEN, window=7, full_every=3, nope_every=2),
     "all": replace(UNEVEN, head_dim=10, tied=True, qk_norm=True, qkv_bias=True),
 }
 UNEVEN_MOE = MoeShape(48, 3, 6, 2, 100, 77, experts=5, experts_per_token=3, expert_ffn=28)
@@ -34,6 +35,7 @@ SMALL_MOE_SHAPES = {
     "uneven": UNEVEN_MOE,
     "width of a dense layer": replace(UNEVEN_MOE, expert_ffn=None),
     "shared": replace(UNEVEN_MOE, shared_ffn=20),
+    "gate": replace(UNEVEN_MOE, shared_ffn=20, shared_gate=True, qkv_bias=True),
     "dense": replace(UNEVEN_MOE, dense_layers=2),
     "every second": replace(UNEVEN_MOE, moe_every=2),
     "bias": replace(UNEVEN_MOE, router="sigmoid", router_bias=True),
@@ -107,6 +109,18 @@ def test_a_token_costs_its_experts_and_not_the_others() -> None:
     of_one_expert = moe_table(one_expert)
     assert counts.parameters(of_one_expert) == counts.parameters(table(dense)) + router
     assert counts.active_parameters(of_one_expert, one_expert) == counts.parameters(of_one_expert)
+
+
+@pytest.mark.parametrize(
+    ("layers", "every", "full"), [(7, 3, 2), (7, 1, 7), (7, 0, 0), (7, 8, 0), (1, 2, 0), (6, 2, 3)]
+)
+def test_blocks_without_a_window_have_more_flops(layers: int, every: int, full: int) -> None:
+    shape = replace(UNEVEN, n_layers=layers, window=10)
+    mixed = replace(shape, full_every=every)
+    windowed, unwindowed = flops_of(shape, 64), flops_of(replace(shape, window=0), 64)
+    share = full / layers
+    expected = windowed + share * (unwindowed - windowed)
+    assert flops_of(mixed, 64) == pytest.approx(expected, rel=1e-14)
 
 
 @pytest.mark.parametrize("shape", [replace(UNEVEN, head_dim=10), UNEVEN_MOE])

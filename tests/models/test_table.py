@@ -11,7 +11,7 @@ from composer3d.models import counts
 from composer3d.models.contract import Decoder
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.module_table import table_of_module
-from composer3d.models.moe.shape import MoeShape
+from composer3d.models.moe.shape import ExpertsShape, MoeShape
 from composer3d.models.olmo2.shape import Olmo2Shape
 from composer3d.models.registry import OURS, architecture, resolve
 from composer3d.models.shape import DecoderShape
@@ -23,6 +23,7 @@ from composer3d.recipe.schema import MeshTable, ParallelTable
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
+from tests.reference.llama import architecture_of
 
 _UNEVEN = ModelShape(dim=48, n_layers=3, n_heads=6, n_kv_heads=2, ffn=100, vocab=77)
 _UNEVEN_MOE = MoeShape(48, 4, 6, 2, 100, 77, experts=5, experts_per_token=3, expert_ffn=28)
@@ -34,12 +35,11 @@ SHAPES: dict[str, DecoderShape] = {
     "uneven with all": replace(_UNEVEN, **_ALL),
     "uneven with experts": replace(_UNEVEN_MOE, dense_layers=1, moe_every=2),
     "uneven with experts and all": replace(_UNEVEN_MOE, **_ALL, shared_ffn=20, router_bias=True),
+    "uneven with a gate": replace(
+        _UNEVEN_MOE, n_heads=12, dense_layers=2, qkv_bias=True, shared_ffn=20, shared_gate=True
+    ),
     "uneven with wide norms": Olmo2Shape(48, 3, 12, 2, 100, 77, head_dim=10, tied=True),
 }
-
-
-def architecture_of(shape: DecoderShape) -> Any:
-    return next(ours for ours in _OURS if ours.shape is type(shape))
 
 
 def table_of(shape: DecoderShape) -> ParameterTable:
@@ -71,13 +71,13 @@ def test_names_and_shapes_are_those_of_the_model_in_its_order(name: str) -> None
 
 
 def as_read(row: Row) -> Row:
-    """Leave out what no module says: names elsewhere."""
+    """Leave out what no module says: names elsewhere, and what is gathered with an input."""
     gather = row.gathers if row.style in ("column", "kv_column") else ""
-    return row._replace(hf="", meta="", is_rotary=False, gather=gather)
+    return row._replace(hf="", meta="", is_rotary=False, gather=gather, gathered=0)
 
 
 # Their experts depend on values, so that the meta device cannot say what backward reads.
-NOT_ON_META = ("uneven with experts", "uneven with experts and all")
+NOT_ON_META = ("uneven with experts", "uneven with experts and all", "uneven with a gate")
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES.keys() - set(NOT_ON_META)))
@@ -91,7 +91,7 @@ def test_a_table_that_is_read_from_the_model_is_the_same(name: str) -> None:
 
 def few_layers(shape: DecoderShape) -> DecoderShape:
     """Return the same shape with few layers, but each kind of them."""
-    is_moe = isinstance(shape, MoeShape)
+    is_moe = isinstance(shape, ExpertsShape)
     layers = max(shape.dense_layers + 1, shape.moe_every) if is_moe else 1
     return replace(shape, n_layers=layers)
 

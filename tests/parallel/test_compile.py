@@ -58,19 +58,30 @@ def compile_strictly(backend: str, cache: str, graphs: int = 2) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "graphs"),
     [
-        "mesh.tp=2 memory.activation_checkpoint=full parallel.sequence_parallel=false "
-        "data.packing=documents",
-        "mesh.cp=2 mesh.tp=2 memory.activation_checkpoint=selective model.n_kv_heads=1",
-        "mesh.pp=2 mesh.dp_shard=2 parallel.schedule=Interleaved1F1B precision.compute=float32",
-        "mesh.tp=2 model.n_layers=4 memory.activation_checkpoint=every 2 blocks",
-        "mesh.tp=2 memory.activation_checkpoint=selective model.qkv_bias=true "
-        "precision.compute=bfloat16 precision.matmul=float8",
+        (
+            "mesh.tp=2 memory.activation_checkpoint=full parallel.sequence_parallel=false "
+            "data.packing=documents",
+            2,
+        ),
+        ("mesh.cp=2 mesh.tp=2 memory.activation_checkpoint=selective model.n_kv_heads=1", 2),
+        (
+            "mesh.pp=2 mesh.dp_shard=2 parallel.schedule=Interleaved1F1B precision.compute=float32",
+            2,
+        ),
+        ("mesh.tp=2 model.n_layers=4 memory.activation_checkpoint=every 2 blocks", 2),
+        (
+            "mesh.tp=2 memory.activation_checkpoint=selective model.qkv_bias=true "
+            "precision.compute=bfloat16 precision.matmul=float8",
+            2,
+        ),
+        # Two graphs for each of three kinds of blocks.
+        ("mesh.cp=2 model.n_layers=8 model.window=20 model.full_every=2 model.nope_every=4", 6),
     ],
 )
 def test_compiled_layout_is_exact(
-    pool: Pool, references: Path, tmp_path: Path, layout: str
+    pool: Pool, references: Path, tmp_path: Path, layout: str, graphs: int
 ) -> None:
     verdict = verify_layout(
         pool,
@@ -79,7 +90,7 @@ def test_compiled_layout_is_exact(
         ["compile.enabled=true", *split_overrides(layout)],
         dtype="float64",
         steps=2,
-        fault=partial(compile_strictly, "aot_eager", str(tmp_path)),
+        fault=partial(compile_strictly, "aot_eager", str(tmp_path), graphs),
     )
     assert verdict.passed, verdict
 

@@ -66,7 +66,7 @@ def test_products_are_those_that_mfu_counts(tp: int) -> None:
     products = [*compute.attention_products(setup), *compute.ffn_products(setup, False)]
     forward = shape.n_layers * sum(product.flops for product in products)
     forward += compute.head_product(setup).flops
-    keys = compute.keys_per_query(setup)
+    keys = compute.keys_per_query(setup, 0)
     assert keys == counts.keys_seen(setup.batch.seq_len)
     attention = 4.0 * setup.tokens * shape.n_layers * keys * shape.n_heads * shape.head_width
     counted = counts.flops_per_token(table(shape), shape, setup.batch.seq_len) * setup.tokens
@@ -81,12 +81,14 @@ def test_a_step_is_never_faster_than_its_products() -> None:
 
 def test_recomputation_costs_a_forward_and_stops_early() -> None:
     setup = big(zero=0)
-    none = compute.block_work(setup, FREE, has_experts=False)
-    full = compute.block_work(replace(setup, recompute="full"), FREE, has_experts=False)
+    none = compute.block_work(setup, FREE, has_experts=False, window=0)
+    full = compute.block_work(replace(setup, recompute="full"), FREE, has_experts=False, window=0)
     assert none.recompute_s == 0
     assert full.recompute_s == pytest.approx(none.forward_s)
     early = replace(setup, recompute="full", software=Software(stops_recompute_early=True))
-    assert compute.block_work(early, FREE, has_experts=False).recompute_s < full.recompute_s
+    assert (
+        compute.block_work(early, FREE, has_experts=False, window=0).recompute_s < full.recompute_s
+    )
 
 
 def test_blocks_that_are_checkpointed_cost_more_than_others() -> None:
@@ -100,6 +102,26 @@ def test_blocks_that_are_checkpointed_cost_more_than_others() -> None:
     # The slower stage has five blocks, of which two or three are checkpointed.
     for every, blocks in {2: 3, 3: 2, 4: 2, 5: 1, 8: 1}.items():
         assert recompute_s("full", every) == pytest.approx(recompute_s("full") * blocks / 5)
+
+
+def test_blocks_cost_what_their_windows_show_them() -> None:
+    """Stages of 5 and 3 blocks: the fourth and the last one see all tokens, one in each stage."""
+    setup = big(zero=0, pp=2, cp=2)
+    setup = replace(setup, layout=replace(setup.layout, stage_blocks=(5, 3)))
+    blocks = setup.sizes.layers
+
+    def with_windows(*windows: int) -> Setup:
+        return replace(setup, sizes=replace(setup.sizes, windows=windows))
+
+    mixed = with_windows(*(512, 512, 512, 0) * (blocks // 4))
+    kinds = [{kind.window: count for kind, count in stage.items()} for stage in mixed.block_kinds]
+    assert kinds == [{512: 4, 0: 1}, {512: 2, 0: 1}]
+    narrow, wide = with_windows(*[512] * blocks), with_windows(*[0] * blocks)
+    assert predict_time(wide, FREE) == predict_time(with_windows(), FREE)
+    # The slower stage has five blocks, one of which sees all.
+    seconds = [predict_time(each, FREE).compute_s for each in (narrow, mixed, wide)]
+    assert seconds[1] - seconds[0] == pytest.approx((seconds[2] - seconds[0]) / 5)
+    assert step_s(narrow) < step_s(mixed) < step_s(wide)
 
 
 def test_small_products_wait_for_their_last_tiles() -> None:
@@ -120,7 +142,7 @@ def test_unfused_attention_of_unaligned_heads_runs_on_vector_units() -> None:
 
     def forward_s(head_width: int) -> float:
         sizes = replace(BIG, head_width=head_width)
-        return compute.attend_s(replace(setup, sizes=sizes), rate)[0]
+        return compute.attend_s(replace(setup, sizes=sizes), rate, 0)[0]
 
     # The traffic of the scores bounds aligned heads, so that narrower ones are hardly faster.
     assert 0.8 < forward_s(96) / forward_s(128) < 1
@@ -136,8 +158,8 @@ def test_flash_attention_has_the_rate_that_was_measured_on_b200() -> None:
 
     def flops_s(seq_len: int) -> float:
         at = replace(setup, batch=replace(setup.batch, seq_len=seq_len))
-        forward, backward = compute.attend_s(at, compute.rates(at, PRIORS))
-        done = 14.0 * at.tokens * compute.keys_per_query(at) * 64 * 128
+        forward, backward = compute.attend_s(at, compute.rates(at, PRIORS), 0)
+        done = 14.0 * at.tokens * compute.keys_per_query(at, 0) * 64 * 128
         return done / (forward + backward)
 
     assert flops_s(8192) == pytest.approx(834e12, rel=0.01)

@@ -222,7 +222,11 @@ CASES = [
         f"model.vocab=257 {BF16}",
     ),
     Case(DENSE, f"mesh.pp=1 mesh.cp=2 {FULL} {BF16} model.qk_norm=true model.qkv_bias=true"),
-    Case(DENSE, f"mesh.pp=1 mesh.cp=4 mesh.tp=1 parallel.cp_method=allgather {BF16} {FULL}"),
+    Case(
+        DENSE,
+        f"mesh.pp=1 mesh.cp=4 mesh.tp=1 parallel.cp_method=allgather {BF16} {FULL} "
+        "model.window=20 model.full_every=2 model.nope_every=3",
+    ),
     Case(
         DENSE,
         f"mesh.pp=1 mesh.cp=2 mesh.tp=2 mesh.dp_shard=2 parallel.cp_method=ulysses "

@@ -31,6 +31,8 @@ MODEL = [
         + "window = -1\nrope_factor = 0.5\nrope_low_freq = 0\n"
         + "rope_high_freq = -1\nrope_context = 0\n",
     ),
+    Wrong("full blocks without a window", TINY + "full_every = 2\n"),
+    Wrong("only full blocks", TINY + "window = 8\nfull_every = 1\nnope_every = -1\n"),
     Wrong("rope without a middle", TINY + "rope_low_freq = 4\n"),
     Wrong("a stretch of nothing", TINY + 'rope_scaling = "yarn"\nrope_low_freq = 2\n'),
     Wrong(

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from composer3d.models.llama.shape import ModelShape
+from composer3d.models.llama.shape import RotaryShape
 
 
-def speeds(shape: ModelShape) -> list[float]:
+def speeds(shape: RotaryShape) -> list[float]:
     """Radians that each pair turns in one position."""
     half = shape.head_width // 2
     plain = [shape.rope_theta ** (-pair / half) for pair in range(half)]
@@ -22,7 +22,7 @@ def speeds(shape: ModelShape) -> list[float]:
     return [stretch(shape, pair, speed) for pair, speed in enumerate(plain)]
 
 
-def _llama3(shape: ModelShape, pair: int, speed: float) -> float:
+def _llama3(shape: RotaryShape, pair: int, speed: float) -> float:
     """Stretch long wavelengths, as Llama 3.1."""
     wavelength = 2 * math.pi / speed
     if wavelength > shape.rope_context / shape.rope_low_freq:
@@ -34,7 +34,7 @@ def _llama3(shape: ModelShape, pair: int, speed: float) -> float:
     return speed
 
 
-def _yarn(shape: ModelShape, pair: int, speed: float) -> float:
+def _yarn(shape: RotaryShape, pair: int, speed: float) -> float:
     """Stretch long wavelengths, as section 3.2 of Peng et al.; by the pair, as their code."""
     # The pair, as a real number, that turns ``turns`` times in the context.
     first, last = (
@@ -53,14 +53,14 @@ def _yarn(shape: ModelShape, pair: int, speed: float) -> float:
     return (1 - stretched) * speed + stretched * speed / shape.rope_factor
 
 
-def magnitude(shape: ModelShape) -> float:
+def magnitude(shape: RotaryShape) -> float:
     """The factor of what is rotated: sqrt(1/t) of Peng et al., unless the shape has another."""
     if shape.rope_scaling != "yarn":
         return 1.0
     return shape.rope_attention_factor or 1 + math.log(shape.rope_factor) / 10
 
 
-def rotations(shape: ModelShape, positions: Sequence[int]) -> Tensor:
+def rotations(shape: RotaryShape, positions: Sequence[int]) -> Tensor:
     """The complex factor of each position and pair, (T, D / 2)."""
     size = magnitude(shape)
     rows = [

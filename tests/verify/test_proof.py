@@ -117,11 +117,12 @@ SOME = """
     divide_losses_by_own_tokens keep_biases_in_bfloat16 count_every_call
     norm_in_the_dtype_of_gradients route_narrow merge_blocks_narrow update_narrow
     turn_neighbours forget_the_stretch_of_positions norm_after_the_rotation
-    forget_to_divide_shares
+    forget_to_divide_shares drop_reduction_of_gates draw_by_whole_logits
     start_every_block_alike start_every_run_alike start_norms_at_zero
     round_what_is_loaded validate_in_the_order_of_new_runs
     keep_what_was_rolled_back draw_the_same_numbers_in_every_step
     turn_rotary_pairs_back round_to_half
+    count_windows_from_the_stage rotate_every_block count_windows_from_zero see_windows_alone
 """
 PLANTED = [fault for fault in FAULTS if fault.plant.__name__ in SOME.split()]
 
@@ -139,7 +140,7 @@ def test_planted_fault_is_seen(pool: Pool, references: Path, fault: Fault) -> No
 
 
 # What ``model`` checks, the tests of the models compare as well.
-@pytest.mark.parametrize("check", ["conversion", "rollback", "training", "weights"])
+@pytest.mark.parametrize("check", ["conversion", "generation", "rollback", "training", "weights"])
 def test_checks_of_faults_find_nothing_if_nothing_is_planted(pool: Pool, check: str) -> None:
     assert pool.run(f"tools.prove.faults.checks:{check}", {"plant": None}, world_size=1) == [[]]
 

@@ -4,12 +4,14 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
 from composer3d.recipe.resolve import load
 from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import AXES, MeshTable, Recipe
+from composer3d.recipe.stages import stage_ranges
 from composer3d.verify.shrink import LIMIT, shrink
 from tools.prove.paths import RECIPE as RECIPE_PATH
 
@@ -211,6 +213,64 @@ def test_stretched_positions_are_kept(scaling: str) -> None:
     for small in shrink(full):
         assert (small.model.rope_scaling, small.model.rope_factor) == (scaling, 4)
         assert small.model.rope_context == 8192
+
+
+def kinds_of_stages(recipe: Recipe) -> set[frozenset[tuple[bool, bool, bool]]]:
+    """The kinds of blocks that stages hold: with a window, with positions, with experts."""
+    model: Any = recipe.model
+
+    def kind(block: int) -> tuple[bool, bool, bool]:
+        has_window = 0 < model.window_of(block) < recipe.data.seq_len
+        has_experts = model.experts > 0 and model.has_experts(block)
+        return has_window, model.is_rotary(block), has_experts
+
+    return {frozenset(map(kind, blocks)) for blocks in stage_ranges(recipe)}
+
+
+def begin_alike(recipe: Recipe, name: str) -> bool:
+    """Whether all stages begin with a block of the same number in the period."""
+    every = getattr(recipe.model, name) or 1
+    return all(blocks.start % every == 0 for blocks in stage_ranges(recipe))
+
+
+@pytest.mark.parametrize(
+    ("pp", "sets", "small_layers", "periods"),
+    [
+        (1, "n_layers=32 window=16 full_every=4", 2, (2, 0)),
+        (1, "n_layers=32 window=256 full_every=4", 2, (0, 0)),  # windows as long as the sequence
+        (1, "n_layers=3 window=16 full_every=4 nope_every=9", 2, (0, 0)),  # longer than the model
+        (1, "n_layers=36 nope_every=4", 2, (0, 2)),
+        (1, "n_layers=4 nope_every=1", 2, (0, 1)),
+        (1, "n_layers=32 window=16 full_every=4 nope_every=4", 2, (2, 2)),
+        (1, "n_layers=32 window=16 full_every=2 nope_every=4", 4, (2, 4)),
+        (1, "n_layers=32 window=16 full_every=5 nope_every=4", 6, (3, 2)),
+        (4, "n_layers=32 window=16 full_every=4", 8, (2, 0)),
+        (2, "n_layers=28 window=16 full_every=4", 6, (2, 0)),  # 14 is no multiple of 4
+        (2, "n_layers=16 window=16 full_every=2 nope_every=3", 16, (2, 3)),
+        (8, "n_layers=16 window=16 full_every=4", 16, (3, 0)),  # stages without a full block
+        (1, "architecture=moe preset=debug-moe n_layers=8 nope_every=4 moe_every=2", 4, (0, 4)),
+    ],
+)
+def test_small_stages_have_the_kinds_of_blocks_of_the_full_ones(
+    pp: int, sets: str, small_layers: int, periods: tuple[int, int]
+) -> None:
+    overrides = [f"model.{each}" for each in sets.split()]
+    full = load(str(RECIPE_PATH), [f"mesh.pp={pp}", *overrides], check_files=False).recipe
+    (small,) = shrink(full)
+    model: Any = small.model
+    assert (model.n_layers, (model.full_every, model.nope_every)) == (small_layers, periods)
+    assert kinds_of_stages(small) == kinds_of_stages(full)
+    for name in ("full_every", "nope_every"):
+        assert begin_alike(small, name) == begin_alike(full, name)
+
+
+def test_stages_of_an_explicit_cut_have_all_kinds_of_blocks() -> None:
+    sets = ["mesh.pp=2", "model.n_layers=16", "parallel.stages=[9,7]", "model.nope_every=4"]
+    full = load(str(RECIPE_PATH), sets, check_files=False).recipe
+    (small,) = shrink(full)
+    assert (small.parallel.stages, small.model.n_layers) == ((3, 2), 5)
+    assert kinds_of_stages(small) == kinds_of_stages(full)
+    assert not begin_alike(small, "nope_every")
 
 
 def test_a_window_over_a_whole_sequence_is_kept() -> None:

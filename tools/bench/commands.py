@@ -28,6 +28,7 @@ from composer3d.runtime.launch import Pool
 from tools.bench import (
     experts,
     generation,
+    layers,
     operators,
     optimizers,
     quickstarts,
@@ -573,6 +574,10 @@ def _parser() -> argparse.ArgumentParser:
         help="folder with titan_cpu.py and venv/: torchtitan too",
     )
 
+    layers_parser = commands.add_parser(
+        "layers", help="what the host launches for one layer, eagerly and compiled"
+    )
+    layers_parser.set_defaults(command=layers.layers)
     counts_parser = commands.add_parser(
         "counts", help="what a rank launches, copies, waits for and sends in a step"
     )

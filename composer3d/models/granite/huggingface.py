@@ -7,7 +7,6 @@ value is checked.
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from composer3d.models.granite.shape import GraniteShape
@@ -39,13 +38,8 @@ _MULTIPLIERS = (
 # A Granite 3 has neither biases nor windows.
 _UNSUPPORTED = ("attention_bias", "sliding_window", "use_sliding_window")
 
-
-def read_shape(folder: str | Path) -> GraniteShape:
-    """Return the shape that the config.json of ``folder`` describes.
-
-    Raises CheckpointError if the file cannot be read or ``parse_config`` refuses its content.
-    """
-    return read_config(folder, parse_config)
+# As ``models.llama.huggingface.make_shape``.
+make_shape = partial(checked_shape, GraniteShape, find_problems=decoder_problems)
 
 
 def parse_config(config: Any) -> GraniteShape:
@@ -68,13 +62,8 @@ def parse_config(config: Any) -> GraniteShape:
     return without_usual_head_dim(make_shape(values, KEYS))
 
 
-def make_shape(values: Mapping[str, Any], keys: Mapping[str, str] | None = None) -> GraniteShape:
-    """Make a GraniteShape of plain values, as ``models.llama.huggingface.make_shape`` does.
-
-    Raises:
-        CheckpointError: as ``checked_shape``.
-    """
-    return checked_shape(GraniteShape, values, keys or {}, decoder_problems)
+# As ``models.llama.huggingface.read_shape``.
+read_shape = partial(read_config, parse=parse_config)
 
 
 def canonical(shape: GraniteShape) -> GraniteShape:

@@ -11,7 +11,7 @@ from composer3d.models.contract import DecoderBlock, SequenceInfo
 from composer3d.models.granite.shape import GraniteShape
 from composer3d.models.layers.attention import Attention
 from composer3d.models.layers.ffn import FeedForward
-from composer3d.models.layers.rope import Rope, shared_rope_table
+from composer3d.models.layers.rope import Rope
 from composer3d.models.llama.model import First, Last, RotaryDecoder
 
 
@@ -44,7 +44,7 @@ class GraniteBlock(DecoderBlock):
         self.ffn = FeedForward(shape.dim, shape.ffn)
 
     def prepare(self, seq: SequenceInfo, dtype: torch.dtype) -> None:
-        shared_rope_table(self.attn.rope, seq, dtype)
+        self.attn.prepare(seq, dtype)
 
     def forward(self, h_BTC: Tensor, seq: SequenceInfo) -> Tensor:
         h_BTC = h_BTC + self.attn(self.attn_norm(h_BTC), seq=seq) * self.multiplier

@@ -98,6 +98,8 @@ class Attention(nn.Module):
         norm_eps: the epsilon of these norms.
         window: the sliding window in tokens (Mistral 7B, arXiv 2310.06825); 0 means no window.
         query_scale: factor of the queries after the rotation. ``attend`` divides scores by sqrt(D).
+        is_rotary: whether queries and keys are rotated. Without that, only the mask of ``attend``
+            tells positions apart (Kazemnejad et al. 2023, arXiv 2305.19466; SmolLM3).
     """
 
     def __init__(
@@ -112,11 +114,13 @@ class Attention(nn.Module):
         norm_eps: float = 1e-5,
         window: int = 0,
         query_scale: float = 1.0,
+        is_rotary: bool = True,
     ) -> None:
         super().__init__()
         self.rope = rope  # blocks with equal settings share one table of a micro-batch
         self.window = window
         self.query_scale = query_scale
+        self.is_rotary = is_rotary
         width = rope.head_dim
         self.wq = nn.Linear(dim, n_heads * width, bias=bias)
         self.wk = nn.Linear(dim, n_kv_heads * width, bias=bias)
@@ -126,14 +130,22 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(width, eps=norm_eps) if qk_norm else nn.Identity()
         self.attend: Attend = attend_sdpa
 
+    def prepare(self, seq: SequenceInfo, dtype: torch.dtype) -> None:
+        """Fill ``seq.shared`` with what ``forward`` reads there (``DecoderBlock.prepare``)."""
+        if self.is_rotary:
+            shared_rope_table(self.rope, seq, dtype)
+
     def forward(self, x_BTC: Tensor, *, seq: SequenceInfo) -> Tensor:
         # The projections decide the number of heads: under tensor parallelism, this rank's share.
         width = self.rope.head_dim
         q = self.wq(x_BTC).unflatten(-1, (-1, width))
         k = self.wk(x_BTC).unflatten(-1, (-1, width))
         v = self.wv(x_BTC).unflatten(-1, (-1, width))
-        table = shared_rope_table(self.rope, seq, q.dtype)
-        q, k = rotate(self.q_norm(q), table), rotate(self.k_norm(k), table)
+        dtype = q.dtype
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.is_rotary:
+            table = shared_rope_table(self.rope, seq, dtype)
+            q, k = rotate(q, table), rotate(k, table)
         if self.query_scale != 1:
             q = q * self.query_scale
         out_BHTD = self.attend(

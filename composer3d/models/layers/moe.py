@@ -79,7 +79,9 @@ class Router(nn.Module):
         renormalise: divide the weights of a token's experts by their sum.
         scale: factor of the weights, after that.
         groups, groups_per_token: only experts of the best groups of consecutive experts are chosen.
-            A group is as good as the sum of its two best scores (DeepSeek-V3).
+            Other experts count as worse than any.
+        group_best: how good a group is: the sum of its "two" best scores (DeepSeek-V3), or the best
+            "one" (DeepSeek-V2).
         has_bias: add a bias to the scores for the choice, not for the weights. It gets no gradient.
         bias_rate: how far it moves in a step (see ``bias_move``).
         balance_loss: coefficient of the balance loss (see ``_balance_loss``).
@@ -106,6 +108,7 @@ class Router(nn.Module):
         scale: float = 1.0,
         groups: int = 1,
         groups_per_token: int = 1,
+        group_best: Literal["two", "one"] = "two",
         has_bias: bool = False,
         bias_rate: float = 0.0,
         balance_loss: float = 0.0,
@@ -115,6 +118,7 @@ class Router(nn.Module):
         self.experts, self.per_token = experts, per_token
         self.scores, self.renormalise, self.scale = scores, renormalise, scale
         self.groups, self.groups_per_token = groups, groups_per_token
+        self.group_best = group_best
         self.bias_rate, self.balance_loss, self.z_loss = bias_rate, balance_loss, z_loss
         self.weight = nn.Parameter(torch.empty(experts, dim))
         self.bias = nn.Parameter(torch.empty(experts), requires_grad=False) if has_bias else None
@@ -180,8 +184,9 @@ class Router(nn.Module):
             scores_NE = scores_NE + self.bias.to(scores_NE)
         if self.groups > 1:
             by_group_NGe = scores_NE.unflatten(1, (self.groups, -1))
-            best_two_NG2 = by_group_NGe.topk(min(2, by_group_NGe.shape[-1]), dim=-1).values
-            groups_NG = best_two_NG2.sum(-1).topk(self.groups_per_token, dim=-1).indices
+            best = min(2 if self.group_best == "two" else 1, by_group_NGe.shape[-1])
+            group_scores_NG = by_group_NGe.topk(best, dim=-1).values.sum(-1)
+            groups_NG = group_scores_NG.topk(self.groups_per_token, dim=-1).indices
             is_out_NG = torch.ones_like(by_group_NGe[..., 0], dtype=torch.bool)
             is_out_NG.scatter_(1, groups_NG, False)
             scores_NE = by_group_NGe.masked_fill(is_out_NG[..., None], -torch.inf).flatten(1)
@@ -426,13 +431,22 @@ class MoE(nn.Module):
         router: chooses the experts of each token.
         experts: compute them.
         shared: a feed-forward layer that every token passes as well, or None.
+        shared_gate: returns a logit (B, T, 1) of each token, whose sigmoid is the weight of the
+            shared layer's output; None: the weight is 1.
     """
 
-    def __init__(self, router: Router, experts: Experts, shared: FeedForward | None) -> None:
+    def __init__(
+        self,
+        router: Router,
+        experts: Experts,
+        shared: FeedForward | None,
+        shared_gate: nn.Linear | None = None,
+    ) -> None:
         super().__init__()
         self.router = router
         self.experts = experts
         self.shared = shared
+        self.shared_gate = shared_gate
 
     def forward(self, x_BTC: Tensor, seq: SequenceInfo) -> Tensor:
         routing = self.router(x_BTC, seq)
@@ -459,7 +473,13 @@ class MoE(nn.Module):
     def combine(self, x_BTC: Tensor, out_NKC: Tensor, weights_NK: Tensor) -> Tensor:
         """Add up the outputs of each token's experts, and that of the shared expert."""
         out_BTC = weighted_sum(out_NKC, weights_NK).to(x_BTC.dtype).view_as(x_BTC)
-        return out_BTC if self.shared is None else out_BTC + self.shared(x_BTC)
+        if self.shared is None:
+            return out_BTC
+        shared_BTC = self.shared(x_BTC)
+        if self.shared_gate is not None:
+            # tp has summed the outputs by now: each rank weighs the tokens that it routes.
+            shared_BTC = shared_BTC * self.shared_gate(x_BTC).sigmoid()
+        return out_BTC + shared_BTC
 
 
 def weighted_sum(out_NKC: Tensor, weights_NK: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ Anybody may have written a config.json, so the type and the range of every value
 anything is computed with it.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -18,7 +18,8 @@ from composer3d.facts.errors import CheckpointError
 from composer3d.facts.files import read_json
 from composer3d.models import registry
 from composer3d.models.llama.huggingface_rope import STRETCH_KEYS, parse_rope, rope_keys
-from composer3d.models.llama.shape import ModelShape, RotaryShape
+from composer3d.models.llama.shape import ModelShape, RotaryShape, WindowedShape
+from composer3d.models.shape import is_nth, period_of
 from composer3d.models.untrusted import (
     Requirements,
     checked_shape,
@@ -38,7 +39,17 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "max_window_layers": 28,
         "head_dim": 128,
     },
+    "smollm3": {
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "no_rope_layer_interval": 4,
+    },
 }
+_DEFAULT_THETAS = {"smollm3": 2e6}  # for others, as ``parse_decoder`` says
+# The types of which transformers reads layer_types, and sliding_window if use_sliding_window says.
+_WITH_LAYER_TYPES = ("qwen2", "qwen3", "smollm3")
+# The names of classes, where they are not the capitalised words of the model_type.
+_CLASS_PREFIXES = {"smollm3": "SmolLM3"}
 # For each model_type, the keys that must be false, null or absent, in addition to _UNSUPPORTED.
 # Qwen 2 ignores attention_bias: it always has biases of q, k and v. In the other types, the key
 # also adds a bias of o, which our attention does not have.
@@ -47,6 +58,7 @@ _UNSUPPORTED_BY_TYPE = {
     "mistral": ("attention_bias",),
     "qwen2": (),
     "qwen3": ("attention_bias",),
+    "smollm3": ("attention_bias",),
 }
 _UNSUPPORTED = ("mlp_bias", "quantization_config", "per_layer_config")
 
@@ -68,6 +80,8 @@ KEYS = {
     "rope_theta": "rope_theta",
     **STRETCH_KEYS,
 }
+
+DEFAULT_THETA = 1e4  # of rope_theta in most types
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # values in layer_types
 
@@ -111,12 +125,22 @@ def parse_config(config: Any) -> ModelShape:
     model_type = require_model_type(config, MODEL_TYPES)
     config = _DEFAULTS[model_type] | config
     checks = Requirements()
-    values = parse_decoder(config, checks, unsupported=_UNSUPPORTED_BY_TYPE[model_type])
+    values = parse_decoder(
+        config,
+        checks,
+        unsupported=_UNSUPPORTED_BY_TYPE[model_type],
+        rope_theta=_DEFAULT_THETAS.get(model_type, DEFAULT_THETA),
+    )
     values |= {"qk_norm": model_type == "qwen3", "qkv_bias": model_type == "qwen2"}
     checks.raise_problems()
 
-    make_shape(values, KEYS)  # the window depends on the number of layers, which must be in range
-    values["window"] = _parse_window(config, checks)
+    make_shape(values, KEYS)  # the lists below have a value for each layer: not for too many
+    no_rope = _no_rope_layers(config, checks)
+    every = period_of(no_rope)
+    rule = "1, and 0 in every N-th layer: N, 2N, 3N ... counted from 1"
+    checks.require(every is not None, "no_rope_layers", config.get("no_rope_layers"), rule)
+    values["nope_every"] = every or 0
+    values |= _parse_window(config, checks, no_rope)
     checks.raise_problems()
     return without_usual_head_dim(make_shape(values, KEYS))
 
@@ -148,7 +172,7 @@ def parse_decoder(
     checks: Requirements,
     *,
     unsupported: Collection[str],
-    rope_theta: float = 1e4,
+    rope_theta: float = DEFAULT_THETA,
 ) -> dict[str, Any]:
     """Check the keys that all decoders share, and return their values by the names of their fields.
 
@@ -200,7 +224,7 @@ def make_shape(values: Mapping[str, Any], keys: Mapping[str, str] | None = None)
     Raises:
         CheckpointError: as ``checked_shape``.
     """
-    return checked_shape(ModelShape, values, keys or {}, decoder_problems)
+    return checked_shape(ModelShape, values, keys, find_problems=decoder_problems)
 
 
 def decoder_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list[str]:
@@ -239,56 +263,120 @@ def without_usual_head_dim(shape: Shape) -> Shape:
 
 def canonical(shape: Shape) -> Shape:
     """Return the same shape for all shapes whose config.json would describe the same model."""
-    return replace(
-        shape,
-        head_dim=shape.head_width,
-        rope_attention_factor=shape.attention_factor if shape.rope_scaling == "yarn" else None,
-    )
+    changes: dict[str, Any] = {"head_dim": shape.head_width}
+    if shape.rope_scaling == "yarn":
+        changes["rope_attention_factor"] = shape.attention_factor
+    # A period that is longer than the model chooses no block of it.
+    for name in ("full_every", "nope_every"):
+        if getattr(shape, name, 0) > shape.n_layers:
+            changes[name] = 0
+    return replace(shape, **changes)
 
 
-def _parse_window(config: Mapping[str, Any], checks: Requirements) -> int:
-    """Return the sliding window, or 0 if there is none.
+def _parse_window(
+    config: Mapping[str, Any], checks: Requirements, no_rope: Sequence[bool]
+) -> dict[str, Any]:
+    """Return the fields ``window`` and ``full_every`` of the shape that ``config`` describes.
 
-    In transformers and in composer3d, a token sees itself and the ``sliding_window`` - 1 tokens
-    before it.
+    ``no_rope`` says which layers have no rotary positions.
     """
-    require = checks.require
-    is_qwen = config["model_type"].startswith("qwen")
-    n_layers = config["num_hidden_layers"]
+    model_type, n_layers = config["model_type"], config["num_hidden_layers"]
     window = config.get("sliding_window")
-    if is_qwen and not config.get("use_sliding_window"):
+    if model_type not in _WITH_LAYER_TYPES:
+        return {"window": parse_window_of_all(config, window, checks)}
+    if not config.get("use_sliding_window"):
         window = None
 
     layer_types = config.get("layer_types")
-    if layer_types is not None:
-        is_valid = (
-            isinstance(layer_types, list)
-            and len(layer_types) == n_layers
-            and all(layer_type in (FULL, SLIDING) for layer_type in layer_types)
-        )
-        rule = f"one of {FULL} and {SLIDING} for each layer"
-        require(is_valid, "layer_types", layer_types, rule)
-        used = sorted(set(layer_types)) if is_valid else [FULL]
-    else:
+    if layer_types is None and window is None:
+        layer_types = [FULL] * n_layers
+    elif layer_types is None and model_type == "smollm3":
+        layer_types = [SLIDING if is_chosen else FULL for is_chosen in no_rope]
+    elif layer_types is None:
         # The first max_window_layers layers of a Qwen have full attention.
-        n_full = 0 if window is not None else n_layers
-        if is_qwen and window is not None:
-            n_full = config["max_window_layers"]
-            is_valid = type(n_full) is int and n_full >= 0
-            require(is_valid, "max_window_layers", n_full, "an integer from 0")
-            n_full = n_full if is_valid else 0
-        used = []
-        if n_full > 0:
-            used.append(FULL)
-        if n_full < n_layers:
-            used.append(SLIDING)
+        n_full = config["max_window_layers"]
+        is_valid = type(n_full) is int and n_full >= 0
+        checks.require(is_valid, "max_window_layers", n_full, "an integer from 0")
+        n_full = min(n_full, n_layers) if is_valid else 0
+        layer_types = [FULL] * n_full + [SLIDING] * (n_layers - n_full)
+    return parse_layer_types(layer_types, window, n_layers, checks)
 
-    if used == [FULL]:
-        return 0
-    rule = "the same for all layers (max_window_layers = 0)"
-    require(used == [SLIDING], "layer_types", used, rule)
-    require(is_size(window), "sliding_window", window, "a positive integer")
+
+def parse_window_of_all(config: Mapping[str, Any], window: Any, checks: Requirements) -> int:
+    """Return the sliding window of all layers, or 0 if there is none.
+
+    In transformers and in composer3d, a token sees itself and the ``sliding_window`` - 1 tokens
+    before it.
+
+    Args:
+        config: the content of a config.json, of a model_type whose layers are alike.
+        window: the value of ``sliding_window``, or None if it is not used.
+        checks: collects a line for each value that is not supported.
+    """
+    rule = "a positive integer, null or absent"
+    checks.require(window is None or is_size(window), "sliding_window", window, rule)
+    # transformers does not compute with layer_types here, so it must not say anything else.
+    layer_types = config.get("layer_types")
+    layer_type = FULL if window is None else SLIDING
+    is_same = layer_types in (None, [layer_type] * config["num_hidden_layers"])
+    checks.require(is_same, "layer_types", layer_types, f'"{layer_type}" for each layer, or absent')
     return window or 0
+
+
+def parse_layer_types(
+    layer_types: Any, window: Any, n_layers: int, checks: Requirements
+) -> dict[str, Any]:
+    """Return the fields ``window`` and ``full_every`` that a list of layers describes.
+
+    Args:
+        layer_types: ``FULL`` or ``SLIDING`` for each layer.
+        window: the value of ``sliding_window``, or None if it is not used.
+        n_layers: the number of layers.
+        checks: collects a line for each value that is not supported.
+    """
+    require = checks.require
+    is_valid = (
+        isinstance(layer_types, list)
+        and len(layer_types) == n_layers
+        and all(layer_type in (FULL, SLIDING) for layer_type in layer_types)
+    )
+    require(is_valid, "layer_types", layer_types, f"one of {FULL} and {SLIDING} for each layer")
+    if not is_valid or SLIDING not in layer_types:
+        return {}
+    every = period_of([layer_type == FULL for layer_type in layer_types])
+    rule = f"{SLIDING}, and {FULL} in every N-th layer: N, 2N, 3N ... counted from 1"
+    require(every is not None, "layer_types", layer_types, rule)
+    require(is_size(window), "sliding_window", window, "a positive integer")
+    return {"window": window, "full_every": every or 0}
+
+
+def layer_types_of(shape: WindowedShape) -> list[str]:
+    """Return the value of ``layer_types``: the attention of each layer of ``shape``."""
+    windows = map(shape.window_of, range(shape.n_layers))
+    return [SLIDING if window else FULL for window in windows]
+
+
+def _no_rope_layers(config: Mapping[str, Any], checks: Requirements) -> list[bool]:
+    """Return whether each layer has no rotary positions.
+
+    In ``no_rope_layers``, against its name, 1 is a layer that has them.
+    """
+    n_layers = config["num_hidden_layers"]
+    if config["model_type"] != "smollm3":
+        return [False] * n_layers
+    written = config.get("no_rope_layers")
+    if written is None:
+        every = config["no_rope_layer_interval"]
+        is_valid = is_size(every)
+        checks.require(is_valid, "no_rope_layer_interval", every, "a positive integer")
+        return [is_valid and is_nth(layer, every) for layer in range(n_layers)]
+    is_valid = (
+        isinstance(written, list)
+        and len(written) >= n_layers  # transformers reads no more
+        and all(type(value) is int and value in (0, 1) for value in written)
+    )
+    checks.require(is_valid, "no_rope_layers", written, "0 or 1 for each layer")
+    return [value == 0 for value in written[:n_layers]] if is_valid else [False] * n_layers
 
 
 def make_config(
@@ -308,24 +396,34 @@ def make_config(
     Raises:
         CheckpointError: no architecture of transformers computes this shape.
     """
-    if shape.qk_norm and shape.qkv_bias:
+    odd = {"qk_norm": shape.qk_norm, "qkv_bias": shape.qkv_bias, "nope_every": _has_nope(shape)}
+    chosen = [name for name, is_on in odd.items() if is_on]
+    if len(chosen) > 1:
         raise CheckpointError(
-            "no architecture of transformers has both qk_norm and qkv_bias; convert to torch or dcp"
+            f"no architecture of transformers has both {chosen[0]} and {chosen[1]}; convert to "
+            "torch or dcp"
         )
     model_type = _model_type_of(shape)
     own = decoder_keys(shape, model_type)
     if model_type != "llama":
         own["sliding_window"] = shape.window or None
-    if model_type in ("qwen2", "qwen3"):
+    if model_type in _WITH_LAYER_TYPES:
         own["use_sliding_window"] = shape.window > 0
+        own["layer_types"] = layer_types_of(shape)
+    if model_type in ("qwen2", "qwen3"):
         own["max_window_layers"] = 0 if shape.window else shape.n_layers
+    if model_type == "smollm3":
+        own["no_rope_layers"] = [int(shape.is_rotary(layer)) for layer in range(shape.n_layers)]
+        # Where the key is absent, transformers takes a token beyond most vocabularies.
+        own["pad_token_id"] = (carried or {}).get("pad_token_id")
     is_same = partial(describes, shape=shape, parse=parse_config, canonical=canonical)
     return complete_config(own, shape, dtype, carried or {}, is_same)
 
 
 def decoder_keys(shape: RotaryShape, model_type: str) -> dict[str, Any]:
     """Return the keys of a config.json that all decoders share, except those of positions."""
-    class_name = "".join(part.capitalize() for part in model_type.split("_"))
+    usual = "".join(part.capitalize() for part in model_type.split("_"))
+    class_name = _CLASS_PREFIXES.get(model_type, usual)
     return {
         **{key: getattr(shape, name) for name, key in _SIZE_KEYS.items()},
         "model_type": model_type,
@@ -343,6 +441,8 @@ def complete_config(
     dtype: str,
     carried: Mapping[str, Any],
     describes: Callable[[dict[str, Any]], bool],
+    *,
+    positions: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return a config.json of the keys ``own`` or ``carried``, with rotary positions and dtype.
 
@@ -354,6 +454,7 @@ def complete_config(
         describes: whether the content of a config.json describes the shape. If the carried one
             does, it replaces ``own``. Otherwise only its ids of special tokens and its
             ``max_position_embeddings`` are kept.
+        positions: further keys of positions.
     """
     longest = shape.stretched_context or shape.rope_context
     config: dict[str, Any] = {"max_position_embeddings": longest, **carried}
@@ -362,7 +463,7 @@ def complete_config(
     for key in ("dtype", "rope_parameters", "rope_scaling", "auto_map"):
         config.pop(key, None)
 
-    written: dict[str, Any] = {"torch_dtype": dtype, **rope_keys(shape)}
+    written: dict[str, Any] = {"torch_dtype": dtype, **rope_keys(shape), **(positions or {})}
     if describes(config | written):
         return config | written
 
@@ -387,12 +488,19 @@ def describes(
     return False
 
 
+def _has_nope(shape: ModelShape) -> bool:
+    """Return whether a block has no rotary positions."""
+    return not all(map(shape.is_rotary, range(shape.n_layers)))
+
+
 def _model_type_of(shape: ModelShape) -> str:
     """Return the model_type with which transformers computes ``shape``."""
     if shape.qk_norm:
         return "qwen3"
     if shape.qkv_bias:
         return "qwen2"
+    if _has_nope(shape) or len(shape.windows) > 1:
+        return "smollm3"
     # Mistral is a Llama with a window. It also serves if n_heads does not divide dim, which
     # transformers refuses for a Llama.
     if shape.window or shape.dim % shape.n_heads:

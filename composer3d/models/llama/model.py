@@ -14,7 +14,7 @@ from composer3d.models.contract import Decoder, DecoderBlock, SequenceInfo
 from composer3d.models.layers.attention import Attention
 from composer3d.models.layers.ffn import FeedForward
 from composer3d.models.layers.head import Head
-from composer3d.models.layers.rope import Rope, shared_rope_table
+from composer3d.models.layers.rope import Rope
 from composer3d.models.llama.shape import ModelShape, RotaryShape
 
 
@@ -51,9 +51,15 @@ class First(nn.Module):
 
 
 class Block(DecoderBlock):
-    """One pre-norm decoder block: ``block(h_BTC, seq) -> h_BTC``."""
+    """One pre-norm decoder block: ``block(h_BTC, seq) -> h_BTC``.
 
-    def __init__(self, shape: ModelShape, rope: Rope) -> None:
+    Args:
+        shape: the shape of the whole model.
+        rope: its rotary positions.
+        layer: the number of the block in it, from 0.
+    """
+
+    def __init__(self, shape: ModelShape, rope: Rope, layer: int) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.attn = Attention(
@@ -64,13 +70,14 @@ class Block(DecoderBlock):
             bias=shape.qkv_bias,
             qk_norm=shape.qk_norm,
             norm_eps=shape.norm_eps,
-            window=shape.window,
+            window=shape.window_of(layer),
+            is_rotary=shape.is_rotary(layer),
         )
         self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.ffn = FeedForward(shape.dim, shape.ffn)
 
     def prepare(self, seq: SequenceInfo, dtype: torch.dtype) -> None:
-        shared_rope_table(self.attn.rope, seq, dtype)
+        self.attn.prepare(seq, dtype)
 
     def forward(self, h_BTC: Tensor, seq: SequenceInfo) -> Tensor:
         h_BTC = h_BTC + self.attn(self.attn_norm(h_BTC), seq=seq)
@@ -135,4 +142,4 @@ class Llama(RotaryDecoder):
 
     def make_block(self, layer: int, rope: Rope) -> Block:
         """Build a block by its number. A model with other blocks overrides this."""
-        return Block(self.shape, rope)
+        return Block(self.shape, rope, layer)

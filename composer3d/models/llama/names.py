@@ -75,6 +75,8 @@ def make_meta_params(shape: ModelShape) -> dict[str, Any]:
         unsupported["qk_norm"] = shape.qk_norm
     if shape.window:
         unsupported["window"] = shape.window
+    if shape.nope_every:
+        unsupported["nope_every"] = shape.nope_every
     if shape.head_width * shape.n_heads != shape.dim:
         unsupported["head_dim"] = shape.head_width
     if shape.rope_factor != 1 and shape.rope_scaling != "llama3":

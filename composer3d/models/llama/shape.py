@@ -3,9 +3,17 @@
 from dataclasses import dataclass
 from typing import Any
 
-from composer3d.facts.ranges import HEAD_DIM, MOST_TOKENS, Column, above, between, key
+from composer3d.facts.ranges import (
+    HEAD_DIM,
+    MOST_LAYERS,
+    MOST_TOKENS,
+    Column,
+    above,
+    between,
+    key,
+)
 from composer3d.models.rotary import RopeScaling, YarnRamp, yarn_attention_factor, yarn_ramp
-from composer3d.models.shape import DecoderShape
+from composer3d.models.shape import DecoderShape, is_nth
 
 
 @dataclass(frozen=True)
@@ -96,18 +104,38 @@ class RotaryShape(DecoderShape):
 
 
 @dataclass(frozen=True)
-class ModelShape(RotaryShape):
-    """Sizes of a Llama, a Mistral, a Qwen 2 or a Qwen 3."""
+class WindowedShape(RotaryShape):
+    """A ``RotaryShape`` of which all blocks, or all but every N-th, may have a sliding window."""
 
-    qk_norm: bool = key(
-        False, "RMSNorm of each head's query and key, before rotation, as in Qwen 3"
-    )
-    qkv_bias: bool = key(False, "biases of the query, key and value projections, as in Qwen 2")
     window: int = key(
         0,
         "sliding window: a token sees itself and window - 1 before it; 0: all",
         between(0, MOST_TOKENS),
     )
+    full_every: int = key(
+        0,
+        "with a window, blocks n, 2n, 3n ... (counted from 1) see all tokens; 0: none does",
+        between(0, MOST_LAYERS),
+    )
+
+
+@dataclass(frozen=True)
+class ModelShape(WindowedShape):
+    """Sizes of a Llama, a Mistral, a Qwen 2, a Qwen 3 or a SmolLM3."""
+
+    qk_norm: bool = key(
+        False, "RMSNorm of each head's query and key, before rotation, as in Qwen 3"
+    )
+    qkv_bias: bool = key(False, "biases of the query, key and value projections, as in Qwen 2")
+    nope_every: int = key(
+        0,
+        "blocks n, 2n, 3n ... (counted from 1) have no rotary positions, as in SmolLM3; 0: all do",
+        between(0, MOST_LAYERS),
+    )
+
+    def is_rotary(self, block: int) -> bool:
+        """Whether a block has rotary positions, by its number in the whole model, from 0."""
+        return not is_nth(block, self.nope_every)
 
 
 _LLAMA_3_2: dict[str, Any] = {"rope_factor": 32.0, "tied": True}
@@ -141,6 +169,7 @@ PRESETS: dict[str, ModelShape] = {
     "llama-175b": ModelShape(12288, 96, 96, 96, 32768, 51200),
     "mistral-7b": ModelShape(4096, 32, 32, 8, 14336, 32000, 1e4, window=4096),
     "mistral-7b-v0.3": ModelShape(4096, 32, 32, 8, 14336, 32768, 1e6),
+    "smollm3-3b": ModelShape(2048, 36, 16, 4, 11008, 128256, 5e6, 1e-6, tied=True, nope_every=4),
     "qwen3-0.6b": ModelShape(1024, 28, 16, 8, 3072, 151936, 1e6, tied=True, **_QWEN_3),
     "qwen3-1.7b": ModelShape(2048, 28, 16, 8, 6144, 151936, 1e6, tied=True, **_QWEN_3),
     "qwen3-4b": ModelShape(2560, 36, 32, 8, 9728, 151936, 1e6, tied=True, **_QWEN_3),

@@ -1,4 +1,4 @@
-"""Translate between Hugging Face's config.json and a ``MoeShape``: Mixtral, Qwen 3 MoE. No torch.
+"""Translate between Hugging Face's config.json and a ``MoeShape``: Mixtral, Qwen MoE. No torch.
 
 As ``models.llama.huggingface``, for the keys of experts.
 
@@ -14,7 +14,6 @@ recipe sets it.
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from composer3d.facts.errors import CheckpointError
@@ -26,7 +25,10 @@ from composer3d.models.llama.huggingface import (
     decoder_keys,
     decoder_problems,
     describes,
+    layer_types_of,
     parse_decoder,
+    parse_layer_types,
+    parse_window_of_all,
     read_config,
     require_model_type,
     without_usual_head_dim,
@@ -36,12 +38,21 @@ from composer3d.models.llama.huggingface import canonical as canonical_decoder
 from composer3d.models.moe.shape import MoeShape
 from composer3d.models.untrusted import Requirements, checked_shape, is_size
 
-# For each model_type, the defaults of keys. Both types have others than Llama.
+# For each model_type, the defaults of keys. All types have others than Llama.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "mixtral": {
         "num_key_value_heads": 8,
         "num_experts_per_tok": 2,
         "rms_norm_eps": 1e-5,
+    },
+    "qwen2_moe": {
+        "num_key_value_heads": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "qkv_bias": True,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
     },
     "qwen3_moe": {
         "num_key_value_heads": 4,
@@ -50,8 +61,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
     },
 }
-_DEFAULT_EXPERTS = {"mixtral": 8, "qwen3_moe": 128}
-_DEFAULT_THETAS = {"mixtral": 1e6, "qwen3_moe": 1e4}
+_DEFAULT_EXPERTS = {"mixtral": 8, "qwen2_moe": 60, "qwen3_moe": 128}
+_DEFAULT_THETAS = {"mixtral": 1e6, "qwen2_moe": 1e4, "qwen3_moe": 1e4}
+# For each model_type, the keys that must be false, null or absent. Qwen 2 ignores attention_bias.
+_UNSUPPORTED: dict[str, tuple[str, ...]] = {
+    "mixtral": ("attention_bias",),
+    "qwen2_moe": (),
+    "qwen3_moe": ("attention_bias",),
+}
 
 # All names of the number of experts. Versions of transformers read and write different ones.
 _EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -60,18 +77,11 @@ _KEYS = {
     **DECODER_KEYS,
     "experts_per_token": "num_experts_per_tok",
     "expert_ffn": "moe_intermediate_size",
+    "shared_ffn": "shared_expert_intermediate_size",
     "renormalise": "norm_topk_prob",
 }
 
 MODEL_TYPES = tuple(_DEFAULTS)  # the values of model_type that this module reads
-
-
-def read_shape(folder: str | Path) -> MoeShape:
-    """Return the shape that the config.json of ``folder`` describes.
-
-    Raises CheckpointError if the file cannot be read or ``parse_config`` refuses its content.
-    """
-    return read_config(folder, parse_config)
 
 
 def parse_config(config: Any) -> MoeShape:
@@ -84,29 +94,51 @@ def parse_config(config: Any) -> MoeShape:
     """
     model_type = require_model_type(config, MODEL_TYPES)
     config = _DEFAULTS[model_type] | config
-    is_qwen = model_type == "qwen3_moe"
     checks = Requirements()
     values = parse_decoder(
         config,
         checks,
-        unsupported=("attention_bias",),
+        unsupported=_UNSUPPORTED[model_type],
         rope_theta=_DEFAULT_THETAS[model_type],
     )
-    values["qk_norm"] = is_qwen
+    values["qk_norm"] = model_type == "qwen3_moe"
     values |= _parse_experts(config, checks)
+    if model_type == "qwen2_moe":
+        values |= _parse_qwen_2(config, checks)
     checks.raise_problems()
 
     keys = _KEYS | {"experts": _experts_key(config)}
     make_shape(values, keys)  # the checks below loop over layers, so their number must be in range
-    if is_qwen:
+    if model_type != "mixtral":
         values |= _parse_layers(config, checks)
-    values["window"] = _parse_window(config, checks)
+    values |= _parse_window(config, checks)
     checks.raise_problems()
     return without_usual_head_dim(make_shape(values, keys))
 
 
+def parse_number_of_experts(
+    config: Mapping[str, Any], checks: Requirements, default: int
+) -> dict[str, Any]:
+    """Return the field ``experts``. Each of the keys that give it must have the same value."""
+    first_key = _experts_key(config)
+    experts = config.get(first_key)
+    experts = default if experts is None else experts
+    checks.require(is_size(experts), first_key, experts, "a positive integer")
+    for key in _EXPERTS_KEYS:
+        value = config.get(key)
+        is_same = value is None or value == experts
+        checks.require(is_same, key, value, f"{first_key} = {short_json(experts)}")
+    return {"experts": experts}
+
+
+# As ``models.llama.huggingface.read_shape``.
+read_shape = partial(read_config, parse=parse_config)
+
+
 def _experts_key(config: Mapping[str, Any]) -> str:
     """Return the key that gives the number of experts: the first that is there."""
+    if config["model_type"] == "qwen2_moe":  # transformers reads no other one
+        return "num_experts"
     given = (key for key in _EXPERTS_KEYS if config.get(key) is not None)
     return next(given, _EXPERTS_KEYS[0])
 
@@ -114,18 +146,10 @@ def _experts_key(config: Mapping[str, Any]) -> str:
 def _parse_experts(config: Mapping[str, Any], checks: Requirements) -> dict[str, Any]:
     """Return the fields of experts that are the same in all layers."""
     require, model_type = checks.require, config["model_type"]
-    first_key = _experts_key(config)
-    experts = config.get(first_key)
-    experts = _DEFAULT_EXPERTS[model_type] if experts is None else experts
-    require(is_size(experts), first_key, experts, "a positive integer")
-    for key in _EXPERTS_KEYS:
-        value = config.get(key)
-        is_same = value is None or value == experts
-        require(is_same, key, value, f"{first_key} = {short_json(experts)}")
-
+    values = parse_number_of_experts(config, checks, _DEFAULT_EXPERTS[model_type])
     per_token = config["num_experts_per_tok"]
     require(is_size(per_token), "num_experts_per_tok", per_token, "a positive integer")
-    values = {"experts": experts, "experts_per_token": per_token}
+    values["experts_per_token"] = per_token
     if model_type == "mixtral":  # its experts are intermediate_size wide
         return values
 
@@ -134,6 +158,15 @@ def _parse_experts(config: Mapping[str, Any], checks: Requirements) -> dict[str,
     renormalise = config.get("norm_topk_prob", False)
     require(type(renormalise) is bool, "norm_topk_prob", renormalise, "true, false or absent")
     return values | {"expert_ffn": width, "renormalise": renormalise}
+
+
+def _parse_qwen_2(config: Mapping[str, Any], checks: Requirements) -> dict[str, Any]:
+    """Return the fields of what Qwen 2 has and the other types do not."""
+    width, has_bias = config["shared_expert_intermediate_size"], config["qkv_bias"]
+    rule = "a positive integer"
+    checks.require(is_size(width), "shared_expert_intermediate_size", width, rule)
+    checks.require(type(has_bias) is bool, "qkv_bias", has_bias, "true, false or absent")
+    return {"shared_ffn": width, "shared_gate": True, "qkv_bias": has_bias}
 
 
 def _parse_layers(config: Mapping[str, Any], checks: Requirements) -> dict[str, Any]:
@@ -190,37 +223,35 @@ def _describe_layers(has_experts: Sequence[bool]) -> dict[str, int] | None:
     return {"dense_layers": dense, "moe_every": every} if described == list(has_experts) else None
 
 
-def _parse_window(config: Mapping[str, Any], checks: Requirements) -> int:
-    """Return the sliding window of all layers, or 0 if there is none."""
+def _parse_window(config: Mapping[str, Any], checks: Requirements) -> dict[str, Any]:
+    """Return the fields ``window`` and ``full_every`` of the shape that ``config`` describes."""
+    model_type, n_layers = config["model_type"], config["num_hidden_layers"]
     window = config.get("sliding_window")
-    if config["model_type"] == "qwen3_moe" and not config.get("use_sliding_window"):
+    if model_type != "mixtral" and not config.get("use_sliding_window"):
         window = None
-    rule = "a positive integer, null or absent"
-    checks.require(window is None or is_size(window), "sliding_window", window, rule)
+    if model_type != "qwen2_moe":
+        return {"window": parse_window_of_all(config, window, checks)}
 
-    # transformers does not compute with layer_types here, so it must not say anything else.
     layer_types = config.get("layer_types")
-    layer_type = FULL if window is None else SLIDING
-    is_same = layer_types in (None, [layer_type] * config["num_hidden_layers"])
-    checks.require(is_same, "layer_types", layer_types, f'"{layer_type}" for each layer, or absent')
-    return window or 0
+    if layer_types is None and window is None:
+        layer_types = [FULL] * n_layers
+    elif layer_types is None:
+        # Against the name of the key, only the first layers have windows, and only every second.
+        last = config["max_window_layers"]
+        is_valid = type(last) is int and last >= 0
+        checks.require(is_valid, "max_window_layers", last, "an integer from 0")
+        layer_types = [
+            SLIDING if layer % 2 == 0 and is_valid and layer < last else FULL
+            for layer in range(n_layers)
+        ]
+    return parse_layer_types(layer_types, window, n_layers, checks)
 
 
-def make_shape(values: Mapping[str, Any], keys: Mapping[str, str] | None = None) -> MoeShape:
-    """Check plain values from an untrusted file, and make a MoeShape of them.
+def expert_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list[str]:
+    """Return a line for each rule on several values that an ExpertsShape would break.
 
-    Args:
-        values: values by the names of their fields. Names that no field has are ignored.
-        keys: for messages, the name of each field in the file, if the file uses another name.
-
-    Raises:
-        CheckpointError: as ``checked_shape``.
+    The arguments are those of ``find_problems`` in ``checked_shape``.
     """
-    return checked_shape(MoeShape, values, keys or {}, _find_problems)
-
-
-def _find_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list[str]:
-    """Return a line for each rule on several values that is broken, as the rules of recipes do."""
     problems = decoder_problems(values, labels)
     experts, groups = values["experts"], values["expert_groups"]
     if experts % groups:
@@ -233,6 +264,10 @@ def _find_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list
             f"{labels['experts_per_token']} must be at most the experts{in_groups} of "
             f"{labels['experts']}"
         )
+    if values["shared_gate"] and not values["shared_ffn"]:
+        problems.append(
+            f"{labels['shared_gate']} has no expert to weigh with {labels['shared_ffn']}"
+        )
     last = values["n_layers"] // values["moe_every"] * values["moe_every"]  # counted from 1
     if last <= values["dense_layers"]:
         problems.append(
@@ -242,13 +277,17 @@ def _find_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list
     return problems
 
 
+# As ``models.llama.huggingface.make_shape``.
+make_shape = partial(checked_shape, MoeShape, find_problems=expert_problems)
+
+
 def canonical(shape: MoeShape) -> MoeShape:
     """Return the same shape for all shapes whose config.json would describe the same model."""
     changes: dict[str, Any] = {
         entry.name: entry.default for entry in fields(shape) if entry.name in shape.training_fields
     }
     changes["expert_ffn"] = shape.expert_width
-    if not shape.qk_norm:  # a Mixtral has one width only
+    if shape.model_type == "mixtral":  # it has one width only
         changes["ffn"] = shape.expert_width
     layers = _describe_layers([shape.has_experts(layer) for layer in range(shape.n_layers)])
     return replace(canonical_decoder(shape), **changes | (layers or {}))
@@ -270,8 +309,8 @@ def make_config(
         CheckpointError: no architecture of transformers that we support computes this shape. The
             error has a line for each field.
     """
-    model_type = "qwen3_moe" if shape.qk_norm else "mixtral"
-    _require_supported(shape, model_type)
+    model_type = shape.model_type
+    _require_supported(shape)
     own = decoder_keys(shape, model_type)
     own |= {
         "sliding_window": shape.window or None,
@@ -288,20 +327,28 @@ def make_config(
             "mlp_only_layers": list(range(shape.dense_layers)),
             "use_sliding_window": shape.window > 0,
         }
+    if model_type == "qwen2_moe":
+        own |= {"shared_expert_intermediate_size": shape.shared_ffn, "qkv_bias": shape.qkv_bias}
+        if shape.window:
+            own["layer_types"] = layer_types_of(shape)
     is_same = partial(describes, shape=shape, parse=parse_config, canonical=canonical)
     return complete_config(own, shape, dtype, carried or {}, is_same)
 
 
-def _require_supported(shape: MoeShape, model_type: str) -> None:
-    """Raise CheckpointError if transformers computes no such shape as a ``model_type``."""
+def _require_supported(shape: MoeShape) -> None:
+    """Raise CheckpointError if transformers computes no such shape as its ``model_type``."""
+    model_type = shape.model_type
     required: dict[str, Any] = {
         "router": "softmax",
         "router_scale": 1.0,
         "expert_groups": 1,
         "router_bias": False,
-        "shared_ffn": 0,
-        "qkv_bias": False,
+        "nope_every": 0,
     }
+    if model_type == "qwen2_moe":
+        required["qk_norm"] = False
+    else:
+        required |= {"shared_ffn": 0, "qkv_bias": False, "full_every": 0}
     if model_type == "mixtral":
         required["renormalise"] = True
     lines = [

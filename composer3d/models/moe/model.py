@@ -1,22 +1,23 @@
-"""Llama with mixtures of experts: Mixtral (arXiv 2401.04088), Qwen 3 (arXiv 2505.09388), and the
-router of DeepSeek-V3 (arXiv 2412.19437).
+"""Llama with mixtures of experts: Mixtral (arXiv 2401.04088), Qwen 2 (arXiv 2407.10671), Qwen 3
+(arXiv 2505.09388), and the router of DeepSeek-V3 (arXiv 2412.19437).
 
 A block with experts has ``blocks.7.moe.router.weight``, ``blocks.7.moe.experts.w1`` (w2, w3; all
 experts of the block in one tensor, the expert first) and, with a shared expert,
-``blocks.7.moe.shared.w1.weight``. All other names are those of ``models.llama``.
+``blocks.7.moe.shared.w1.weight`` and perhaps its gate, ``blocks.7.moe.shared_gate.weight``. All
+other names are those of ``models.llama``.
 """
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from composer3d.models.contract import SequenceInfo
+from composer3d.models.contract import DecoderBlock, SequenceInfo
 from composer3d.models.layers.ffn import FeedForward
 from composer3d.models.layers.moe import Experts, MoE, Router, Routing
 from composer3d.models.layers.rope import Rope
 from composer3d.models.llama.model import Block, Llama
-from composer3d.models.moe.shape import MoeShape
+from composer3d.models.moe.shape import ExpertsShape, MoeShape
 
 
-def moe_of(shape: MoeShape) -> MoE:
+def moe_of(shape: ExpertsShape) -> MoE:
     """The mixture of experts of one block."""
     router = Router(
         dim=shape.dim,
@@ -27,6 +28,7 @@ def moe_of(shape: MoeShape) -> MoE:
         scale=shape.router_scale,
         groups=shape.expert_groups,
         groups_per_token=shape.groups_per_token,
+        group_best=shape.group_best,
         has_bias=shape.router_bias,
         bias_rate=shape.bias_rate,
         balance_loss=shape.balance_loss,
@@ -34,18 +36,18 @@ def moe_of(shape: MoeShape) -> MoE:
     )
     experts = Experts(shape.experts, shape.dim, shape.expert_width)
     shared = FeedForward(shape.dim, shape.shared_ffn) if shape.shared_ffn else None
-    return MoE(router, experts, shared)
+    gate = nn.Linear(shape.dim, 1, bias=False) if shape.shared_gate else None
+    return MoE(router, experts, shared, gate)
 
 
-class _MoeBlock(Block):
-    """One pre-norm decoder block with experts: ``block(h_BTC, seq) -> h_BTC``."""
+class ExpertsBlock(DecoderBlock):
+    """One pre-norm decoder block with experts: ``block(h_BTC, seq) -> h_BTC``.
+
+    A subclass makes the layers ``attn_norm``, ``attn``, ``ffn_norm`` and ``moe``.
+    """
 
     compiled = ("before_experts", "after_experts")
-
-    def __init__(self, shape: MoeShape, rope: Rope) -> None:
-        super().__init__(shape, rope)
-        del self.ffn
-        self.moe = moe_of(shape)
+    moe: MoE
 
     def forward(self, h_BTC: Tensor, seq: SequenceInfo) -> Tensor:
         h_BTC, x_BTC, routing = self.before_experts(h_BTC, seq)
@@ -65,6 +67,15 @@ class _MoeBlock(Block):
         return h_BTC + self.moe.combine(x_BTC, out_NKC, weights_NK)
 
 
+class _MoeBlock(ExpertsBlock, Block):
+    """A block of a Llama, with experts in place of the feed-forward layer."""
+
+    def __init__(self, shape: MoeShape, rope: Rope, layer: int) -> None:
+        super().__init__(shape, rope, layer)
+        del self.ffn
+        self.moe = moe_of(shape)
+
+
 class MoeLlama(Llama):
     """A Llama with experts, of one ``MoeShape``, with uninitialised parameters.
 
@@ -75,4 +86,4 @@ class MoeLlama(Llama):
 
     def make_block(self, layer: int, rope: Rope) -> Block:
         """Build a block; ``MoeShape.has_experts`` says whether it has experts."""
-        return (_MoeBlock if self.shape.has_experts(layer) else Block)(self.shape, rope)
+        return (_MoeBlock if self.shape.has_experts(layer) else Block)(self.shape, rope, layer)

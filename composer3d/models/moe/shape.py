@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from composer3d.facts.ranges import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, above, between, key
-from composer3d.models.llama.shape import ModelShape
+from composer3d.models.llama.shape import ModelShape, RotaryShape
+from composer3d.models.shape import is_nth
 
 
 @dataclass(frozen=True)
-class MoeShape(ModelShape):
-    """Sizes of a Llama in which most feed-forward layers are mixtures of experts.
+class ExpertsShape(RotaryShape):
+    """Sizes of a decoder in which most feed-forward layers are mixtures of experts.
 
     The coefficients of the balance are a part of it, because published configurations name them.
     Training alone reads them (``training_fields``).
@@ -26,6 +27,9 @@ class MoeShape(ModelShape):
         0,
         "width of the shared expert, which computes every token; 0: none",
         between(0, 4 * MOST_WIDTH),
+    )
+    shared_gate: bool = key(
+        False, "weigh the shared expert by the sigmoid of a logit of each token, as in Qwen 2"
     )
     dense_layers: int = key(
         0, "number of first blocks without experts, as in DeepSeek-V3", between(0, MOST_LAYERS)
@@ -45,6 +49,11 @@ class MoeShape(ModelShape):
     )
     groups_per_token: int = key(
         1, "groups that a token chooses, of expert_groups", between(1, MOST_EXPERTS)
+    )
+    group_best: Literal["two", "one"] = key(
+        "two",
+        "scores of a group that are added to choose groups: its two best, as in DeepSeek-V3, or "
+        "the best one, as in DeepSeek-V2",
     )
     router_bias: bool = key(
         False, "balance without a loss: a bias of each expert in the choice, moved after each step"
@@ -73,7 +82,7 @@ class MoeShape(ModelShape):
 
     def has_experts(self, layer: int) -> bool:
         """Whether a block has experts, by its number, counted from 0."""
-        return layer >= self.dense_layers and (layer + 1) % self.moe_every == 0
+        return layer >= self.dense_layers and is_nth(layer, self.moe_every)
 
     @property
     def moe_layers(self) -> int:
@@ -81,7 +90,26 @@ class MoeShape(ModelShape):
         return sum(map(self.has_experts, range(self.n_layers)))
 
 
+@dataclass(frozen=True)
+class MoeShape(ExpertsShape, ModelShape):
+    """Sizes of a Llama with experts: a Mixtral, a Qwen 2 or a Qwen 3."""
+
+    @property
+    def model_type(self) -> Literal["mixtral", "qwen2_moe", "qwen3_moe"]:
+        """The model_type of transformers that is nearest, and whose names its files have."""
+        if self.shared_gate:
+            return "qwen2_moe"
+        return "qwen3_moe" if self.qk_norm else "mixtral"
+
+
 _MIXTRAL: dict[str, Any] = {"experts": 8, "experts_per_token": 2, "rope_theta": 1e6}
+_QWEN_2: dict[str, Any] = {
+    "qkv_bias": True,
+    "shared_gate": True,
+    "renormalise": False,
+    "norm_eps": 1e-6,
+    "rope_theta": 1e6,
+}
 _QWEN_3: dict[str, Any] = {
     "experts": 128,
     "experts_per_token": 8,
@@ -126,6 +154,34 @@ PRESETS: dict[str, MoeShape] = {
     "mixtral-8x7b": MoeShape(4096, 32, 32, 8, 14336, 32000, balance_loss=0.02 * 2 / 32, **_MIXTRAL),
     "mixtral-8x22b": MoeShape(
         6144, 56, 48, 8, 16384, 32768, balance_loss=1e-3 * 2 / 56, **_MIXTRAL
+    ),
+    "qwen1.5-moe-a2.7b": MoeShape(
+        2048,
+        24,
+        16,
+        16,
+        5632,
+        151936,
+        experts=60,
+        experts_per_token=4,
+        expert_ffn=1408,
+        shared_ffn=5632,
+        balance_loss=1e-3 * 4 / 24,
+        **_QWEN_2,
+    ),
+    "qwen2-57b-a14b": MoeShape(
+        3584,
+        28,
+        28,
+        4,
+        18944,
+        151936,
+        experts=64,
+        experts_per_token=8,
+        expert_ffn=2560,
+        shared_ffn=20480,
+        balance_loss=1e-3 * 8 / 28,
+        **_QWEN_2,
     ),
     "qwen3-30b-a3b": MoeShape(
         2048, 48, 32, 4, 6144, 151936, expert_ffn=768, balance_loss=1e-3 * 8 / 48, **_QWEN_3

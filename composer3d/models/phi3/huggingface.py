@@ -6,7 +6,6 @@ value is checked.
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from composer3d.facts.errors import CheckpointError
@@ -18,12 +17,13 @@ from composer3d.models.llama.huggingface import (
     decoder_problems,
     describes,
     parse_decoder,
+    parse_window_of_all,
     read_config,
     require_model_type,
     without_usual_head_dim,
 )
 from composer3d.models.phi3.shape import Phi3Shape
-from composer3d.models.untrusted import Requirements, checked_shape, is_size
+from composer3d.models.untrusted import Requirements, checked_shape
 
 __all__ = ["MODEL_TYPES", "canonical", "make_config", "make_shape", "parse_config", "read_shape"]
 
@@ -33,16 +33,11 @@ MODEL_TYPES = ("phi3",)  # the values of model_type that this module reads
 _DEFAULTS = {"rms_norm_eps": 1e-5}
 # Absent ids would be those of Phi-3's tokenizer, which a smaller vocabulary lacks.
 _NO_TOKENS: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-# transformers ignores biases and layer_types here; the others drop parts of what is learned.
-_UNSUPPORTED = ("attention_bias", "layer_types", "resid_pdrop", "embd_pdrop")
+# transformers ignores biases here; the other keys drop numbers at random.
+_UNSUPPORTED = ("attention_bias", "resid_pdrop", "embd_pdrop")
 
-
-def read_shape(folder: str | Path) -> Phi3Shape:
-    """Return the shape that the config.json of ``folder`` describes.
-
-    Raises CheckpointError if the file cannot be read or ``parse_config`` refuses its content.
-    """
-    return read_config(folder, parse_config)
+# As ``models.llama.huggingface.make_shape``.
+make_shape = partial(checked_shape, Phi3Shape, find_problems=decoder_problems)
 
 
 def parse_config(config: Any) -> Phi3Shape:
@@ -60,20 +55,15 @@ def parse_config(config: Any) -> Phi3Shape:
     stretch = values.get("rope_scaling")
     # transformers takes "yarn" for longrope here, and refuses the other types.
     checks.require(stretch is None, "rope_scaling.rope_type", stretch, '"default"')
-    window = config.get("sliding_window")
-    is_window = window is None or is_size(window)
-    checks.require(is_window, "sliding_window", window, "a positive integer, null or absent")
     checks.raise_problems()
-    return without_usual_head_dim(make_shape(values | {"window": window or 0}, KEYS))
+    make_shape(values, KEYS)  # the list of layers depends on their number
+    values["window"] = parse_window_of_all(config, config.get("sliding_window"), checks)
+    checks.raise_problems()
+    return without_usual_head_dim(make_shape(values, KEYS))
 
 
-def make_shape(values: Mapping[str, Any], keys: Mapping[str, str] | None = None) -> Phi3Shape:
-    """Make a Phi3Shape of plain values, as ``models.llama.huggingface.make_shape`` does.
-
-    Raises:
-        CheckpointError: as ``checked_shape``.
-    """
-    return checked_shape(Phi3Shape, values, keys or {}, decoder_problems)
+# As ``models.llama.huggingface.read_shape``.
+read_shape = partial(read_config, parse=parse_config)
 
 
 def make_config(
@@ -85,11 +75,14 @@ def make_config(
         CheckpointError: transformers computes no such shape as a Phi-3. The error has a line for
             each field.
     """
-    required = {"qk_norm": False, "qkv_bias": False, "rope_factor": 1.0}
+    required = {
+        **{"qk_norm": False, "qkv_bias": False, "rope_factor": 1.0},
+        **{"full_every": 0, "nope_every": 0},
+    }
     lines = [
         f"Hugging Face's phi3 has no {name} = {getattr(shape, name)}; convert to torch or dcp"
         for name, value in required.items()
-        if getattr(shape, name) != value
+        if getattr(canonical(shape), name) != value
     ]
     if lines:
         raise CheckpointError(lines)

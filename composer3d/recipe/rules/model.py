@@ -44,6 +44,32 @@ def kv_heads_divide_heads(recipe: Recipe) -> Iterator[str]:
         yield f"<model.n_kv_heads> must divide <model.n_heads>; {way_out}"
 
 
+@rule("model.n_kv_heads", "model.n_heads", "model.kv_rank")
+def latents_give_each_head_a_key(recipe: Recipe) -> Iterator[Breach]:
+    """Latent attention makes a key and a value for each query head."""
+    if recipe.model.n_kv_heads != recipe.model.n_heads:
+        yield breach(
+            "<model.n_kv_heads> must be <model.n_heads>: latent attention has a key for each head",
+            use("model.n_kv_heads", recipe.model.n_heads),
+        )
+
+
+@rule("model.rope_dim", "model.value_dim", "model.n_heads", "model.dim", "model.head_dim")
+def heads_hold_their_parts(recipe: Recipe) -> Iterator[str]:
+    """A part of a head is rotated and a part is not; its value is at most as wide as its key."""
+    model: Any = recipe.model
+    # Another rule reports heads without a width.
+    if model.head_dim is None and model.dim % (2 * model.n_heads):
+        return
+    width = model.head_width
+    if model.rope_dim >= width:
+        yield f"<model.rope_dim> must be below {width}, the width of a head; raise model.head_dim"
+    if model.value_dim > width:
+        yield (
+            f"<model.value_dim> must be at most {width}, the width of a head; raise model.head_dim"
+        )
+
+
 @rule("model.expert_groups", "model.experts")
 def groups_divide_experts(recipe: Recipe) -> Iterator[str]:
     """All groups have equally many experts."""
@@ -81,6 +107,18 @@ def some_layer_has_experts(recipe: Recipe) -> Iterator[str]:
             "<model.dense_layers> and <model.moe_every> leave no block with experts among "
             "<model.n_layers>; use a smaller model.dense_layers or model.moe_every, or "
             'model.architecture = "llama"'
+        )
+
+
+@rule("model.shared_gate", "model.shared_ffn")
+def gate_needs_a_shared_expert(recipe: Recipe) -> Iterator[Breach]:
+    """A gate weighs the output of the shared expert."""
+    model: Any = recipe.model
+    if model.shared_gate and not model.shared_ffn:
+        yield breach(
+            "<model.shared_gate> has no expert to weigh with <model.shared_ffn>",
+            use("model.shared_gate", False),
+            "a width of the shared expert",
         )
 
 
@@ -158,13 +196,35 @@ def dynamic_positions_are_not_stretched(recipe: Recipe) -> Iterator[Breach]:
         )
 
 
+@rule("model.full_every", "model.window")
+def full_blocks_need_a_window(recipe: Recipe) -> Iterator[Breach]:
+    """Blocks without a window differ from the others only if those have one."""
+    model: Any = recipe.model
+    if model.full_every > 0 and model.window == 0:
+        yield breach(
+            "<model.full_every> is not used with <model.window>",
+            use("model.full_every", 0),
+            "model.window above 0",
+        )
+    elif model.full_every == 1:
+        yield breach(
+            "<model.full_every> lets every block see all tokens, so that <model.window> is not "
+            "used",
+            use("model.window", 0),
+            "model.full_every of 2 or more",
+        )
+
+
 RULES: tuple[Rule, ...] = (
     heads_divide_dim,
     kv_heads_divide_heads,
+    latents_give_each_head_a_key,
+    heads_hold_their_parts,
     groups_divide_experts,
     must_be_at_most("model.groups_per_token", "model.expert_groups"),
     tokens_find_experts,
     some_layer_has_experts,
+    gate_needs_a_shared_expert,
     routers_learn,
     bias_rate_needs_a_bias,
     a_way_to_stretch_has_a_factor,
@@ -179,4 +239,5 @@ RULES: tuple[Rule, ...] = (
     must_be_at_most("model.rope_beta_slow", "model.rope_beta_fast"),
     yarn_orders_the_pairs,
     dynamic_positions_are_not_stretched,
+    full_blocks_need_a_window,
 )

@@ -549,7 +549,7 @@ def cp_balance(recipe: Recipe, batch: Batch) -> dict[str, float]:
     if cp == 1 or documents_BT is None or parallel.cp_method == "ulysses":
         return {}
     is_balanced = parallel.cp_balance == "zigzag"
-    window = recipe.model.window or None
+    windows = recipe.model.windows
     return {
-        "cp_balance": attention_imbalance(documents_BT, cp, balanced=is_balanced, window=window)
+        "cp_balance": attention_imbalance(documents_BT, cp, balanced=is_balanced, windows=windows)
     }

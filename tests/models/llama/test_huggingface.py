@@ -32,6 +32,14 @@ _SCALED = {
 }
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, **_SCALED}
 _GROUPS = {"num_key_value_heads": 2}
+
+
+def layer_types(layers: int, every: int) -> list[str]:
+    """Windows in all layers but every so many."""
+    kinds = {True: "full_attention", False: "sliding_attention"}
+    return [kinds[layer % every == every - 1] for layer in range(layers)]
+
+
 _WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -48,10 +56,35 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GROUPS, "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e6}},
     ),
     "qwen 2, windows": ("Qwen2", {**_GROUPS, **_WINDOW}),
+    "qwen 2, every third layer without": (
+        "Qwen2",
+        {**_GROUPS, **_WINDOW, "num_hidden_layers": 5, "layer_types": layer_types(5, 3)},
+    ),
     "qwen 3": ("Qwen3", {**_GROUPS, "head_dim": 32}),
     "qwen 3, windows": (
         "Qwen3",
         {**_GROUPS, **_WINDOW, "head_dim": 16, "tie_word_embeddings": True},
+    ),
+    "qwen 3, every second layer without": (
+        "Qwen3",
+        {**_GROUPS, **_WINDOW, "head_dim": 16, "layer_types": layer_types(3, 2)},
+    ),
+    "smollm 3": ("SmolLM3", {**_GROUPS, "num_hidden_layers": 5}),
+    "smollm 3, untied, positions in every second layer": (
+        "SmolLM3",
+        {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": False, "rope_parameters": _LLAMA3},
+    ),
+    "smollm 3, positions in no layer": ("SmolLM3", {**_GROUPS, "no_rope_layer_interval": 1}),
+    "smollm 3, windows, every second layer without": (
+        "SmolLM3",
+        {
+            **_GROUPS,
+            "num_hidden_layers": 6,
+            "no_rope_layer_interval": 3,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": layer_types(6, 2),
+        },
     ),
 }
 SMALL = {
@@ -66,9 +99,9 @@ SMALL = {
 def transformers_config(name: str) -> Any:
     """Make a configuration of transformers for a model of the table."""
     family, settings = MODELS[name]
-    return getattr(transformers, f"{family}Config")(
-        **SMALL, max_position_embeddings=256, **{"num_key_value_heads": 4} | settings
-    )
+    # The token for padding of a SmolLM3 would lie beyond the vocabulary.
+    others = {"max_position_embeddings": 256, "num_key_value_heads": 4, "pad_token_id": None}
+    return getattr(transformers, f"{family}Config")(**SMALL | others | settings)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -155,7 +188,7 @@ def test_transformers_loads_our_config(folder: Path, tmp_path: Path, carries: bo
 MINIMAL = {key: value for key, value in SMALL.items() if key != "vocab_size"} | {"vocab_size": 99}
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "smollm3"])
 @pytest.mark.parametrize(
     "settings",
     [{}, {"use_sliding_window": True, "num_hidden_layers": 29}],
@@ -169,9 +202,7 @@ def test_absent_keys_have_the_defaults_of_transformers(
     (tmp_path / "config.json").write_text(json.dumps(config))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     if len(set(getattr(theirs, "layer_types", None) or [])) > 1:
-        with pytest.raises(
-            CheckpointError, match=r"layer_types = .* must be the same for all layers"
-        ):
+        with pytest.raises(CheckpointError, match=r"layer_types = .* must be sliding_attention"):
             hf.read_shape(tmp_path)
         return
     shape = hf.read_shape(tmp_path)
@@ -180,6 +211,8 @@ def test_absent_keys_have_the_defaults_of_transformers(
     assert (shape.norm_eps, shape.tied) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
     assert theirs.rope_parameters == {"rope_type": "default", "rope_theta": shape.rope_theta}
     assert shape.window == (getattr(theirs, "sliding_window", None) or 0)
+    rotary = [shape.is_rotary(layer) for layer in range(shape.n_layers)]
+    assert rotary == list(map(bool, getattr(theirs, "no_rope_layers", rotary)))
     assert theirs.hidden_act == "silu"
 
 
@@ -276,6 +309,7 @@ def test_a_carried_config_of_another_shape_gives_ids_and_the_longest_sequence() 
 
 
 RULE = "is not supported; it must be"
+PATTERN = "sliding_attention, and full_attention in every N-th layer: N, 2N, 3N ... counted from 1"
 *_TYPES, _LAST_TYPE = huggingface_model_types()
 MODEL_TYPES = f"{', '.join(_TYPES)} or {_LAST_TYPE}"
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -363,14 +397,68 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
             "max_window_layers": 1,
         },
         [
-            f'layer_types = ["full_attention", "sliding_attention"] {RULE} the same for '
-            "all layers "
-            "(max_window_layers = 0)"
+            f'layer_types = ["full_attention", "sliding_attention", "sliding_attention"] {RULE} '
+            f"{PATTERN}"
+        ],
+    ),
+    "windows of some layers of smollm 3": (
+        {
+            "model_type": "smollm3",
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "no_rope_layer_interval": 2,
+        },
+        [
+            f'layer_types = ["full_attention", "sliding_attention", "full_attention"] {RULE} '
+            f"{PATTERN}"
+        ],
+    ),
+    "windows that smollm 3 says it does not use": (
+        {
+            "model_type": "smollm3",
+            "sliding_window": 5,
+            "layer_types": layer_types(3, 2),
+        },
+        [f"sliding_window = null {RULE} a positive integer"],
+    ),
+    "positions in the first layer only": (
+        {"model_type": "smollm3", "no_rope_layers": [1, 0, 0]},
+        [
+            f"no_rope_layers = [1, 0, 0] {RULE} 1, and 0 in every N-th layer: N, 2N, 3N ... "
+            "counted from 1"
+        ],
+    ),
+    "positions in words": (
+        {"model_type": "smollm3", "no_rope_layers": [1, True, 0]},
+        [f"no_rope_layers = [1, true, 0] {RULE} 0 or 1 for each layer"],
+    ),
+    "positions of two layers": (
+        {"model_type": "smollm3", "no_rope_layers": [1, 1]},
+        [f"no_rope_layers = [1, 1] {RULE} 0 or 1 for each layer"],
+    ),
+    "no interval": (
+        {"model_type": "smollm3", "no_rope_layer_interval": 0},
+        [f"no_rope_layer_interval = 0 {RULE} a positive integer"],
+    ),
+    "a bias of smollm 3": (
+        {"model_type": "smollm3", "attention_bias": True},
+        [f"attention_bias = true {RULE} false, null or absent"],
+    ),
+    "layers without windows, which mistral does not read": (
+        {
+            "model_type": "mistral",
+            "num_key_value_heads": 4,
+            "sliding_window": 8,
+            "layer_types": ["full_attention"] * 3,
+        },
+        [
+            'layer_types = ["full_attention", "full_attention", "full_attention"] '
+            f'{RULE} "sliding_attention" for each layer, or absent'
         ],
     ),
     "a window of nothing": (
         {"model_type": "mistral", "num_key_value_heads": 4, "sliding_window": 0},
-        [f"sliding_window = 0 {RULE} a positive integer"],
+        [f"sliding_window = 0 {RULE} a positive integer, null or absent"],
     ),
 }
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from composer3d.models import counts
+from composer3d.models.granite.shape import GraniteShape
 from composer3d.models.llama.model import First, Llama
 from composer3d.models.llama.shape import PRESETS
 from composer3d.models.llama.table import table
@@ -18,17 +19,18 @@ from tests.reference import llama as plain
     "name", [name for name, shape in plain.SHAPES.items() if not isinstance(shape, MoeShape)]
 )
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_llama_computes_the_formulas(name: str, is_packed: bool) -> None:
-    """Logits, loss and gradients are those of a Llama that is written from the papers."""
+def test_llama_and_its_kin_compute_the_formulas(name: str, is_packed: bool) -> None:
+    """Logits, loss and gradients are those of a model that is written from the papers."""
     assert plain.compare(name, is_packed=is_packed) == []
 
 
 def test_every_option_of_a_shape_is_judged() -> None:
     """The plain model would not see that a model ignores an option which always has its default."""
-    for field in fields(MoeShape):
-        values = {getattr(shape, field.name, field.default) for shape in plain.SHAPES.values()}
+    options = {field.name: field for kind in (MoeShape, GraniteShape) for field in fields(kind)}
+    for name, field in options.items():
+        values = {getattr(shape, name, field.default) for shape in plain.SHAPES.values()}
         # Training alone reads the rate of biases.
-        assert values - {field.default} or field.name == "bias_rate", field.name
+        assert values - {field.default} or name == "bias_rate", name
 
 
 def test_bfloat16_has_a_float32_loss() -> None:
@@ -74,6 +76,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "mistral-7b": Published(7_241_732_096, 1e4, 1e-5, 4096, 1.0, False, False),
     "mistral-7b-v0.3": Published(7_248_023_552, 1e6, 1e-5, 0, 1.0, False, False),
+    "smollm3-3b": Published(3_075_098_624, 5e6, 1e-6, 0, 1.0, True, False),
     "qwen3-0.6b": Published(596_049_920, 1e6, 1e-6, 0, 1.0, True, True),
     "qwen3-1.7b": Published(1_720_574_976, 1e6, 1e-6, 0, 1.0, True, True),
     "qwen3-4b": Published(4_022_468_096, 1e6, 1e-6, 0, 1.0, True, True),

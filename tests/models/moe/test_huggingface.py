@@ -1,4 +1,4 @@
-"""Mixtral and Qwen 3 MoE: our shapes, names, logits and gradients agree with transformers."""
+"""Mixtral and Qwen 2 and 3 MoE: our shapes, names, logits and gradients agree with transformers."""
 
 import json
 from dataclasses import replace
@@ -57,7 +57,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = load_ours(folder)
-    compute_in_float64(monkeypatch, "qwen3_moe" if ours.shape.qk_norm else "mixtral")
+    compute_in_float64(monkeypatch, ours.shape.model_type)
     theirs = load_folder(folder, torch.float64)
     tokens_BT = torch.randint(SMALL["vocab_size"], TOKENS)
     # transformers shifts the labels itself.
@@ -119,25 +119,29 @@ def test_transformers_loads_our_config(folder: Path, tmp_path: Path, carries: bo
 MINIMAL = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe"])
 @pytest.mark.parametrize("settings", [{}, {"use_sliding_window": True}], ids=["least", "windows"])
 def test_absent_keys_have_the_defaults_of_transformers(
     kind: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = MINIMAL | {"model_type": kind, "num_attention_heads": 8} | settings
+    config = MINIMAL | {"model_type": kind, "num_attention_heads": 16} | settings
     (tmp_path / "config.json").write_text(json.dumps(config))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     shape = hf.read_shape(tmp_path)
     assert shape.n_kv_heads == theirs.num_key_value_heads
-    assert shape.head_width == SMALL["hidden_size"] // 8
+    assert shape.head_width == SMALL["hidden_size"] // 16
     assert (shape.norm_eps, shape.tied) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
     assert theirs.rope_parameters == {"rope_type": "default", "rope_theta": shape.rope_theta}
     assert shape.window == (theirs.sliding_window or 0)
+    layer_types = getattr(theirs, "layer_types", None) if kind == "qwen2_moe" else None
+    if layer_types is not None:
+        kinds = ["sliding_attention" if shape.window_of(n) else "full_attention" for n in range(3)]
+        assert kinds == layer_types
     assert theirs.hidden_act == "silu"
-    assert (shape.experts, shape.experts_per_token) == (
-        theirs.num_local_experts,
-        theirs.num_experts_per_tok,
-    )
+    experts = getattr(theirs, "num_local_experts", None) or theirs.num_experts
+    assert (shape.experts, shape.experts_per_token) == (experts, theirs.num_experts_per_tok)
+    assert shape.shared_ffn == getattr(theirs, "shared_expert_intermediate_size", 0)
+    assert shape.qkv_bias == getattr(theirs, "qkv_bias", False)
     width = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
     assert shape.expert_width == width
     assert shape.renormalise == getattr(theirs, "norm_topk_prob", True)
@@ -163,11 +167,16 @@ LAYERS_WITH_EXPERTS = [
 ]
 
 
+@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe"])
 @pytest.mark.parametrize(("dense", "step", "dense_layers", "moe_every"), LAYERS_WITH_EXPERTS)
 def test_layers_with_experts_are_those_of_transformers(
-    dense: list[int] | None, step: int, dense_layers: int, moe_every: int
+    kind: str, dense: list[int] | None, step: int, dense_layers: int, moe_every: int
 ) -> None:
-    config = QWEN | {"num_hidden_layers": 7, "mlp_only_layers": dense, "decoder_sparse_step": step}
+    config = (
+        SMALL
+        | {"model_type": kind}
+        | {"num_hidden_layers": 7, "mlp_only_layers": dense, "decoder_sparse_step": step}
+    )
     theirs = transformers.AutoConfig.for_model(**config)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(theirs)
@@ -178,7 +187,7 @@ def test_layers_with_experts_are_those_of_transformers(
     assert hf.parse_config(hf.make_config(shape, "float32")) == shape
 
 
-PUBLISHED = [name for name in PRESETS if name.startswith(("mixtral", "qwen3"))]
+PUBLISHED = [name for name in PRESETS if name.startswith(("mixtral", "qwen"))]
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
@@ -189,7 +198,7 @@ def test_presets_survive_a_round_trip(preset: str) -> None:
     assert replace(again, balance_loss=shape.balance_loss, head_dim=shape.head_dim) == shape
     theirs = transformers.AutoConfig.for_model(**config)
     assert (theirs.head_dim, theirs.num_key_value_heads) == (shape.head_width, shape.n_kv_heads)
-    assert theirs.num_local_experts == shape.experts
+    assert (getattr(theirs, "num_local_experts", None) or theirs.num_experts) == shape.experts
     assert (
         theirs.architectures[0]
         in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
@@ -219,6 +228,7 @@ def test_a_carried_config_of_another_shape_gives_ids_and_the_longest_sequence() 
 
 MIXTRAL = MINIMAL | {"model_type": "mixtral", "num_key_value_heads": 4}
 QWEN = MINIMAL | {"model_type": "qwen3_moe"}
+QWEN_2 = MINIMAL | {"model_type": "qwen2_moe", "num_key_value_heads": 4}
 RULE = "is not supported; it must be"
 *_TYPES, _LAST_TYPE = huggingface_model_types()
 MODEL_TYPES = f"{', '.join(_TYPES)} or {_LAST_TYPE}"
@@ -228,8 +238,8 @@ LAYERS = (
 )
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "another model": (
-        MIXTRAL | {"model_type": "qwen2_moe"},
-        [f'model_type = "qwen2_moe" {RULE} {MODEL_TYPES}'],
+        MIXTRAL | {"model_type": "granitemoe"},
+        [f'model_type = "granitemoe" {RULE} {MODEL_TYPES}'],
     ),
     "a model without experts": (
         MIXTRAL | {"model_type": "llama"},
@@ -249,6 +259,34 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a bias of qwen": (
         QWEN | {"attention_bias": True},
         [f"attention_bias = true {RULE} false, null or absent"],
+    ),
+    "a bias in words": (
+        QWEN_2 | {"qkv_bias": "yes"},
+        [f'qkv_bias = "yes" {RULE} true, false or absent'],
+    ),
+    "no shared expert": (
+        QWEN_2 | {"shared_expert_intermediate_size": 0},
+        [f"shared_expert_intermediate_size = 0 {RULE} a positive integer"],
+    ),
+    "a shared expert beyond all": (
+        QWEN_2 | {"shared_expert_intermediate_size": 10**9},
+        ["shared_expert_intermediate_size = 1000000000 must be from 0 to 4_194_304"],
+    ),
+    "experts under a name that Qwen 2 does not read": (
+        QWEN_2 | {"num_local_experts": 8},
+        [f"num_local_experts = 8 {RULE} num_experts = 60"],
+    ),
+    "a window of the first layer only": (
+        QWEN_2 | {"use_sliding_window": True, "max_window_layers": 1},
+        [
+            'layer_types = ["sliding_attention", "full_attention", "full_attention"] '
+            f"{RULE} sliding_attention, and full_attention in every N-th layer: N, 2N, 3N ... "
+            "counted from 1"
+        ],
+    ),
+    "windows without a width": (
+        QWEN_2 | {"layer_types": ["sliding_attention"] * 3},
+        [f"sliding_window = null {RULE} a positive integer"],
     ),
     "quantized": (
         QWEN | {"quantization_config": {"bits": 4}},
@@ -372,6 +410,8 @@ def test_minimal_configs_are_not_refused() -> None:
     """Otherwise the refusals above could have another cause."""
     assert hf.parse_config(MIXTRAL).experts == 8
     assert hf.parse_config(QWEN | {"layer_types": ["full_attention"] * 3}).experts == 128
+    qwen_2 = hf.parse_config(QWEN_2 | {"attention_bias": False, "num_experts": 8})
+    assert (qwen_2.experts, qwen_2.shared_gate) == (8, True)
 
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
@@ -380,6 +420,10 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "groups": ({"expert_groups": 2, "groups_per_token": 2}, "mixtral has no expert_groups = 2"),
     "bias": ({"router_bias": True}, "mixtral has no router_bias = True"),
     "shared": ({"shared_ffn": 8, "qk_norm": True}, "qwen3_moe has no shared_ffn = 8"),
+    "gate and norms": (
+        {"shared_ffn": 8, "shared_gate": True, "qk_norm": True},
+        "qwen2_moe has no qk_norm = True",
+    ),
     "biases of attention": ({"qkv_bias": True}, "mixtral has no qkv_bias = True"),
     "weights as they are": ({"renormalise": False}, "mixtral has no renormalise = False"),
     "dense": ({"dense_layers": 1}, "mixtral has experts in all layers, not in 3 of 4"),
@@ -406,6 +450,10 @@ VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "experts in groups": (
         {"expert_groups": 4, "experts_per_token": 3},
         "experts_per_token = 3 must be at most the experts in groups_per_token = 1 of experts = 8",
+    ),
+    "a gate of nothing": (
+        {"shared_gate": True},
+        "shared_gate = true has no expert to weigh with shared_ffn = 0",
     ),
     "layers": (
         {"dense_layers": 3, "moe_every": 2, "n_layers": 3},

@@ -77,6 +77,8 @@ def test_every_preset_has_a_plan_and_meta_allocates_nothing(preset: str) -> None
         assert not plan.holds_experts(f"{last}.moe")
         shared = plan.style_of(f"{last}.moe.shared.w1")
         assert shared == ("column" if shape.shared_ffn else None)
+        gate = plan.style_of(f"{last}.moe.shared_gate")
+        assert gate == ("router" if shape.shared_gate else None)
         dense = {name for name, _ in model.named_modules() if name.endswith(".ffn")}
         assert bool(dense) == (plan.style_of("blocks.0.ffn") == "gather")
 
@@ -110,6 +112,8 @@ class Published(NamedTuple):
 PUBLISHED = {
     "mixtral-8x7b": Published(46_702_792_704, 12.9),
     "mixtral-8x22b": Published(140_630_071_296, 39.2),
+    "qwen1.5-moe-a2.7b": Published(14_315_784_192, 2.7),
+    "qwen2-57b-a14b": Published(57_408_658_944, 14.2),
     "qwen3-30b-a3b": Published(30_532_122_624, 3.4),
     "qwen3-235b-a22b": Published(235_093_634_560, 22.2),
 }

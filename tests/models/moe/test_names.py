@@ -20,6 +20,7 @@ MIXTRAL = MoeShape(
     experts_per_token=2,
 )
 QWEN_3 = replace(MIXTRAL, qk_norm=True, expert_ffn=24, dense_layers=2)
+QWEN_2 = replace(QWEN_3, qk_norm=False, qkv_bias=True, shared_ffn=56, shared_gate=True)
 EXPERTS = "blocks.11.moe.experts"
 MIXTRAL_BLOCK = "model.layers.11.block_sparse_moe"
 QWEN_BLOCK = "model.layers.11.mlp"
@@ -61,14 +62,26 @@ def test_packed_names_are_the_same_in_both_families(shape: MoeShape) -> None:
     assert router == Location((f"{QWEN_BLOCK}.gate.weight",), (5, 48))
 
 
+def test_the_shared_expert_and_its_gate_have_names() -> None:
+    for in_files in ((), PACKED):
+        places = hf_locations(QWEN_2, in_files)
+        for ours, projection in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+            size = (48, 56) if ours == "w2" else (56, 48)
+            name = f"{QWEN_BLOCK}.shared_expert.{projection}.weight"
+            assert places[f"blocks.11.moe.shared.{ours}.weight"] == Location((name,), size)
+        gate = Location((f"{QWEN_BLOCK}.shared_expert_gate.weight",), (1, 48))
+        assert places["blocks.11.moe.shared_gate.weight"] == gate
+
+
 def test_every_tensor_has_a_name_of_its_own() -> None:
-    for shape in (MIXTRAL, QWEN_3):
+    for shape in (MIXTRAL, QWEN_2, QWEN_3):
         places = hf_locations(shape)
         names = [name for place in places.values() for name in place.names]
         assert len(set(names)) == len(names)
-        norms = 4 if shape.qk_norm else 2
+        of_attention = 4 + 2 + 2 * shape.qk_norm + 3 * shape.qkv_bias
+        of_experts = 1 + 3 * 5 + 4 * shape.shared_gate
         dense = shape.n_layers - shape.moe_layers
-        assert len(names) == 12 * (4 + norms) + shape.moe_layers * (1 + 3 * 5) + dense * 3 + 3
+        assert len(names) == 12 * of_attention + shape.moe_layers * of_experts + dense * 3 + 3
 
 
 def test_whole_shapes_are_those_of_our_tensors() -> None:

@@ -22,7 +22,13 @@ SMALL = {
 }
 # The experts of Qwen are half as wide as the model: packed gates and up projections are square
 # matrices then, so that no shape shows whether they are transposed.
-_QWEN = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
+_QWEN: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "head_dim": 32,
+}
+_QWEN_2 = {**_QWEN, "shared_expert_intermediate_size": 48}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 6}),
     "mixtral, windows": (
@@ -33,6 +39,30 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 7,
             "head_dim": 8,
             "tie_word_embeddings": True,
+        },
+    ),
+    "qwen 2": ("Qwen2Moe", _QWEN_2),
+    "qwen 2, some dense, windows": (
+        "Qwen2Moe",
+        {
+            **_QWEN_2,
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [0],
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention"] * 4,
+        },
+    ),
+    "qwen 2, windows in every second layer": (
+        "Qwen2Moe",
+        {
+            **_QWEN_2,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "shared_expert_intermediate_size": 24,
         },
     ),
     "qwen 3": ("Qwen3Moe", {**_QWEN, "norm_topk_prob": True}),
@@ -105,7 +135,7 @@ def compute_in_float64(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
 
     Args:
         monkeypatch: undoes it.
-        family: the model_type.
+        family: the model_type, such as "mixtral".
     """
     module = f"transformers.models.{family}.modeling_{family}"
     for name in (module, "transformers.modeling_rope_utils"):

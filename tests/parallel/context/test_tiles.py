@@ -59,14 +59,21 @@ def test_ranks_compute_all_visible_scores_and_zigzag_spreads_them_evenly() -> No
 
 
 @pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("window", [0, 40])
-def test_logged_imbalance_is_that_of_the_scores(balance: str, window: int) -> None:
+@pytest.mark.parametrize(
+    ("window", "full_every", "windows"),
+    [(0, 0, [0] * 4), (40, 0, [40] * 4), (40, 3, [40, 40, 0, 40])],
+)
+def test_logged_imbalance_is_that_of_the_scores(
+    balance: str, window: int, full_every: int, windows: list[int]
+) -> None:
     overrides = [
+        "model.n_layers=4",
         "mesh.cp=4",
         "data.seq_len=256",
         "data.packing=documents",
         f"parallel.cp_balance={balance}",
         f"model.window={window}",
+        f"model.full_every={full_every}",
     ]
     recipe = load(RECIPE, overrides, check_files=False).recipe
     documents = random_documents(256, 0.02)
@@ -76,8 +83,8 @@ def test_logged_imbalance_is_that_of_the_scores(balance: str, window: int) -> No
     scores_by_rank = [
         sum(
             n_scores(tile)
-            for keys in owned
-            for tile in tiles.tiles(queries, keys, starts, window, device)
+            for keys, of_block in product(owned, windows)
+            for tile in tiles.tiles(queries, keys, starts, of_block, device)
         )
         for queries in owned
     ]

@@ -28,10 +28,12 @@ from composer3d.data import Corpus
 from composer3d.data.order import ORDERS, Order
 from composer3d.facts.errors import CheckpointError
 from composer3d.generate.generator import Generator
+from composer3d.generate.sampling import Sampler, Sampling
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import ModelShape
+from composer3d.models.registry import resolve
 from composer3d.parallel import init
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
@@ -40,8 +42,17 @@ from composer3d.training.build import Run, build
 from composer3d.training.loop import train
 from composer3d.verify import data as verify_data
 from composer3d.verify.data import corpus_batch, reference_learning_rate
+from tests.reference import latent
 from tests.reference.initial import initial_weight
-from tests.reference.llama import BOUND, SHAPES, Row, compare, plain_row, random_model
+from tests.reference.llama import (
+    BOUND,
+    SHAPES,
+    Row,
+    architecture_of,
+    compare,
+    plain_row,
+    random_model,
+)
 from tools.prove.proof import logged_rows, watched_run
 
 Plant = Callable[[], None] | None
@@ -59,33 +70,44 @@ def model(plant: Plant) -> list[str]:
     ]
 
 
-# Shapes of the reference whose positions are stretched in ways of their own.
-GENERATED = ("plain", "stretched", "linear", "yarn")
+def latents(plant: Plant) -> list[str]:
+    """Compare latent attention and its cache with ``tests/reference/latent.py``."""
+    if plant is not None:
+        plant()
+    return latent.compare()
 
 
-@torch.no_grad()
+# Of two lengths, so that a batch has both.
+_PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8]]
+_NEW_TOKENS = 8
+
+
 def generation(plant: Plant) -> list[str]:
-    """Generate with the cache of keys; compare the tokens with those of ``tests/reference``."""
+    """Draw tokens from models of every option, and compare them with those of the plain models.
+
+    They are drawn with a temperature of 1: a factor of all logits changes no likeliest token.
+    """
     if plant is not None:
         plant()
     findings = []
-    for name in GENERATED:
-        shape = SHAPES[name]
-        model = random_model(shape)
-        weights = dict(model.named_parameters())
-        generator = Generator(model, sharding_plan(shape), device=torch.device("cpu"))
-        prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
-        completions = generator.generate(prompts, max_tokens=12)
-        for prompt, completion in zip(prompts, completions, strict=True):
-            tokens = list(prompt)
-            for _ in completion.tokens:
-                length = len(tokens)
-                row = Row(tokens, tokens, range(length), [0] * length)
-                tokens.append(int(plain_row(shape, weights, row).logits[-1].argmax()))
+    sampling = Sampling(temperature=1.0, seed=5)
+    for name, shape in SHAPES.items():
+        ours = random_model(shape)
+        weights = {key: value.detach().clone() for key, value in ours.named_parameters()}
+        plan = resolve(architecture_of(shape).plan)(shape)
+        generator = Generator(ours, plan, device=torch.device("cpu"))
+        found = generator.generate(_PROMPTS, max_tokens=_NEW_TOKENS, sampling=sampling)
+        for prompt, completion in zip(_PROMPTS, found, strict=True):
+            sampler, tokens = Sampler(sampling, prompt), list(prompt)
+            while len(tokens) < len(prompt) + _NEW_TOKENS:
+                places = range(len(tokens))
+                row = Row(tokens, tokens, places, [0] * len(tokens))
+                tokens.append(sampler.choose(plain_row(shape, weights, row).logits[-1]))
             expected = tokens[len(prompt) :]
             if completion.tokens != expected:
                 findings.append(
-                    f"the {name} model goes on with {completion.tokens}, not {expected}"
+                    f"tokens of the {name} model after {prompt} are {completion.tokens}, and the "
+                    f"plain model's are {expected}"
                 )
     return findings
 
