@@ -13,7 +13,8 @@ from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import PRESETS, ModelShape
 from composer3d.models.registry import resolve
-from tests.models.test_table import NOT_ON_META, SHAPES, architecture_of, model_of
+from tests.models.test_table import NOT_ON_META, SHAPES, model_of
+from tests.reference.llama import architecture_of
 
 SHAPE = PRESETS["debug-tiny"]
 

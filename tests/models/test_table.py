@@ -23,6 +23,7 @@ from composer3d.recipe.schema import MeshTable, ParallelTable
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
+from tests.reference.llama import architecture_of
 
 _UNEVEN = ModelShape(dim=48, n_layers=3, n_heads=6, n_kv_heads=2, ffn=100, vocab=77)
 _UNEVEN_MOE = MoeShape(48, 4, 6, 2, 100, 77, experts=5, experts_per_token=3, expert_ffn=28)
@@ -39,10 +40,6 @@ SHAPES: dict[str, DecoderShape] = {
     ),
     "uneven with wide norms": Olmo2Shape(48, 3, 12, 2, 100, 77, head_dim=10, tied=True),
 }
-
-
-def architecture_of(shape: DecoderShape) -> Any:
-    return next(ours for ours in _OURS if ours.shape is type(shape))
 
 
 def table_of(shape: DecoderShape) -> ParameterTable:

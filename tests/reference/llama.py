@@ -1,4 +1,4 @@
-"""Llama and its mixtures of experts once more, as their papers write them.
+"""Llama, its mixtures of experts, OLMo 2 and 3 and Granite 3 once more, as their papers write them.
 
 ``verify`` runs the model of composer3d on both of its sides. This one shares no code with it: it
 computes one sequence at a time, in mixtures of experts one token, and rotates complex numbers.
@@ -8,16 +8,19 @@ computes one sequence at a time, in mixtures of experts one token, and rotates c
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from composer3d.models.contract import IGNORE_INDEX, SequenceInfo
-from composer3d.models.llama.model import Llama
-from composer3d.models.llama.shape import ModelShape
-from composer3d.models.moe.model import MoeLlama
+from composer3d.models.contract import IGNORE_INDEX, Decoder, SequenceInfo
+from composer3d.models.granite.shape import GraniteShape
+from composer3d.models.llama.shape import ModelShape, RotaryShape
 from composer3d.models.moe.shape import MoeShape
+from composer3d.models.olmo2.shape import Olmo2Shape
+from composer3d.models.registry import OURS, Architecture, architecture
+from composer3d.models.shape import DecoderShape
 from tests.reference.attention import attend, visible_keys
 from tests.reference.rotation import rotations, turn_halves
 
@@ -38,7 +41,7 @@ _MOE = MoeShape(
 _SIGMOID = replace(_MOE, router="sigmoid", router_scale=2.5)
 
 # Every option of a shape has another value than its default in at least one of these.
-SHAPES: Mapping[str, ModelShape] = {
+SHAPES: Mapping[str, RotaryShape] = {
     "plain": replace(_LLAMA, rope_theta=5e5),
     # Of the wavelengths, some are kept, some are stretched and some are between.
     "stretched": replace(_LLAMA, rope_factor=8.0, rope_context=64, head_dim=16),
@@ -66,6 +69,22 @@ SHAPES: Mapping[str, ModelShape] = {
         _MOE, n_layers=4, dense_layers=1, window=3, full_every=2, nope_every=3
     ),
     "with one expert a token": replace(_SIGMOID, experts_per_token=1, qk_norm=True, tied=True),
+    "with norms over all heads": Olmo2Shape(24, 2, 4, 2, 40, 31, 1e2, 1e-3),
+    "with norms over all heads and windows": Olmo2Shape(
+        *(24, 3, 4, 2, 40, 31, 1e2, 1e-3),
+        window=3,
+        full_every=2,
+        rope_factor=8.0,
+        rope_context=64,
+    ),
+    "with multipliers": GraniteShape(
+        *(24, 2, 4, 2, 40, 31, 1e2, 1e-3),
+        embedding_multiplier=3.0,
+        attention_multiplier=0.3,
+        residual_multiplier=0.7,
+        logits_scaling=2.5,
+    ),
+    "with the usual scale of scores": GraniteShape(24, 2, 4, 2, 40, 31, tied=True),
 }
 
 
@@ -82,7 +101,7 @@ class Row(NamedTuple):
     documents: Sequence[int]
 
 
-def rows_of(shape: ModelShape, *, is_packed: bool) -> list[Row]:
+def rows_of(shape: RotaryShape, *, is_packed: bool) -> list[Row]:
     """Two sequences of 12 random tokens; some labels are ignored.
 
     Positions have gaps, and are numbers that bfloat16 cannot count. Documents have any lengths.
@@ -146,15 +165,19 @@ def _error(actual: Tensor | None, expected: Tensor | None) -> float:
     return ((actual - expected).norm() / expected.norm().clamp(min=1e-12)).item()
 
 
-def random_model(shape: ModelShape) -> Llama:
+def architecture_of(shape: DecoderShape) -> Architecture:
+    """Return the one of our architectures whose shapes have this class."""
+    return next(ours for ours in map(architecture, OURS) if ours.shape is type(shape))
+
+
+def random_model(shape: RotaryShape) -> Decoder:
     """A model in float64 whose weights, norms and biases too, are far from their initial values."""
-    model = MoeLlama if isinstance(shape, MoeShape) else Llama
-    random_llama = model(shape, dtype=torch.float64, device="cpu")  # type: ignore[arg-type]
+    model: Decoder = architecture_of(shape).build(shape, dtype=torch.float64, device="cpu")
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for parameter in random_llama.parameters():
+        for parameter in model.parameters():
             parameter.normal_(0.0, 0.3, generator=generator)
-    return random_llama
+    return model
 
 
 class RowResult(NamedTuple):
@@ -169,10 +192,14 @@ class RowResult(NamedTuple):
     router_losses: Tensor
 
 
-def plain_row(shape: ModelShape, weights: Mapping[str, Tensor], row: Row) -> RowResult:
+def plain_row(shape: RotaryShape, weights: Mapping[str, Tensor], row: Row) -> RowResult:
     """Compute one sequence."""
     turns = rotations(shape, row.positions)
+    turns_of_windows = rotations(replace(shape, rope_factor=1.0), row.positions)
+    has_multipliers = isinstance(shape, GraniteShape)
+    factor = shape.residual_multiplier if has_multipliers else 1.0
     h = weights["first.embed.weight"][list(row.tokens)]
+    h = h * (shape.embedding_multiplier if has_multipliers else 1.0)
     losses = torch.zeros((), dtype=h.dtype)
     for number in range(shape.n_layers):
         start = f"blocks.{number}."
@@ -181,26 +208,29 @@ def plain_row(shape: ModelShape, weights: Mapping[str, Tensor], row: Row) -> Row
             for name, weight in weights.items()
             if name.startswith(start)
         }
-        # A pattern is for blocks that are counted from 1.
-        has_no_positions = shape.nope_every and (number + 1) % shape.nope_every == 0
-        sees_all = shape.full_every and (number + 1) % shape.full_every == 0
-        h = h + _attention(
-            shape,
-            of_block,
-            _norm(shape, h, of_block["attn_norm.weight"]),
-            row,
-            None if has_no_positions else turns,
-            0 if sees_all else shape.window,
-        )
-        x = _norm(shape, h, of_block["ffn_norm.weight"])
+        w_attn, w_ffn = of_block["attn_norm.weight"], of_block["ffn_norm.weight"]
+        attend_to = partial(_attention, shape, of_block, row, number, turns)
+        if isinstance(shape, Olmo2Shape):  # norms come after the layers
+            if shape.window and not _is_every(shape, "full_every", number):
+                attend_to = partial(_attention, shape, of_block, row, number, turns_of_windows)
+            h = h + _norm(shape, attend_to(h), w_attn)
+            h = h + _norm(shape, _dense(of_block, h), w_ffn)
+            continue
+        h = h + factor * attend_to(_norm(shape, h, w_attn))
+        x = _norm(shape, h, w_ffn)
         if isinstance(shape, MoeShape) and shape.has_experts(number):
             out, loss = _mixture(shape, of_block, x, row)
             h, losses = h + out, losses + loss
         else:
-            w1, w2, w3 = (of_block[f"ffn.w{n}.weight"] for n in (1, 2, 3))
-            h = h + _feed_forward(x, w1, w2, w3)
+            h = h + factor * _dense(of_block, x)
     head = weights["first.embed.weight" if shape.tied else "last.head.weight"]
-    return RowResult(_norm(shape, h, weights["last.norm.weight"]) @ head.T, losses)
+    logits = _norm(shape, h, weights["last.norm.weight"]) @ head.T
+    return RowResult(logits / (shape.logits_scaling if has_multipliers else 1.0), losses)
+
+
+def _dense(of_block: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    w1, w2, w3 = (of_block[f"ffn.w{n}.weight"] for n in (1, 2, 3))
+    return _feed_forward(x, w1, w2, w3)
 
 
 def _cross_entropy(logits: Tensor, row: Row) -> Tensor:
@@ -214,7 +244,7 @@ def _cross_entropy(logits: Tensor, row: Row) -> Tensor:
     )
 
 
-def _norm(shape: ModelShape, x: Tensor, weight: Tensor) -> Tensor:
+def _norm(shape: RotaryShape, x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + shape.norm_eps).sqrt() * weight
 
 
@@ -224,19 +254,21 @@ def _feed_forward(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
 
 
 def _attention(
-    shape: ModelShape,
+    shape: RotaryShape,
     weights: Mapping[str, Tensor],
-    x: Tensor,
     row: Row,
-    turns: Tensor | None,
-    window: int,
+    number: int,
+    turns: Tensor,
+    x: Tensor,
 ) -> Tensor:
     n_tokens = len(row.tokens)
 
     def project(letter: str, heads: int) -> Tensor:
         out = x @ weights[f"attn.w{letter}.weight"].T
-        if shape.qkv_bias:
+        if isinstance(shape, ModelShape) and shape.qkv_bias:
             out = out + weights[f"attn.w{letter}.bias"]
+        if isinstance(shape, Olmo2Shape) and letter != "v":  # of all heads together
+            out = _norm(shape, out, weights[f"attn.{letter}_norm.weight"])
         return out.view(n_tokens, heads, shape.head_width)
 
     q, k, v = (
@@ -247,12 +279,21 @@ def _attention(
     if shape.qk_norm:
         q = _norm(shape, q, weights["attn.q_norm.weight"])
         k = _norm(shape, k, weights["attn.k_norm.weight"])
-    if turns is not None:
+    if not _is_every(shape, "nope_every", number):
         q, k = turn_halves(q, turns), turn_halves(k, turns)
+    if isinstance(shape, GraniteShape) and shape.attention_multiplier is not None:
+        q = q * (shape.attention_multiplier * math.sqrt(shape.head_width))  # ``attend`` divides
+    window = 0 if _is_every(shape, "full_every", number) else shape.window
     documents = torch.tensor([row.documents])
     visible = visible_keys(n_tokens, documents_BT=documents, window=window)
     out = attend(*(x.transpose(0, 1)[None] for x in (q, k, v)), visible)[0]
     return out.transpose(0, 1).flatten(1) @ weights["attn.wo.weight"].T
+
+
+def _is_every(shape: RotaryShape, field: str, number: int) -> bool:
+    """Whether a pattern of the shape names a block. It counts them from 1, and 0 names none."""
+    every = getattr(shape, field, 0)
+    return bool(every) and (number + 1) % every == 0
 
 
 def _mixture(

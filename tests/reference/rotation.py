@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from composer3d.models.llama.shape import ModelShape
+from composer3d.models.llama.shape import RotaryShape
 
 
-def speeds(shape: ModelShape) -> list[float]:
+def speeds(shape: RotaryShape) -> list[float]:
     """Radians that each pair turns in one position, with Llama 3.1's stretched wavelengths."""
     half = shape.head_width // 2
     found = []
@@ -27,7 +27,7 @@ def speeds(shape: ModelShape) -> list[float]:
     return found
 
 
-def rotations(shape: ModelShape, positions: Sequence[int]) -> Tensor:
+def rotations(shape: RotaryShape, positions: Sequence[int]) -> Tensor:
     """e^(i angle) of each position and pair, (T, D / 2)."""
     rows = [[cmath.exp(1j * position * speed) for speed in speeds(shape)] for position in positions]
     return torch.tensor(rows, dtype=torch.complex128)

@@ -117,7 +117,7 @@ SOME = """
     divide_losses_by_own_tokens keep_biases_in_bfloat16 count_every_call
     norm_in_the_dtype_of_gradients route_narrow merge_blocks_narrow update_narrow
     turn_neighbours forget_the_stretch_of_positions norm_after_the_rotation
-    forget_to_divide_shares
+    forget_to_divide_shares drop_reduction_of_gates draw_by_whole_logits
     start_every_block_alike start_every_run_alike start_norms_at_zero
     round_what_is_loaded validate_in_the_order_of_new_runs
     keep_what_was_rolled_back draw_the_same_numbers_in_every_step

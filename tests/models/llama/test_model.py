@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from composer3d.models import counts
+from composer3d.models.granite.shape import GraniteShape
 from composer3d.models.llama.model import First, Llama
 from composer3d.models.llama.shape import PRESETS
 from composer3d.models.llama.table import table
@@ -18,17 +19,18 @@ from tests.reference import llama as plain
     "name", [name for name, shape in plain.SHAPES.items() if not isinstance(shape, MoeShape)]
 )
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_llama_computes_the_formulas(name: str, is_packed: bool) -> None:
-    """Logits, loss and gradients are those of a Llama that is written from the papers."""
+def test_llama_and_its_kin_compute_the_formulas(name: str, is_packed: bool) -> None:
+    """Logits, loss and gradients are those of a model that is written from the papers."""
     assert plain.compare(name, is_packed=is_packed) == []
 
 
 def test_every_option_of_a_shape_is_judged() -> None:
     """The plain model would not see that a model ignores an option which always has its default."""
-    for field in fields(MoeShape):
-        values = {getattr(shape, field.name, field.default) for shape in plain.SHAPES.values()}
+    options = {field.name: field for kind in (MoeShape, GraniteShape) for field in fields(kind)}
+    for name, field in options.items():
+        values = {getattr(shape, name, field.default) for shape in plain.SHAPES.values()}
         # Training alone reads the rate of biases.
-        assert values - {field.default} or field.name == "bias_rate", field.name
+        assert values - {field.default} or name == "bias_rate", name
 
 
 def test_bfloat16_has_a_float32_loss() -> None:

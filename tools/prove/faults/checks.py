@@ -1,6 +1,6 @@
 """Checks of code that ``verify`` runs on both of its sides, or not at all.
 
-They check models, initial weights, resuming, rollbacks, conversion and generation. Each runs in a
+They check models, generation, initial weights, resuming, rollbacks and conversion. Each runs in a
 worker of one process, with or without a planted fault, and returns its findings: a line for each
 thing that is wrong. The right results are computed here and in ``tests/reference``, by code that
 shares nothing with the package.
@@ -28,10 +28,12 @@ from composer3d.data import Corpus
 from composer3d.data.order import ORDERS, Order
 from composer3d.facts.errors import CheckpointError
 from composer3d.generate.generator import Generator
+from composer3d.generate.sampling import Sampler, Sampling
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import ModelShape
+from composer3d.models.registry import resolve
 from composer3d.parallel import init
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
@@ -41,7 +43,15 @@ from composer3d.training.loop import train
 from composer3d.verify import data as verify_data
 from composer3d.verify.data import corpus_batch, reference_learning_rate
 from tests.reference.initial import initial_weight
-from tests.reference.llama import BOUND, SHAPES, Row, compare, plain_row, random_model
+from tests.reference.llama import (
+    BOUND,
+    SHAPES,
+    Row,
+    architecture_of,
+    compare,
+    plain_row,
+    random_model,
+)
 from tools.prove.proof import logged_rows, watched_run
 
 Plant = Callable[[], None] | None
@@ -57,6 +67,41 @@ def model(plant: Plant) -> list[str]:
         for is_packed in (False, True)
         for line in compare(name, is_packed=is_packed)
     ]
+
+
+# Of two lengths, so that a batch has both.
+_PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8]]
+_NEW_TOKENS = 8
+
+
+def generation(plant: Plant) -> list[str]:
+    """Draw tokens from models of every option, and compare them with those of the plain models.
+
+    They are drawn with a temperature of 1: a factor of all logits changes no likeliest token.
+    """
+    if plant is not None:
+        plant()
+    findings = []
+    sampling = Sampling(temperature=1.0, seed=5)
+    for name, shape in SHAPES.items():
+        ours = random_model(shape)
+        weights = {key: value.detach().clone() for key, value in ours.named_parameters()}
+        plan = resolve(architecture_of(shape).plan)(shape)
+        generator = Generator(ours, plan, device=torch.device("cpu"))
+        found = generator.generate(_PROMPTS, max_tokens=_NEW_TOKENS, sampling=sampling)
+        for prompt, completion in zip(_PROMPTS, found, strict=True):
+            sampler, tokens = Sampler(sampling, prompt), list(prompt)
+            while len(tokens) < len(prompt) + _NEW_TOKENS:
+                places = range(len(tokens))
+                row = Row(tokens, tokens, places, [0] * len(tokens))
+                tokens.append(sampler.choose(plain_row(shape, weights, row).logits[-1]))
+            expected = tokens[len(prompt) :]
+            if completion.tokens != expected:
+                findings.append(
+                    f"tokens of the {name} model after {prompt} are {completion.tokens}, and the "
+                    f"plain model's are {expected}"
+                )
+    return findings
 
 
 def weights(plant: Plant) -> list[str]:
@@ -462,31 +507,8 @@ def differences(form: str, actual: dict[str, Tensor], expected: dict[str, Tensor
     return findings
 
 
-def generation(plant: Plant) -> list[str]:
-    """Compare greedy tokens with those of the plain model, which computes each sequence whole."""
-    shape, prompt, count = SHAPES["with positions in every second block"], [2, 7, 1, 8, 2, 8], 20
-    ours = random_model(shape)
-    weights = {name: parameter.detach() for name, parameter in ours.named_parameters()}
-    expected = list(prompt)
-    for _ in range(count):
-        length = len(expected)
-        row = Row(expected, [IGNORE_INDEX] * length, range(length), [0] * length)
-        expected.append(int(plain_row(shape, weights, row).logits[-1].argmax()))
-
-    if plant is not None:
-        plant()
-    generator = Generator(ours, sharding_plan(shape), device=torch.device("cpu"))
-    (found,) = generator.generate([prompt], max_tokens=count, batch=1, prefill_tokens=4)
-    pairs = zip(found.tokens, expected[len(prompt) :], strict=True)
-    return [
-        f"token {place} after the prompt is {ours}, not {plain}"
-        for place, (ours, plain) in enumerate(pairs)
-        if ours != plain
-    ]
-
-
 # The number of workers of a check; 1 for all others.
 RANKS = {"corruption": 3, "stragglers": 2}
 
-_ALL = (model, weights, training, rollback, conversion, generation, corruption, stragglers)
+_ALL = (model, generation, weights, training, rollback, conversion, corruption, stragglers)
 CHECKS: dict[str, Callable[[Plant], list[str]]] = {check.__name__: check for check in _ALL}

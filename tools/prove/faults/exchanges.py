@@ -26,6 +26,7 @@ from tools.prove.faults.plant import fault_of, instead_of
 _NO_SP = "mesh.tp=2 parallel.sequence_parallel=false"
 _SHARED = "mesh.tp=2 model.n_kv_heads=1"
 _OLMO_2 = "model.architecture=olmo2 model.preset=debug-olmo2"
+_GATED = "model.architecture=moe model.preset=debug-moe model.shared_ffn=48 model.shared_gate=true"
 _UNITS = "parallel.fsdp_blocks=2 model.n_layers=5"
 _NARROW = "precision.reduce=bfloat16"
 
@@ -115,6 +116,12 @@ def keep_own_gradient_of_means() -> None:
 def drop_reduction_of_norms() -> None:
     """tp: partial gradients, of norms and shared key-value heads, are taken for complete ones."""
     _change_finish(lambda names: [[]])
+
+
+@harms(f"mesh.tp=2 {_GATED}", message=r"gradient of .*shared_gate")
+def drop_reduction_of_gates() -> None:
+    """tp: the partial gradient of the shared expert's gate is taken for the whole one."""
+    _change_finish(lambda names: [[name for name in names if "shared_gate" not in name]])
 
 
 @harms("mesh.tp=2", message=r"gradient of .*norm.* are off|is off")

@@ -8,8 +8,8 @@ from tools.prove.faults.plant import Plant
 from tools.prove.paths import RECIPE
 
 Check = Literal[
-    *("verify", "dtypes", "model", "weights", "training", "rollback", "conversion"),
-    *("generation", "corruption", "stragglers"),
+    *("verify", "dtypes", "model", "generation", "weights", "training", "rollback"),
+    *("conversion", "corruption", "stragglers"),
 ]
 
 # Parts of layouts in several modules.

@@ -5,6 +5,7 @@ from tools.prove.faults import (  # noqa: F401
     data,
     exchanges,
     experts,
+    families,
     float8,
     machines,
     model,
