@@ -105,5 +105,10 @@ class DecoderShape:
 
     @property
     def head_width(self) -> int:
-        """The width of a head: ``head_dim``, or dim / n_heads if that is None."""
+        """The width of a head's query and key: ``head_dim``, or dim / n_heads if that is None."""
         return self.head_dim or self.dim // self.n_heads
+
+    @property
+    def value_width(self) -> int:
+        """The width of a head's value, at most ``head_width``."""
+        return self.head_width

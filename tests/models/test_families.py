@@ -1,4 +1,4 @@
-"""OLMo 2 and Granite 3: shape, names, logits, loss and gradients agree with transformers."""
+"""Families of transformers in float64: shape, names, logits, loss and gradients agree with ours."""
 
 import json
 from pathlib import Path
@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from composer3d.facts.errors import CheckpointError
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.granite import huggingface as granite
+from composer3d.models.llama import huggingface as llama
 from composer3d.models.locations import hf_locations
 from composer3d.models.olmo2 import huggingface as olmo2
 from composer3d.models.registry import architecture, huggingface_model_types
@@ -22,14 +23,16 @@ MINIMAL = {key: value for key, value in SMALL.items() if key != "num_key_value_h
 
 
 class Family(NamedTuple):
-    """An architecture that is one model_type of transformers.
+    """A model_type of transformers.
 
     Attributes:
+        architecture: the name of ours.
         hf: reads and writes its config.json.
         kinds: keys of random models; each option has another value than its default in one.
         refused: a config.json that asks for something else, and the line about it.
     """
 
+    architecture: str
     hf: ModuleType
     kinds: dict[str, dict[str, Any]]
     refused: dict[str, tuple[dict[str, Any], str]]
@@ -38,6 +41,22 @@ class Family(NamedTuple):
 *_TYPES, _LAST_TYPE = huggingface_model_types()
 _WIDE_HEADS = {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
 _TIED = {"num_key_value_heads": 4, "tie_word_embeddings": True}
+_WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5}
+
+
+def _layers(count: int, every: int) -> dict[str, Any]:
+    """Windows in all of ``count`` layers but every so many."""
+    kinds = {True: "full_attention", False: "sliding_attention"}
+    layer_types = [kinds[layer % every == every - 1] for layer in range(count)]
+    return {"num_hidden_layers": count, "layer_types": layer_types}
+
+
+def _by_kind(**stretch: Any) -> dict[str, Any]:
+    """Positions of an OLMo 3 with another base; ``stretch`` is that of its full layers."""
+    plain = {"rope_type": "default", "rope_theta": 2e4}
+    return {"full_attention": plain | stretch, "sliding_attention": plain}
+
+
 _NO_BIASES = (
     {"attention_bias": True},
     "attention_bias = true is not supported; it must be false, null or absent",
@@ -48,7 +67,95 @@ _TOO_DEEP = (
     "num_hidden_layers = 1000000000 must be from 1 to 10_000",
 )
 FAMILIES: dict[str, Family] = {
+    "qwen3": Family(
+        "llama",
+        llama,
+        {"windows in two of three layers": {**_WINDOWS, "head_dim": 32, **_layers(5, 3)}},
+        {},
+    ),
+    "smollm3": Family(
+        "llama",
+        llama,
+        {
+            "grouped": {"num_hidden_layers": 5},
+            "positions in every second layer, untied": {
+                "no_rope_layer_interval": 2,
+                "tie_word_embeddings": False,
+                **_WIDE_HEADS,
+            },
+            "windows in every second layer": {**_WINDOWS, **_layers(4, 2)},
+            "windows in layers without positions": {
+                **_WINDOWS,
+                "no_rope_layers": [0, 0, 0],
+                "num_key_value_heads": 4,
+            },
+        },
+        {},
+    ),
+    "olmo3": Family(
+        "olmo2",
+        olmo2,
+        {
+            "grouped": {"rms_norm_eps": 1e-6, "num_hidden_layers": 5, "sliding_window": 7},
+            "windows in every second layer": {**_TIED, **_layers(4, 2), "sliding_window": 5},
+            "windows in all layers": {
+                "num_hidden_layers": 2,
+                "sliding_window": 3,
+                "head_dim": 32,
+                "rope_parameters": _by_kind(),
+            },
+            "another base, and a stretch of full layers": {
+                **_layers(6, 3),
+                "sliding_window": 5,
+                "rope_parameters": _by_kind(
+                    rope_type="llama3",
+                    factor=8.0,
+                    low_freq_factor=1.0,
+                    high_freq_factor=4.0,
+                    original_max_position_embeddings=16,
+                ),
+            },
+        },
+        {
+            "biases": _NO_BIASES,
+            "another activation": _SILU,
+            "a size out of range": _TOO_DEEP,
+            "no width": (
+                {"sliding_window": None, "num_hidden_layers": 4},
+                "sliding_window = null is not supported; it must be a positive integer",
+            ),
+            "full layers first": (
+                {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+                'layer_types = ["full_attention", "sliding_attention", "sliding_attention"] is not '
+                "supported; it must be sliding_attention, and full_attention in every N-th layer: "
+                "N, 2N, 3N ... counted from 1",
+            ),
+            "a layer too few": (
+                {"layer_types": ["sliding_attention"] * 2},
+                'layer_types = ["sliding_attention", "sliding_attention"] is not supported; it '
+                "must be one of full_attention and sliding_attention for each layer",
+            ),
+            "a base that transformers has in full layers alone": (
+                {"rope_theta": 1e4},
+                'rope_parameters.sliding_attention = {"rope_type": "default", "rope_theta": '
+                '500000.0} is not supported; it must be {"rope_type": "default", "rope_theta": '
+                "10000.0}: the base of full_attention, without a stretch",
+            ),
+            "positions of all layers": (
+                {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+                'rope_parameters = {"rope_type": "default", "rope_theta": 500000.0} is not '
+                "supported; it must be an object with objects full_attention and "
+                "sliding_attention, null or absent",
+            ),
+            "an older name, which transformers does not read": (
+                {"rope_scaling": {"type": "linear", "factor": 2.0}},
+                'rope_parameters = {"factor": 2.0} is not supported; it must be without these '
+                "keys, because its rope_type is default",
+            ),
+        },
+    ),
     "olmo2": Family(
+        "olmo2",
         olmo2,
         {"grouped": {"rms_norm_eps": 1e-6}, "tied": _TIED, "wide heads": _WIDE_HEADS},
         {
@@ -69,13 +176,14 @@ FAMILIES: dict[str, Family] = {
             "another activation": _SILU,
             "a size out of range": _TOO_DEEP,
             "another OLMo": (
-                {"model_type": "olmo3"},
-                'model_type = "olmo3" is not supported; it must be '
+                {"model_type": "olmo"},
+                'model_type = "olmo" is not supported; it must be '
                 f"{', '.join(_TYPES)} or {_LAST_TYPE}",
             ),
         },
     ),
     "granite": Family(
+        "granite",
         granite,
         {
             "all multipliers": {
@@ -149,7 +257,8 @@ def load_theirs(folder: Path) -> Any:
 
 def load_ours(saved: Saved) -> tuple[Any, dict[str, str]]:
     """Return our model with the weights of a folder, and the name of each parameter there."""
-    ours, shape = architecture(saved.family), saved.hf.read_shape(saved.folder)
+    shape = saved.hf.read_shape(saved.folder)
+    ours = architecture(FAMILIES[saved.family].architecture)
     tensors = load_file(saved.folder / "model.safetensors")
     places = hf_locations(ours.table_of(shape))
     names = {name: place.names[0] for name, place in places.items()}
@@ -206,7 +315,9 @@ def test_transformers_loads_our_config(saved: Saved, tmp_path: Path, carries: bo
     shape, before = hf.read_shape(folder), json.loads((folder / "config.json").read_text())
     config = hf.make_config(shape, "float64", before | {"notes": "mine"} if carries else None)
     assert hf.parse_config(config) == shape
-    assert config["architectures"] == [f"{saved.family.capitalize()}ForCausalLM"]
+    assert config["architectures"] == before["architectures"]
+    for key in ("layer_types", "no_rope_layers", "sliding_window"):
+        assert config.get(key) == before.get(key)
     assert config.get("notes") == ("mine" if carries else None)
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
@@ -219,12 +330,20 @@ def test_transformers_loads_our_config(saved: Saved, tmp_path: Path, carries: bo
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_absent_keys_have_the_defaults_of_transformers(family: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MINIMAL | {"model_type": family}))
+    heads = {"num_attention_heads": 32}  # of which the default of key-value heads is a divisor
+    (tmp_path / "config.json").write_text(json.dumps(MINIMAL | heads | {"model_type": family}))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     shape = FAMILIES[family].hf.read_shape(tmp_path)
     assert shape.n_kv_heads == theirs.num_key_value_heads
     assert (shape.norm_eps, shape.tied) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
-    assert theirs.rope_parameters == {"rope_type": "default", "rope_theta": shape.rope_theta}
+    positions = {"rope_type": "default", "rope_theta": shape.rope_theta}
+    if family == "olmo3":
+        positions = {"full_attention": positions, "sliding_attention": positions}
+    assert theirs.rope_parameters == positions
+    if family != "granite":
+        windows = [shape.window_of(layer) for layer in range(shape.n_layers)]
+        kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+        assert kinds == getattr(theirs, "layer_types", kinds)
     for name in ("embedding_multiplier", "attention_multiplier", "logits_scaling"):
         assert getattr(shape, name, None) == getattr(theirs, name, None)
 
@@ -241,7 +360,7 @@ def test_what_is_not_computed_is_refused(family: str, case: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "preset"),
-    [(name, preset) for name in FAMILIES for preset in architecture(name).presets],
+    [(name, preset) for name in ("olmo2", "granite") for preset in architecture(name).presets],
 )
 def test_presets_survive_a_config(family: str, preset: str) -> None:
     hf, shape = FAMILIES[family].hf, architecture(family).presets[preset]

@@ -132,6 +132,7 @@ _OF_EXPERTS: dict[str, Bounds | tuple[object, ...]] = {
     "router_scale": Bounds(0, 1000, is_above=True),
     "expert_groups": Bounds(1, 2**16),
     "groups_per_token": Bounds(1, 2**16),
+    "group_best": ("two", "one"),
     "bias_rate": Bounds(0, 1),
     "balance_loss": Bounds(0, 1000),
     "z_loss": Bounds(0, 1000),

@@ -62,6 +62,9 @@ SHAPES: Mapping[str, RotaryShape] = {
     "with groups": replace(
         _SIGMOID, router_bias=True, expert_groups=3, groups_per_token=2, renormalise=False
     ),
+    "with groups of one good expert": replace(
+        _MOE, expert_groups=2, groups_per_token=1, group_best="one", renormalise=False
+    ),
     "with a shared expert": replace(_MOE, shared_ffn=12, dense_layers=1, expert_ffn=None),
     "with a shared expert and its gate": replace(_MOE, shared_ffn=12, shared_gate=True),
     "with experts in some layers": replace(_MOE, n_layers=3, moe_every=2, experts_per_token=6),
@@ -330,6 +333,7 @@ def _choose(shape: MoeShape, weights: Mapping[str, Tensor], scores: Sequence[flo
     biased = [score + b for score, b in zip(scores, bias, strict=True)]
     size = shape.experts // shape.expert_groups
     groups = [range(first, first + size) for first in range(0, shape.experts, size)]
-    groups.sort(key=lambda group: -sum(sorted(biased[e] for e in group)[-2:]))
+    best = {"one": 1, "two": 2}[shape.group_best]
+    groups.sort(key=lambda group: -sum(sorted(biased[e] for e in group)[-best:]))
     allowed = [e for group in groups[: shape.groups_per_token] for e in group]
     return sorted(allowed, key=lambda e: -biased[e])[: shape.experts_per_token]

@@ -57,6 +57,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "model.experts": ("", "16"),
     "model.experts_per_token": ("", "1", "4"),
     "model.expert_groups": ("", "2"),
+    "model.group_best": ("", "one"),
     "model.router_scale": ("", "1e-3", "100.0"),
     "model.shared_gate": ("", "true"),
     "model.bias_rate": ("", "0.0", "1.0"),

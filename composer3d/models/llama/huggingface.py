@@ -490,6 +490,8 @@ def complete_config(
     dtype: str,
     carried: Mapping[str, Any],
     describes: Callable[[dict[str, Any]], bool],
+    *,
+    positions: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return a config.json of the keys ``own`` or ``carried``, with rotary positions and dtype.
 
@@ -501,6 +503,7 @@ def complete_config(
         describes: whether the content of a config.json describes the shape. If the carried one
             does, it replaces ``own``. Otherwise only its ids of special tokens and its
             ``max_position_embeddings`` are kept.
+        positions: further keys of positions.
     """
     longest = int(shape.rope_context * shape.rope_factor)
     config: dict[str, Any] = {"max_position_embeddings": longest, **carried}
@@ -513,6 +516,7 @@ def complete_config(
     if shape.rope_factor != 1:
         stretch = {key: getattr(shape, name) for name, key in _LLAMA3_ROPE_KEYS.items()}
         written["rope_scaling"] = {"rope_type": "llama3", **stretch}
+    written |= positions or {}
     if describes(config | written):
         return config | written
 

@@ -1,4 +1,4 @@
-"""OLMo 2 as recipes name it: ``[model] architecture = "olmo2"``."""
+"""OLMo 2 and 3 as recipes name them: ``[model] architecture = "olmo2"``."""
 
 from composer3d.models.olmo2.shape import PRESETS, Olmo2Shape
 from composer3d.models.registry import Architecture

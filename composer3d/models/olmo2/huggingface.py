@@ -11,27 +11,39 @@ from typing import Any
 from composer3d.models.llama.huggingface import (
     FULL,
     KEYS,
+    SLIDING,
     canonical,
     complete_config,
     decoder_keys,
     decoder_problems,
     describes,
+    layer_types_of,
     parse_decoder,
+    parse_layer_types,
     read_config,
     require_model_type,
     without_usual_head_dim,
 )
 from composer3d.models.olmo2.shape import Olmo2Shape
-from composer3d.models.untrusted import Requirements, checked_shape
+from composer3d.models.shape import is_nth
+from composer3d.models.untrusted import Requirements, checked_shape, short_json
 
 __all__ = ["MODEL_TYPES", "canonical", "make_config", "make_shape", "parse_config", "read_shape"]
 
-MODEL_TYPES = ("olmo2",)  # the values of model_type that this module reads
+# For each model_type, the defaults of keys for which other types have none, or another one.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "olmo2": {"rms_norm_eps": 1e-5},
+    "olmo3": {"rms_norm_eps": 1e-5, "sliding_window": 4096},
+}
+# For each model_type, the keys that must be false, null or absent. Attention has no biases, and
+# that of an OLMo 2 is full.
+_UNSUPPORTED = {
+    "olmo2": ("attention_bias", "clip_qkv", "sliding_window", "use_sliding_window"),
+    "olmo3": ("attention_bias", "clip_qkv"),
+}
+_OLMO_3_THETA = 5e5  # of rope_theta in an OLMo 3
 
-# Defaults that other types do not have.
-_DEFAULTS = {"rms_norm_eps": 1e-5}
-# An OLMo 2 has none of these: attention is full, and without biases.
-_UNSUPPORTED = ("attention_bias", "clip_qkv", "sliding_window", "use_sliding_window")
+MODEL_TYPES = tuple(_DEFAULTS)  # the values of model_type that this module reads
 
 # As ``models.llama.huggingface.make_shape``.
 make_shape = partial(checked_shape, Olmo2Shape, find_problems=decoder_problems)
@@ -45,18 +57,56 @@ def parse_config(config: Any) -> Olmo2Shape:
     Raises CheckpointError if a value has a wrong type, lies outside of the range of recipes, or
     asks for something that composer3d does not compute. The error has a line for each such value.
     """
-    require_model_type(config, MODEL_TYPES)
-    config = _DEFAULTS | config
+    model_type = require_model_type(config, MODEL_TYPES)
+    config = _DEFAULTS[model_type] | config
     checks = Requirements()
-    values = parse_decoder(config, checks, unsupported=_UNSUPPORTED)
+    if model_type == "olmo3":
+        config |= _positions_of_full_layers(config, checks)
+    values = parse_decoder(config, checks, unsupported=_UNSUPPORTED[model_type])
     checks.raise_problems()
 
-    shape = make_shape(values, KEYS)  # the list below depends on the number of layers
+    shape = make_shape(values, KEYS)  # the lists below depend on the number of layers
     layer_types = config.get("layer_types")
-    is_full = layer_types in (None, [FULL] * shape.n_layers)
-    checks.require(is_full, "layer_types", layer_types, f'"{FULL}" for each layer, or absent')
+    if model_type == "olmo3":
+        if layer_types is None:
+            layer_types = [FULL if is_nth(n, 4) else SLIDING for n in range(shape.n_layers)]
+        window = config["sliding_window"]
+        values |= parse_layer_types(layer_types, window, shape.n_layers, checks)
+    else:
+        is_full = layer_types in (None, [FULL] * shape.n_layers)
+        checks.require(is_full, "layer_types", layer_types, f'"{FULL}" for each layer, or absent')
     checks.raise_problems()
-    return without_usual_head_dim(shape)
+    return without_usual_head_dim(make_shape(values, KEYS))
+
+
+def _positions_of_full_layers(config: Mapping[str, Any], checks: Requirements) -> dict[str, Any]:
+    """Return the keys of positions as other types have them: those of layers without a window.
+
+    An OLMo 3 has positions by the kind of layer. Layers with a window must have the same base, and
+    no stretch.
+    """
+    kinds = config.get("rope_parameters")
+    kinds = {} if kinds is None else kinds
+    is_valid = (
+        isinstance(kinds, dict)
+        and kinds.keys() <= {FULL, SLIDING}
+        and all(isinstance(kind, dict) for kind in kinds.values())
+    )
+    rule = f"an object with objects {FULL} and {SLIDING}, null or absent"
+    checks.require(is_valid, "rope_parameters", kinds, rule)
+    scaling = config.get("rope_scaling") or {}
+    if not is_valid or not isinstance(scaling, dict):
+        return {"rope_parameters": None}
+
+    # As in transformers: a base at the top level does not hold for layers with a window.
+    theta = config.get("rope_theta")
+    usual = {"rope_type": "default", "rope_theta": _OLMO_3_THETA}
+    full = usual | ({} if theta is None else {"rope_theta": theta}) | kinds.get(FULL, {}) | scaling
+    windowed = usual | kinds.get(SLIDING, {})
+    expected = {"rope_type": "default", "rope_theta": full["rope_theta"]}
+    rule = f"{short_json(expected)}: the base of {FULL}, without a stretch"
+    checks.require(windowed == expected, f"rope_parameters.{SLIDING}", windowed, rule)
+    return {"rope_parameters": full, "rope_scaling": None, "rope_theta": None}
 
 
 # As ``models.llama.huggingface.read_shape``.
@@ -75,6 +125,13 @@ def make_config(
             keys are kept. Otherwise only the ids of special tokens and ``max_position_embeddings``
             are kept.
     """
-    own = decoder_keys(shape, "olmo2")
     is_same = partial(describes, shape=shape, parse=parse_config, canonical=canonical)
-    return complete_config(own, shape, dtype, carried or {}, is_same)
+    if not shape.window:
+        own = decoder_keys(shape, "olmo2")
+        return complete_config(own, shape, dtype, carried or {}, is_same)
+    own = decoder_keys(shape, "olmo3")
+    own |= {"sliding_window": shape.window, "layer_types": layer_types_of(shape)}
+    # The newer form, beside the older one: transformers 5 reads a base of all layers only here.
+    kind = {"rope_type": "default", "rope_theta": shape.rope_theta}
+    by_kind = {"rope_parameters": {FULL: kind, SLIDING: kind}}
+    return complete_config(own, shape, dtype, carried or {}, is_same, positions=by_kind)

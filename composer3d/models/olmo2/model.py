@@ -1,8 +1,12 @@
-"""The OLMo 2 decoder: 2 OLMo 2 Furious (arXiv 2501.00656).
+"""The OLMo 2 decoder: 2 OLMo 2 Furious (arXiv 2501.00656); and OLMo 3 (arXiv 2512.13961).
+
+An OLMo 3 has windows in most blocks, and stretches positions only in the others.
 
 The names are those of ``models.llama``. ``blocks.7.attn.q_norm.weight`` has a number for each
 element of all heads together.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -25,20 +29,30 @@ class HeadsNorm(nn.RMSNorm):
 class _Olmo2Attention(Attention):
     """Attention whose queries and keys are normalised over all heads, before the rotation."""
 
-    def __init__(self, shape: Olmo2Shape, rope: Rope) -> None:
+    def __init__(self, shape: Olmo2Shape, rope: Rope, window: int) -> None:
         super().__init__(
-            dim=shape.dim, n_heads=shape.n_heads, n_kv_heads=shape.n_kv_heads, rope=rope
+            dim=shape.dim,
+            n_heads=shape.n_heads,
+            n_kv_heads=shape.n_kv_heads,
+            rope=rope,
+            window=window,
         )
         self.q_norm = HeadsNorm(shape.n_heads * rope.head_dim, eps=shape.norm_eps)
         self.k_norm = HeadsNorm(shape.n_kv_heads * rope.head_dim, eps=shape.norm_eps)
 
 
 class Olmo2Block(DecoderBlock):
-    """One decoder block with norms after its layers: ``block(h_BTC, seq) -> h_BTC``."""
+    """One decoder block with norms after its layers: ``block(h_BTC, seq) -> h_BTC``.
 
-    def __init__(self, shape: Olmo2Shape, rope: Rope) -> None:
+    Args:
+        shape: the shape of the whole model.
+        rope: the rotary positions of the block.
+        window: its sliding window; 0: none.
+    """
+
+    def __init__(self, shape: Olmo2Shape, rope: Rope, window: int) -> None:
         super().__init__()
-        self.attn = _Olmo2Attention(shape, rope)
+        self.attn = _Olmo2Attention(shape, rope, window)
         self.attn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.ffn = FeedForward(shape.dim, shape.ffn)
         self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
@@ -52,10 +66,11 @@ class Olmo2Block(DecoderBlock):
 
 
 class Olmo2(RotaryDecoder):
-    """An OLMo 2 of one ``Olmo2Shape``. ``RotaryDecoder`` documents its arguments."""
+    """An OLMo 2 or 3 of one ``Olmo2Shape``. ``RotaryDecoder`` documents its arguments."""
 
     shape: Olmo2Shape
 
     def make_block(self, layer: int, rope: Rope) -> Olmo2Block:
-        """Build a block by its number. All are alike."""
-        return Olmo2Block(self.shape, rope)
+        """Build a block by its number. One with a window has positions without a stretch."""
+        window = self.shape.window_of(layer)
+        return Olmo2Block(self.shape, replace(rope, factor=1.0) if window else rope, window)

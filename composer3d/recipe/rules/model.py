@@ -42,6 +42,32 @@ def kv_heads_divide_heads(recipe: Recipe) -> Iterator[str]:
         yield f"<model.n_kv_heads> must divide <model.n_heads>; {way_out}"
 
 
+@rule("model.n_kv_heads", "model.n_heads", "model.kv_rank")
+def latents_give_each_head_a_key(recipe: Recipe) -> Iterator[Breach]:
+    """Latent attention makes a key and a value for each query head."""
+    if recipe.model.n_kv_heads != recipe.model.n_heads:
+        yield breach(
+            "<model.n_kv_heads> must be <model.n_heads>: latent attention has a key for each head",
+            use("model.n_kv_heads", recipe.model.n_heads),
+        )
+
+
+@rule("model.rope_dim", "model.value_dim", "model.n_heads", "model.dim", "model.head_dim")
+def heads_hold_their_parts(recipe: Recipe) -> Iterator[str]:
+    """A part of a head is rotated and a part is not; its value is at most as wide as its key."""
+    model: Any = recipe.model
+    # Another rule reports heads without a width.
+    if model.head_dim is None and model.dim % (2 * model.n_heads):
+        return
+    width = model.head_width
+    if model.rope_dim >= width:
+        yield f"<model.rope_dim> must be below {width}, the width of a head; raise model.head_dim"
+    if model.value_dim > width:
+        yield (
+            f"<model.value_dim> must be at most {width}, the width of a head; raise model.head_dim"
+        )
+
+
 @rule("model.expert_groups", "model.experts")
 def groups_divide_experts(recipe: Recipe) -> Iterator[str]:
     """All groups have equally many experts."""
@@ -141,6 +167,8 @@ def full_blocks_need_a_window(recipe: Recipe) -> Iterator[Breach]:
 RULES: tuple[Rule, ...] = (
     heads_divide_dim,
     kv_heads_divide_heads,
+    latents_give_each_head_a_key,
+    heads_hold_their_parts,
     groups_divide_experts,
     must_be_at_most("model.groups_per_token", "model.expert_groups"),
     tokens_find_experts,

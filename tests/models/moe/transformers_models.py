@@ -138,7 +138,8 @@ def compute_in_float64(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
         family: the model_type, such as "mixtral".
     """
     module = f"transformers.models.{family}.modeling_{family}"
-    monkeypatch.setattr(f"{module}.torch", _WideTorch())
+    for name in (module, "transformers.modeling_rope_utils"):
+        monkeypatch.setattr(f"{name}.torch", _WideTorch())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
