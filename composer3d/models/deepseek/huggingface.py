@@ -108,6 +108,9 @@ def parse_config(config: Any) -> DeepseekShape:
     values = parse_decoder(config, checks, unsupported=_UNSUPPORTED)
     values |= _parse_latents(config, checks)
     values |= _parse_experts(config, checks)
+    # transformers multiplies all scores of its YaRN by a factor that our attention does not have.
+    stretch = values.get("rope_scaling")
+    checks.require(stretch != "yarn", "rope_scaling.rope_type", stretch, "another one")
     checks.raise_problems()
     return without_usual_head_dim(make_shape(values, _KEYS))
 

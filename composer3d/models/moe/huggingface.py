@@ -35,6 +35,7 @@ from composer3d.models.llama.huggingface import (
     without_usual_head_dim,
 )
 from composer3d.models.llama.huggingface import KEYS as DECODER_KEYS
+from composer3d.models.llama.huggingface import canonical as canonical_decoder
 from composer3d.models.moe.shape import MoeShape
 from composer3d.models.untrusted import Requirements, checked_shape, is_size
 
@@ -291,11 +292,11 @@ def untrained(shape: Shape) -> Shape:
 def canonical(shape: MoeShape) -> MoeShape:
     """Return the same shape for all shapes whose config.json would describe the same model."""
     shape = untrained(shape)
-    changes: dict[str, Any] = {"head_dim": shape.head_width, "expert_ffn": shape.expert_width}
+    changes: dict[str, Any] = {"expert_ffn": shape.expert_width}
     if shape.model_type == "mixtral":  # it has one width only
         changes["ffn"] = shape.expert_width
     layers = _describe_layers([shape.has_experts(layer) for layer in range(shape.n_layers)])
-    return replace(shape, **changes | (layers or {}))
+    return replace(canonical_decoder(shape), **changes | (layers or {}))
 
 
 def make_config(

@@ -150,4 +150,7 @@ def take(location: Location, tensors: dict[str, Tensor]) -> Tensor:
     (name,) = location.names
     if location.is_transposed:
         return tensors[name].mT
-    return tensors[name] if location.rows is None else tensors[name][:, slice(*location.rows)]
+    if location.rows is None:
+        return tensors[name]
+    begin, end = location.rows
+    return tensors[name].narrow(location.row_dim, begin, end - begin)
