@@ -70,6 +70,10 @@ _TOO_DEEP = (
     "num_hidden_layers = 1000000000 must be from 1 to 10_000",
 )
 *_TYPES, _LAST_TYPE = huggingface_model_types()
+_YARN = {
+    **{"rope_type": "yarn", "rope_theta": 2e4, "factor": 8.0, "truncate": False},
+    **{"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 64},
+}
 _GPT_OSS: dict[str, Any] = {
     "head_dim": 16,
     "num_local_experts": 6,
@@ -234,6 +238,7 @@ FAMILIES: dict[str, Family] = {
                 **_TIED,
                 "swiglu_alpha": 1.2,
                 "swiglu_limit": 0.5,
+                "sliding_window": 128,
                 "layer_types": ["full_attention"] * 3,
             },
             "windows in two of three layers": {
@@ -242,6 +247,7 @@ FAMILIES: dict[str, Family] = {
                 "sliding_window": 5,
                 "num_experts_per_tok": 2,
                 "rms_norm_eps": 1e-3,
+                "rope_parameters": _YARN,
             },
         },
         {
@@ -259,11 +265,13 @@ FAMILIES: dict[str, Family] = {
                 'swiglu_limit = "7" is not supported; it must be a number',
             ),
             "too many experts": (
-                {"num_local_experts": 2},
-                "num_experts_per_tok must be at most num_local_experts",
+                {"num_local_experts": 2, "num_key_value_heads": 2},
+                "num_experts_per_tok = 4 must be at most num_local_experts = 2",
             ),
             "another activation": _SILU,
             "a size out of range": _TOO_DEEP,
+        },
+    ),
     "phi3": Family(
         "phi3",
         phi3,
@@ -437,6 +445,16 @@ def test_absent_keys_have_the_defaults_of_transformers(family: str, tmp_path: Pa
         positions = {"full_attention": positions, "sliding_attention": positions}
     elif family == "phi3":
         positions["partial_rotary_factor"] = 1.0
+    elif family == "gpt_oss":
+        positions = {
+            "rope_type": shape.rope_scaling,
+            "rope_theta": shape.rope_theta,
+            "factor": shape.rope_factor,
+            "beta_fast": shape.rope_beta_fast,
+            "beta_slow": shape.rope_beta_slow,
+            "truncate": shape.rope_truncate,
+            "original_max_position_embeddings": shape.rope_context,
+        }
     assert theirs.rope_parameters == positions
     if family != "granite":
         windows = [shape.window_of(layer) for layer in range(shape.n_layers)]

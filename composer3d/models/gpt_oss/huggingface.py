@@ -138,9 +138,14 @@ def make_config(
         "layer_types": layer_types_of(shape),
         "num_experts_per_tok": shape.experts_per_token,
         "num_local_experts": shape.experts,
-        "sliding_window": shape.window or None,
+        # transformers wants a number even if all layers are full.
+        "sliding_window": shape.window or _DEFAULTS["sliding_window"],
         "swiglu_alpha": shape.gate_slope,
         "swiglu_limit": shape.gate_limit,
     }
     is_same = partial(describes, shape=shape, parse=parse_config, canonical=canonical)
-    return complete_config(own, shape, dtype, _without_mxfp4(carried or {}), is_same)
+    # Where a config.json says nothing of a stretch, positions are stretched.
+    positions = {"rope_scaling": {"rope_type": "default"}} if shape.rope_factor == 1 else {}
+    return complete_config(
+        own, shape, dtype, _without_mxfp4(carried or {}), is_same, positions=positions
+    )
