@@ -97,6 +97,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LATENTS, "q_lora_rank": None, "routed_scaling_factor": 1.5},
     ),
     "deepseek 3": ("DeepseekV3", {**_LATENTS, "q_lora_rank": 40, "n_group": 4, "topk_group": 2}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 7,
+            "swiglu_limit": 0.5,
+        },
+    ),
     "granite 3": (
         "Granite",
         {
