@@ -64,6 +64,8 @@ class LatentAttention(nn.Module):
         shape = self.shape
         table = shared_rope_table(self.rope, seq, x_BTC.dtype)
         q_BTHD = self.queries(self.q_norm(self.wq_a(x_BTC)), table)
+        if shape.query_scale != 1:
+            q_BTHD = q_BTHD * shape.query_scale
         latent, rotated = self.wkv_a(x_BTC).split((shape.kv_rank, shape.rope_dim), -1)
         latents_BTR = torch.cat((self.kv_norm(latent), rotated), -1)
         k_BSHD, v_BSHV = self.keys(latents_BTR, table, self.remember, seq)

@@ -12,6 +12,7 @@ from tools.prove.faults import (  # noqa: F401
     model,
     muon,
     narrow,
+    patterns,
     pipeline,
     resume,
     values,
