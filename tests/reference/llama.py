@@ -48,6 +48,22 @@ SHAPES: Mapping[str, RotaryShape] = {
     "stretched, other bounds": replace(
         _LLAMA, rope_factor=2.0, rope_context=200, rope_low_freq=2.0, rope_high_freq=30.0
     ),
+    "linear": replace(_LLAMA, rope_scaling="linear", rope_factor=3.0, head_dim=8),
+    "dynamic": replace(_LLAMA, rope_scaling="dynamic", rope_factor=3.0, rope_context=400),
+    "yarn": replace(
+        _LLAMA, rope_scaling="yarn", rope_factor=8.0, rope_context=512, head_dim=16, qk_norm=True
+    ),
+    "yarn, other bounds": replace(
+        _LLAMA,
+        rope_scaling="yarn",
+        rope_factor=2.0,
+        rope_context=300,
+        rope_beta_fast=20.0,
+        rope_beta_slow=3.0,
+        rope_truncate=False,
+        rope_attention_factor=0.7,
+        head_dim=20,
+    ),
     "with norms": replace(_LLAMA, n_kv_heads=1, head_dim=12, qk_norm=True),
     "with biases and a window": replace(_LLAMA, n_kv_heads=4, qkv_bias=True, window=5),
     "tied": replace(_LLAMA, tied=True, qk_norm=True, qkv_bias=True, window=3, rope_factor=2.0),
@@ -61,6 +77,9 @@ SHAPES: Mapping[str, RotaryShape] = {
     "with sigmoid experts": _SIGMOID,
     "with groups": replace(
         _SIGMOID, router_bias=True, expert_groups=3, groups_per_token=2, renormalise=False
+    ),
+    "with groups of one good expert": replace(
+        _MOE, expert_groups=2, groups_per_token=1, group_best="one", renormalise=False
     ),
     "with a shared expert": replace(_MOE, shared_ffn=12, dense_layers=1, expert_ffn=None),
     "with a shared expert and its gate": replace(_MOE, shared_ffn=12, shared_gate=True),
@@ -340,6 +359,7 @@ def _choose(shape: MoeShape, weights: Mapping[str, Tensor], scores: Sequence[flo
     biased = [score + b for score, b in zip(scores, bias, strict=True)]
     size = shape.experts // shape.expert_groups
     groups = [range(first, first + size) for first in range(0, shape.experts, size)]
-    groups.sort(key=lambda group: -sum(sorted(biased[e] for e in group)[-2:]))
+    best = {"one": 1, "two": 2}[shape.group_best]
+    groups.sort(key=lambda group: -sum(sorted(biased[e] for e in group)[-best:]))
     allowed = [e for group in groups[: shape.groups_per_token] for e in group]
     return sorted(allowed, key=lambda e: -biased[e])[: shape.experts_per_token]

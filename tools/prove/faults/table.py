@@ -7,6 +7,7 @@ from tools.prove.faults import (  # noqa: F401
     experts,
     families,
     float8,
+    latents,
     machines,
     model,
     muon,
