@@ -189,10 +189,7 @@ def _parse_groups(config: Mapping[str, Any], checks: Requirements) -> dict[str, 
         return {}
     for key in ("n_group", "topk_group"):
         checks.require(is_size(config[key]), key, config[key], "a positive integer")
-    fields_of_groups = {
-        "expert_groups": config["n_group"],
-        "groups_per_token": config["topk_group"],
-    }
+    fields_of_groups = {"expert_groups": config["n_group"], "groups_per_token": config["topk_group"]}
     return fields_of_groups | ({"group_best": best} if config["n_group"] != 1 else {})
 
 
