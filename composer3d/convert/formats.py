@@ -243,9 +243,9 @@ class Source:
                 [self._read_part(in_file, box[1:]) for in_file in location.names[box[0]]]
             )
         if location.rows is not None:
-            first_row = location.rows[0]
-            rows = slice(first_row + box[1].start, first_row + box[1].stop)
-            box = (box[0], rows, *box[2:])
+            dim, first_row = location.row_dim, location.rows[0]
+            rows = slice(first_row + box[dim].start, first_row + box[dim].stop)
+            box = (*box[:dim], rows, *box[dim + 1 :])
         return self._read_part(location.names[0], box)
 
     def _read_part(self, in_file: str, box: Box) -> Tensor:

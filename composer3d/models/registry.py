@@ -29,6 +29,7 @@ OURS: Mapping[str, str] = {
     "olmo2": "composer3d.models.olmo2.architecture:ARCHITECTURE",
     "granite": "composer3d.models.granite.architecture:ARCHITECTURE",
     "deepseek": "composer3d.models.deepseek.architecture:ARCHITECTURE",
+    "phi3": "composer3d.models.phi3.architecture:ARCHITECTURE",
 }
 
 

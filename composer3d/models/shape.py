@@ -94,6 +94,11 @@ class DecoderShape:
         return 1
 
     @property
+    def most_tokens(self) -> int | None:
+        """The longest sequence that the model computes, in tokens; None: any."""
+        return None
+
+    @property
     def training_fields(self) -> tuple[str, ...]:
         """The fields that training alone reads: a run may change them when it resumes."""
         return ()

@@ -54,6 +54,21 @@ _LATENTS = {
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "qwen 3": ("Qwen3", {"head_dim": 32}),
+    "llama, linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    ),
+    "qwen 2, yarn": (
+        "Qwen2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
     "mistral, window 7": ("Mistral", {"sliding_window": 7}),
     "qwen 3, windows in two of three layers": (
         "Qwen3",
@@ -76,6 +91,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen 3 moe": ("Qwen3Moe", _EXPERTS),
     "olmo 2": ("Olmo2", {}),
+    "phi 3, window 7": ("Phi3", {"sliding_window": 7}),
     "deepseek 2": (
         "DeepseekV2",
         {**_LATENTS, "q_lora_rank": None, "routed_scaling_factor": 1.5},

@@ -108,6 +108,9 @@ def parse_config(config: Any) -> DeepseekShape:
     values = parse_decoder(config, checks, unsupported=_UNSUPPORTED)
     values |= _parse_latents(config, checks)
     values |= _parse_experts(config, checks)
+    # transformers multiplies all scores of its YaRN by a factor that our attention does not have.
+    stretch = values.get("rope_scaling")
+    checks.require(stretch != "yarn", "rope_scaling.rope_type", stretch, "another one")
     checks.raise_problems()
     return without_usual_head_dim(make_shape(values, _KEYS))
 
@@ -186,7 +189,10 @@ def _parse_groups(config: Mapping[str, Any], checks: Requirements) -> dict[str, 
         return {}
     for key in ("n_group", "topk_group"):
         checks.require(is_size(config[key]), key, config[key], "a positive integer")
-    fields_of_groups = {"expert_groups": config["n_group"], "groups_per_token": config["topk_group"]}
+    fields_of_groups = {
+        "expert_groups": config["n_group"],
+        "groups_per_token": config["topk_group"],
+    }
     return fields_of_groups | ({"group_best": best} if config["n_group"] != 1 else {})
 
 

@@ -34,6 +34,7 @@ from composer3d.models.llama.huggingface import (
     without_usual_head_dim,
 )
 from composer3d.models.llama.huggingface import KEYS as DECODER_KEYS
+from composer3d.models.llama.huggingface import canonical as canonical_decoder
 from composer3d.models.moe.shape import MoeShape
 from composer3d.models.untrusted import Requirements, checked_shape, is_size
 
@@ -285,11 +286,11 @@ def canonical(shape: MoeShape) -> MoeShape:
     changes: dict[str, Any] = {
         entry.name: entry.default for entry in fields(shape) if entry.name in shape.training_fields
     }
-    changes |= {"head_dim": shape.head_width, "expert_ffn": shape.expert_width}
+    changes["expert_ffn"] = shape.expert_width
     if shape.model_type == "mixtral":  # it has one width only
         changes["ffn"] = shape.expert_width
     layers = _describe_layers([shape.has_experts(layer) for layer in range(shape.n_layers)])
-    return replace(shape, **changes | (layers or {}))
+    return replace(canonical_decoder(shape), **changes | (layers or {}))
 
 
 def make_config(

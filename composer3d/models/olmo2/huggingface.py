@@ -106,6 +106,9 @@ def _positions_of_full_layers(config: Mapping[str, Any], checks: Requirements) -
     expected = {"rope_type": "default", "rope_theta": full["rope_theta"]}
     rule = f"{short_json(expected)}: the base of {FULL}, without a stretch"
     checks.require(windowed == expected, f"rope_parameters.{SLIDING}", windowed, rule)
+    # transformers does not read this key of YaRN where positions go by the kind of layer.
+    truncate = full.get("truncate", True)
+    checks.require(truncate is True, "truncate", truncate, "true or absent")
     return {"rope_parameters": full, "rope_scaling": None, "rope_theta": None}
 
 

@@ -10,6 +10,8 @@ from composer3d.recipe.rules.rule import (
     breach,
     must_be_above,
     must_be_at_most,
+    only_used_with,
+    remove,
     rule,
     use,
 )
@@ -145,6 +147,55 @@ def bias_rate_needs_a_bias(recipe: Recipe) -> Iterator[Breach]:
         )
 
 
+@rule("model.rope_scaling", "model.rope_factor")
+def a_way_to_stretch_has_a_factor(recipe: Recipe) -> Iterator[Breach]:
+    """Without a factor, no way to stretch positions changes them."""
+    model: Any = recipe.model
+    if model.rope_scaling != "llama3" and model.rope_factor == 1:
+        yield breach(
+            "<model.rope_scaling> stretches nothing with <model.rope_factor>",
+            "use model.rope_factor above 1",
+            remove("model.rope_scaling"),
+        )
+
+
+@rule(
+    "model.rope_theta",
+    "model.rope_scaling",
+    "model.rope_context",
+    "model.rope_beta_fast",
+    "model.rope_beta_slow",
+    "model.head_dim",
+    "model.dim",
+    "model.n_heads",
+)
+def yarn_orders_the_pairs(recipe: Recipe) -> Iterator[str]:
+    """YaRN keeps the speed of the first pairs of a head, and slows down the last ones."""
+    model: Any = recipe.model
+    # Other rules report such bounds, and such heads.
+    if model.rope_beta_slow > model.rope_beta_fast or model.head_width < 2:
+        return
+    if model.rope_scaling == "yarn" and model.yarn_ramp is None:
+        yield (
+            "<model.rope_theta> with <model.rope_context> leaves <model.rope_scaling> no pair to "
+            "stretch from; use a larger model.rope_theta, and a model.rope_context of at least 7 "
+            "times model.rope_beta_slow"
+        )
+
+
+@rule("data.seq_len", "model.rope_scaling", "model.rope_factor", "model.rope_context")
+def dynamic_positions_are_not_stretched(recipe: Recipe) -> Iterator[Breach]:
+    """Angles that depend on the length of the sequence are not there."""
+    model: Any = recipe.model
+    if model.most_tokens is not None and recipe.data.seq_len > model.most_tokens:
+        yield breach(
+            "<data.seq_len> must be at most <model.rope_context>, because <model.rope_scaling> "
+            "would stretch longer sequences by their length",
+            use("data.seq_len", model.rope_context),
+            use("model.rope_scaling", "yarn"),
+        )
+
+
 @rule("model.full_every", "model.window")
 def full_blocks_need_a_window(recipe: Recipe) -> Iterator[Breach]:
     """Blocks without a window differ from the others only if those have one."""
@@ -176,6 +227,17 @@ RULES: tuple[Rule, ...] = (
     gate_needs_a_shared_expert,
     routers_learn,
     bias_rate_needs_a_bias,
+    a_way_to_stretch_has_a_factor,
+    only_used_with("model.rope_low_freq", "model.rope_scaling", ["llama3"]),
+    only_used_with("model.rope_high_freq", "model.rope_scaling", ["llama3"]),
+    only_used_with("model.rope_context", "model.rope_scaling", ["llama3", "dynamic", "yarn"]),
+    only_used_with("model.rope_beta_fast", "model.rope_scaling", ["yarn"]),
+    only_used_with("model.rope_beta_slow", "model.rope_scaling", ["yarn"]),
+    only_used_with("model.rope_truncate", "model.rope_scaling", ["yarn"]),
+    only_used_with("model.rope_attention_factor", "model.rope_scaling", ["yarn"]),
     must_be_above("model.rope_high_freq", "model.rope_low_freq"),
+    must_be_at_most("model.rope_beta_slow", "model.rope_beta_fast"),
+    yarn_orders_the_pairs,
+    dynamic_positions_are_not_stretched,
     full_blocks_need_a_window,
 )
