@@ -86,7 +86,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "SmolLM3",
         {"use_sliding_window": True, "sliding_window": 7, **_layers(4, 2)},
     ),
-    "olmo 3": ("Olmo3", {"num_hidden_layers": 5, "sliding_window": 6}),
+    "olmo 3, yarn": (
+        "Olmo3",
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 6,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 6}),
     "qwen 2 moe": (
         "Qwen2Moe",

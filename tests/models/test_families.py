@@ -54,6 +54,18 @@ def _layers(count: int, every: int) -> dict[str, Any]:
     return {"num_hidden_layers": count, "layer_types": layer_types}
 
 
+_YARN: dict[str, Any] = {
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    }
+}
+
+
 def _by_kind(**stretch: Any) -> dict[str, Any]:
     """Positions of an OLMo 3 with another base; ``stretch`` is that of its full layers."""
     plain = {"rope_type": "default", "rope_theta": 2e4}
@@ -70,7 +82,7 @@ _TOO_DEEP = (
     "num_hidden_layers = 1000000000 must be from 1 to 10_000",
 )
 *_TYPES, _LAST_TYPE = huggingface_model_types()
-_YARN = {
+_GPT_OSS_YARN = {
     **{"rope_type": "yarn", "rope_theta": 2e4, "factor": 8.0, "truncate": False},
     **{"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 64},
 }
@@ -119,13 +131,6 @@ FAMILIES: dict[str, Family] = {
                 "head_dim": 32,
                 "rope_parameters": _by_kind(),
             },
-            "YaRN in full layers": {
-                **_layers(4, 2),
-                "sliding_window": 5,
-                "rope_parameters": _by_kind(
-                    rope_type="yarn", factor=8.0, original_max_position_embeddings=32
-                ),
-            },
             "another base, and a stretch of full layers": {
                 **_layers(6, 3),
                 "sliding_window": 5,
@@ -137,13 +142,26 @@ FAMILIES: dict[str, Family] = {
                     original_max_position_embeddings=16,
                 ),
             },
+            "yarn, in its older form": {**_layers(4, 2), "sliding_window": 5, **_YARN},
+            "yarn with another base, bounds and factor": {
+                **_layers(4, 4),
+                "sliding_window": 9,
+                "rope_parameters": _by_kind(
+                    rope_type="yarn",
+                    factor=4.0,
+                    original_max_position_embeddings=64,
+                    beta_fast=8.0,
+                    beta_slow=2.0,
+                    attention_factor=1.5,
+                ),
+            },
         },
         {
             "biases": _NO_BIASES,
             "another activation": _SILU,
             "a size out of range": _TOO_DEEP,
-            "a key of YaRN that transformers does not read": (
-                {"rope_parameters": _by_kind(rope_type="yarn", factor=2.0, truncate=False)},
+            "a stretch that transformers would round": (
+                {"rope_scaling": _YARN["rope_scaling"] | {"truncate": False}},
                 "truncate = false is not supported; it must be true or absent",
             ),
             "no width": (
@@ -258,7 +276,7 @@ FAMILIES: dict[str, Family] = {
                 "sliding_window": 5,
                 "num_experts_per_tok": 2,
                 "rms_norm_eps": 1e-3,
-                "rope_parameters": _YARN,
+                "rope_parameters": _GPT_OSS_YARN,
             },
         },
         {

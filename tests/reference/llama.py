@@ -96,6 +96,16 @@ SHAPES: Mapping[str, RotaryShape] = {
         rope_factor=8.0,
         rope_context=64,
     ),
+    "with norms over all heads, windows and yarn": Olmo2Shape(
+        *(24, 3, 4, 2, 40, 31, 1e2, 1e-3),
+        window=3,
+        full_every=3,
+        rope_scaling="yarn",
+        rope_factor=8.0,
+        rope_context=512,
+        head_dim=16,
+        rope_attention_factor=1.5,
+    ),
     "with multipliers": GraniteShape(
         *(24, 2, 4, 2, 40, 31, 1e2, 1e-3),
         embedding_multiplier=3.0,
@@ -214,7 +224,8 @@ class RowResult(NamedTuple):
 def plain_row(shape: RotaryShape, weights: Mapping[str, Tensor], row: Row) -> RowResult:
     """Compute one sequence."""
     turns = rotations(shape, row.positions)
-    turns_of_windows = rotations(replace(shape, rope_factor=1.0), row.positions)
+    unstretched = replace(shape, rope_factor=1.0, rope_attention_factor=None)
+    turns_of_windows = rotations(unstretched, row.positions)
     has_multipliers = isinstance(shape, GraniteShape)
     factor = shape.residual_multiplier if has_multipliers else 1.0
     h = weights["first.embed.weight"][list(row.tokens)]
