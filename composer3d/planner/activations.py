@@ -234,8 +234,10 @@ def block_bytes(
         full += (part.query + part.kv) * (1 + _copies_of_a_norm(e))
     if has_experts and not sizes.shared_width:
         full += stream.own - stream.inner  # the router reads its own tokens
-    if has_experts and sizes.shared_gate:
-        full += stream.own  # what the gate weighs
+    weighed = stream.inner if has_experts and sizes.shared_gate else 0.0
+    if weighed:
+        # What a gate weighs; and its input, which the shared expert reads as it is gathered.
+        full += stream.own if tp == 1 else 2 * stream.own
 
     match setup.recompute:
         case "none":
@@ -243,14 +245,14 @@ def block_bytes(
         case "full":
             kept, again = stream.own, full - stream.own
         # The outputs of products, of attention and of exchanges. That of the second feed-forward
-        # matrix is only added to the stream.
+        # matrix is only added to the stream, if no gate weighs it.
         case _:
             attention_output = stream.inner
             from_exchanges = exchanged_qkv + exchanged_out
             rows_exchanged = 2 * part.rows if layout.ep > 1 else 0.0
             kept = stream.own + part.query + 2 * part.width + attended
             kept += 2 * part.kv if latent is None else latent.down + latent.up
-            kept += attention_output + from_exchanges + rows_exchanged
+            kept += attention_output + weighed + from_exchanges + rows_exchanged
             kept += 2 * part.expert_width + part.rows
             # Values, if they are no copies, and the gate's halves are not computed again, and the
             # output of attention's product is dropped when it has been added.

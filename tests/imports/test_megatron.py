@@ -212,6 +212,10 @@ MOE = "'num_experts': 8, 'moe_router_topk': 2, 'swiglu': True, 'ffn_hidden_size'
         ),
         ("'moe_router_score_function': 'sigmoid'", 'model.router = "sigmoid"'),
         ("'moe_ffn_hidden_size': 256", "model.expert_ffn = 256"),
+        (
+            "'moe_shared_expert_intermediate_size': 512, 'moe_shared_expert_gate': True",
+            "model.shared_gate = true",
+        ),
     ],
 )
 def test_an_argument_of_experts(tmp_path: Path, more: str, line: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from composer3d.convert.convert import convert
 from composer3d.facts.errors import CheckpointError
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.granite import huggingface as granite
@@ -374,6 +375,16 @@ def test_transformers_loads_our_config(saved: Saved, tmp_path: Path, carries: bo
         assert torch.equal(
             load_theirs(tmp_path)(tokens_BT).logits, load_theirs(folder)(tokens_BT).logits
         )
+
+
+def test_files_come_back_with_the_same_bits(saved: Saved, tmp_path: Path) -> None:
+    convert(saved.folder, tmp_path / "ours", "dcp")
+    convert(tmp_path / "ours", tmp_path / "again", "hf")
+    before = load_file(saved.folder / "model.safetensors")
+    after = load_file(tmp_path / "again" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert saved.hf.read_shape(tmp_path / "again") == saved.hf.read_shape(saved.folder)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,4 +1,4 @@
-"""Llama, its mixtures of experts, OLMo 2 and Granite 3 once more, as their papers write them.
+"""Llama, its mixtures of experts, OLMo 2 and 3 and Granite 3 once more, as their papers write them.
 
 ``verify`` runs the model of composer3d on both of its sides. This one shares no code with it: it
 computes one sequence at a time, in mixtures of experts one token, and rotates complex numbers.
@@ -89,6 +89,13 @@ SHAPES: Mapping[str, RotaryShape] = {
     ),
     "with one expert a token": replace(_SIGMOID, experts_per_token=1, qk_norm=True, tied=True),
     "with norms over all heads": Olmo2Shape(24, 2, 4, 2, 40, 31, 1e2, 1e-3),
+    "with norms over all heads and windows": Olmo2Shape(
+        *(24, 3, 4, 2, 40, 31, 1e2, 1e-3),
+        window=3,
+        full_every=2,
+        rope_factor=8.0,
+        rope_context=64,
+    ),
     "with multipliers": GraniteShape(
         *(24, 2, 4, 2, 40, 31, 1e2, 1e-3),
         embedding_multiplier=3.0,
@@ -207,6 +214,7 @@ class RowResult(NamedTuple):
 def plain_row(shape: RotaryShape, weights: Mapping[str, Tensor], row: Row) -> RowResult:
     """Compute one sequence."""
     turns = rotations(shape, row.positions)
+    turns_of_windows = rotations(replace(shape, rope_factor=1.0), row.positions)
     has_multipliers = isinstance(shape, GraniteShape)
     factor = shape.residual_multiplier if has_multipliers else 1.0
     h = weights["first.embed.weight"][list(row.tokens)]
@@ -222,6 +230,8 @@ def plain_row(shape: RotaryShape, weights: Mapping[str, Tensor], row: Row) -> Ro
         w_attn, w_ffn = of_block["attn_norm.weight"], of_block["ffn_norm.weight"]
         attend_to = partial(_attention, shape, of_block, row, number, turns)
         if isinstance(shape, Olmo2Shape):  # norms come after the layers
+            if shape.window and not _is_every(shape, "full_every", number):
+                attend_to = partial(_attention, shape, of_block, row, number, turns_of_windows)
             h = h + _norm(shape, attend_to(h), w_attn)
             h = h + _norm(shape, _dense(of_block, h), w_ffn)
             continue
