@@ -61,7 +61,7 @@ SHAPES: Mapping[str, RotaryShape] = {
         rope_beta_fast=20.0,
         rope_beta_slow=3.0,
         rope_truncate=False,
-        rope_attention_factor=0.7,
+        rope_attention_factor=2.0,
         head_dim=20,
     ),
     "with norms": replace(_LLAMA, n_kv_heads=1, head_dim=12, qk_norm=True),
