@@ -28,6 +28,7 @@ OURS: Mapping[str, str] = {
     "moe": "composer3d.models.moe.architecture:ARCHITECTURE",
     "olmo2": "composer3d.models.olmo2.architecture:ARCHITECTURE",
     "granite": "composer3d.models.granite.architecture:ARCHITECTURE",
+    "gemma3": "composer3d.models.gemma3.architecture:ARCHITECTURE",
 }
 
 
