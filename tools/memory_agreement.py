@@ -61,6 +61,15 @@ OLMO_2 = (
     "model.n_layers=4",
     "data.seq_len=2048",
 )
+DEEPSEEK = (
+    "run.device=cuda",
+    "model.architecture=deepseek",
+    "model.preset=deepseek-v2-lite",
+    "model.experts=16",
+    "model.vocab=4096",
+    "model.n_layers=4",
+    "data.seq_len=2048",
+)
 BF16 = "precision.compute=bfloat16"
 NARROW = "precision.reduce=bfloat16"
 SELECTIVE = "memory.activation_checkpoint=selective"
@@ -124,6 +133,33 @@ CASES: dict[str, tuple[str, ...]] = {
     "tp8": _dense("mesh.tp=8", "mesh.dp_shard=1", "model.n_kv_heads=8", batch(2)),
     "olmo2-tp": (*OLMO_2, "mesh.tp=2", "mesh.dp_shard=4", BF16, batch(8)),
     "olmo2-tp-full": (*OLMO_2, "mesh.tp=2", "mesh.dp_shard=4", BF16, FULL, batch(8)),
+    "latents": (*DEEPSEEK, FSDP, BF16, batch(8)),
+    "latents-tp": (*DEEPSEEK, "mesh.tp=4", "mesh.dp_shard=2", "mesh.ep=8", BF16, batch(2)),
+    "latents-tp-full": (
+        *DEEPSEEK,
+        *("mesh.tp=4", "mesh.dp_shard=2", "mesh.ep=4", "model.query_rank=1536", BF16, FULL),
+        batch(4),
+    ),
+    "latents-selective": (
+        *DEEPSEEK,
+        *("mesh.tp=2", "mesh.dp_shard=4", "model.query_rank=1536", BF16, SELECTIVE),
+        batch(4),
+    ),
+    "latents-ring": (
+        *DEEPSEEK,
+        *("mesh.cp=4", "mesh.dp_shard=2", "model.query_rank=1536", BF16, "data.seq_len=8192"),
+        batch(2),
+    ),
+    "latents-ulysses": (
+        *DEEPSEEK,
+        *("mesh.cp=2", "mesh.dp_shard=4", "parallel.cp_method=ulysses", BF16),
+        batch(4),
+    ),
+    "latents-zero-bubble": (
+        *DEEPSEEK,
+        *("mesh.pp=2", "mesh.dp_shard=4", "parallel.schedule=ZBVZeroBubble", BF16),
+        batch(32),
+    ),
     "muon-replicas": _dense(
         "optim.name=muon",
         *("mesh.dp_replicate=8", "parallel.zero=0", BF16, FULL, BLOCKS, "data.seq_len=64"),

@@ -178,12 +178,16 @@ def _longest_sequence(recipe: Recipe, config: _Json) -> int:
     """Return the longest sequence that the model supports, in tokens.
 
     It is the maximum of three lengths: the training sequences, the context that RoPE scaling
-    extends, and ``max_position_embeddings`` in ``config``.
+    extends, and ``max_position_embeddings`` in ``config``. A model may have a limit of its own.
     """
-    shape = recipe.model
-    stretched = int(shape.rope_context * shape.rope_factor) if shape.rope_factor != 1 else 0
+    if recipe.model.most_tokens is not None:
+        return recipe.model.most_tokens
     configured = config.get("max_position_embeddings")
-    return max(recipe.data.seq_len, stretched, configured if type(configured) is int else 0)
+    return max(
+        recipe.data.seq_len,
+        recipe.model.stretched_context or 0,
+        configured if type(configured) is int else 0,
+    )
 
 
 def _int_or(value: Any, default: int | None) -> int | None:

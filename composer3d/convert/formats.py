@@ -243,9 +243,9 @@ class Source:
                 [self._read_part(in_file, box[1:]) for in_file in location.names[box[0]]]
             )
         if location.rows is not None:
-            first_row = location.rows[0]
-            rows = slice(first_row + box[1].start, first_row + box[1].stop)
-            box = (box[0], rows, *box[2:])
+            dim, first_row = location.row_dim, location.rows[0]
+            rows = slice(first_row + box[dim].start, first_row + box[dim].stop)
+            box = (*box[:dim], rows, *box[dim + 1 :])
         return self._read_part(location.names[0], box)
 
     def _read_part(self, in_file: str, box: Box) -> Tensor:
@@ -600,6 +600,7 @@ def _open_hf(source: Source) -> None:
     if source.problems:
         return
     _simplify_names(source)
+    _leave_out(source)
     _require_layers(source)
 
     try:
@@ -817,6 +818,18 @@ def _refuse_duplicates(header: bytes, n_tensors: int) -> None:
     if b"\\" not in header and header.count(b'"data_offsets"') == n_tensors:
         return
     parse_json(header)
+
+
+def _leave_out(source: Source) -> None:
+    """Forget the tensors that are no part of the model."""
+    names = source.model_of.left_out(source.shape, source.tensors)
+    for name in names:
+        del source.tensors[name]
+    if names:
+        source.notes.append(
+            f"left out: {len(names)} tensors that are no part of the model, such as "
+            f"{in_quotes(min(names))}"
+        )
 
 
 def _require_layers(source: Source) -> None:

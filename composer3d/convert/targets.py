@@ -65,8 +65,8 @@ class Slot(NamedTuple):
     offset: int  # bytes
 
 
-# The slots of each tensor, by our name, or in the format ``hf`` by the name in its files. A tensor
-# that the format stores twice has two slots.
+# The slots of each tensor, by our name, or in the format ``hf`` by the name in its files, unless it
+# is a part of a tensor there. A tensor that the format stores twice has two slots.
 _Slots = dict[str, list[Slot]]
 
 
@@ -87,7 +87,7 @@ def write(
 
     Returns:
         The names of tensors that were not written: in the format ``hf``, those that they would have
-        in the files, else those in ``specs``.
+        in the files, or else, as those of parts of tensors there, those in ``specs``.
 
     Raises:
         CheckpointError: the format cannot represent the model, or the carried config.json is wrong.
@@ -143,11 +143,15 @@ def _write_hf(
         f"model.{name}": location
         for name, location in source.model_of.hf_locations(source.shape).items()
     }
-    in_files = {
-        in_file: TensorSpec(locations[name].shape, spec.dtype)
-        for name, spec in specs.items()
-        for in_file in locations[name].names
-    }
+    in_files: dict[str, TensorSpec] = {}
+    for name, spec in specs.items():
+        for in_file in locations[name].names:
+            held = in_files.setdefault(in_file, TensorSpec(locations[name].shape, spec.dtype))
+            if held.dtype != spec.dtype:
+                raise CheckpointError(
+                    f"{name} in {spec.dtype} is a part of {in_file}, of which another part is in "
+                    f"{held.dtype}; give one --dtype"
+                )
     shards = _cut_into_shards(in_files, shard_limit)
     slots: _Slots = {}
     weight_map: dict[str, str] = {}
@@ -161,13 +165,33 @@ def _write_hf(
         total_size = sum(map(nbytes, specs.values()))
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
-    return _fill(slots, _split_stacks(stream, locations))
+    _add_slots_of_parts(slots, specs, locations)
+    return _fill(slots, _in_files(stream, locations))
 
 
-def _split_stacks(stream: Stream, locations: Mapping[str, Location]) -> Stream:
-    """Yield the tensors of ``stream`` with their names in the files, and each expert by itself."""
+def _add_slots_of_parts(slots: _Slots, specs: Specs, locations: Mapping[str, Location]) -> None:
+    """Replace the slot of each tensor that joins several of ours by a slot for each of them.
+
+    Our tensors are rows of the one in the file, so the bytes of each are one after the other.
+    """
+    for name, spec in specs.items():
+        location = locations[name]
+        if location.rows is not None:
+            ((path, begin),) = slots[location.names[0]]
+            row = TensorSpec(location.shape[1:], spec.dtype)
+            slots[name] = [Slot(path, begin + location.rows[0] * nbytes(row))]
+    for name in specs:
+        if locations[name].rows is not None:
+            slots.pop(locations[name].names[0], None)
+
+
+def _in_files(stream: Stream, locations: Mapping[str, Location]) -> Stream:
+    """Yield the tensors of ``stream`` by the keys of their slots, and each expert by itself."""
     for name, tensor in stream:
         location = locations[name]
+        if location.rows is not None:
+            yield name, tensor
+            continue
         parts = tensor.unbind() if location.is_stack else (tensor,)
         yield from zip(location.names, parts, strict=True)
 

@@ -1,7 +1,7 @@
-"""The cache of keys and values, and the function that attends to it in the seam ``attend``.
+"""The cache of keys and values, or of latents, and the functions that read and fill it.
 
 Shapes are in the names: B rows of a call, T new tokens of each row, H query heads, K key-value
-heads, D head width, S slots of a row.
+heads, D head width, R width of a latent, S slots of a row.
 
 The cache reaches the modules that attend through ``seq``: generation calls the model with a
 ``CachedSequence``. So the forward pass is the one of training, and no model knows of the cache.
@@ -21,7 +21,9 @@ from composer3d.planner.memory import GIB
 
 
 class KeyValueCache:
-    """Keys and values of up to ``rows`` sequences, for all modules of a model that attend.
+    """What all modules of a model that attend keep of up to ``rows`` sequences.
+
+    A module keeps keys and values, or one latent from which it computes both.
 
     The memory of a module is allocated when it is first called, because its output decides the
     number of heads: under tensor parallelism, this rank's share. It is allocated once.
@@ -37,7 +39,7 @@ class KeyValueCache:
 
     def __init__(self, rows: int, *, longest: int, longest_call: int) -> None:
         self.rows, self.longest, self.longest_call = rows, longest, longest_call
-        self._layers: dict[object, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[object, tuple[Tensor, ...]] = {}
 
     def slots(self, window: int) -> int:
         """Return the number of slots of each row in a module with this window; 0: no window."""
@@ -47,25 +49,28 @@ class KeyValueCache:
         # remain: window - 1 positions before the T new ones.
         return min(self.longest, window - 1 + self.longest_call)
 
-    def of_module(self, module: object, k_BKTD: Tensor, window: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and the values of a module, each (rows, K, S, D).
+    def of_module(self, module: object, new: Sequence[Tensor], window: int) -> tuple[Tensor, ...]:
+        """Return what a module keeps, for each tensor of ``new`` one (rows, K, S, D).
 
         Args:
             module: what distinguishes the module from the others.
-            k_BKTD: keys of the module, which decide the sizes, the dtype and the device.
+            new: what it is to keep of a call, each (B, K, T, D): they decide the sizes, the dtype
+                and the device.
             window: its sliding window.
 
         Raises:
             DeviceError: there is not enough memory.
         """
         if module not in self._layers:
-            _, heads, _, width = k_BKTD.shape
-            size = (self.rows, heads, self.slots(window), width)
+            slots = self.slots(window)
+            sizes = [(self.rows, x.shape[1], slots, x.shape[3]) for x in new]
             try:
                 # Zeros: a slot that is not filled yet has weight 0, and 0 times NaN would be NaN.
-                self._layers[module] = k_BKTD.new_zeros(size), k_BKTD.new_zeros(size)
+                self._layers[module] = tuple(
+                    x.new_zeros(size) for x, size in zip(new, sizes, strict=True)
+                )
             except RuntimeError:
-                gib = 2 * prod(size) * k_BKTD.itemsize / GIB
+                gib = sum(map(prod, sizes)) * new[0].itemsize / GIB
                 raise DeviceError(
                     f"there is no memory for the keys and values of {self.rows} sequences of up to "
                     f"{self.longest:,} tokens, {gib:,.1f} GiB in each layer; lower --batch, "
@@ -75,9 +80,9 @@ class KeyValueCache:
 
     def move_row(self, source: int, target: int) -> None:
         """Copy the row ``source`` over the row ``target``."""
-        for keys, values in self._layers.values():
-            keys[target] = keys[source]
-            values[target] = values[source]
+        for layer in self._layers.values():
+            for tensor in layer:
+                tensor[target] = tensor[source]
 
     @property
     def bytes(self) -> int:
@@ -173,23 +178,43 @@ class AttendCached:
     def __call__(
         self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, seq: CachedSequence, window: int
     ) -> Tensor:
-        keys, values = seq.cache.of_module(self, k_BKTD, window)
-        view = seq.view(window, q_BHTD.dtype)
-        keys_BKSD, values_BKSD = keys[seq.rows], values[seq.rows]
+        k_BKSD, v_BKSD = _remember(self, (k_BKTD, v_BKTD), seq, window)
+        return attend_remembered(q_BHTD, k_BKSD, v_BKSD, seq=seq, window=window)
+
+
+class RememberLatents:
+    """The function ``remember`` of one module: write new latents, and return all that it sees.
+
+    With it, the module's ``attend`` is ``attend_remembered``.
+    """
+
+    def __call__(self, latents_BTR: Tensor, *, seq: CachedSequence) -> Tensor:
+        (latents_B1SR,) = _remember(self, (latents_BTR[:, None],), seq, window=0)
+        return latents_B1SR[:, 0]
+
+
+def attend_remembered(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, seq: CachedSequence, window: int
+) -> Tensor:
+    """Attend to the keys and values of all slots that a call sees."""
+    view = seq.view(window, q_BHTD.dtype)
+    return sdpa(q_BHTD, k_BKSD, v_BKSD, view.bias, is_causal=view.is_causal)
+
+
+def _remember(
+    module: object, new: Sequence[Tensor], seq: CachedSequence, window: int
+) -> list[Tensor]:
+    """Write what a module is to keep, each (B, K, T, D), and return the slots that it sees."""
+    view = seq.view(window, new[0].dtype)
+    seen = []
+    for whole, x_BKTD in zip(seq.cache.of_module(module, new, window), new, strict=True):
+        rows_BKSD = whole[seq.rows]
         if view.write is not None:
-            keys_BKSD[:, :, view.write] = k_BKTD
-            values_BKSD[:, :, view.write] = v_BKTD
+            rows_BKSD[:, :, view.write] = x_BKTD
         else:
-            slot_BT = seq.positions_BT % keys.shape[2]
+            slot_BT = seq.positions_BT % whole.shape[2]
             row_B1 = torch.arange(slot_BT.shape[0], device=slot_BT.device)[:, None]
             # An index before and after a slice puts its dims first: (B, T, K, D).
-            keys_BKSD[row_B1, :, slot_BT] = k_BKTD.transpose(1, 2)
-            values_BKSD[row_B1, :, slot_BT] = v_BKTD.transpose(1, 2)
-        seen = slice(view.begin, view.end)
-        return sdpa(
-            q_BHTD,
-            keys_BKSD[:, :, seen],
-            values_BKSD[:, :, seen],
-            view.bias,
-            is_causal=view.is_causal,
-        )
+            rows_BKSD[row_B1, :, slot_BT] = x_BKTD.transpose(1, 2)
+        seen.append(rows_BKSD[:, :, view.begin : view.end])
+    return seen

@@ -17,7 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composer3d.facts.errors import CheckpointError, PlanError
-from composer3d.generate.cache import AttendCached, CachedSequence, KeyValueCache
+from composer3d.generate.cache import (
+    AttendCached,
+    CachedSequence,
+    KeyValueCache,
+    RememberLatents,
+    attend_remembered,
+)
 from composer3d.generate.sampling import Sampler, Sampling
 from composer3d.models.contract import ShardingPlan, hidden
 from composer3d.parallel.tensor.collectives import gather_columns
@@ -80,7 +86,7 @@ class Generator:
 
     Args:
         model: the model, which is changed: its modules get other functions in their seams
-            ``attend`` and ``cross_entropy``, so it cannot be trained afterwards.
+            ``attend``, ``remember`` and ``cross_entropy``, so it cannot be trained afterwards.
         plan: its sharding plan.
         device: the device of its parameters.
         end_tokens: tokens that end a text.
@@ -108,7 +114,9 @@ class Generator:
         for part in (model.first, model.blocks, model.last):
             part.eval()
             for module in part.modules():
-                if hasattr(module, "attend"):
+                if hasattr(module, "remember"):
+                    module.remember, module.attend = RememberLatents(), attend_remembered
+                elif hasattr(module, "attend"):
                     module.attend = AttendCached()
         self._replace_loss(plan)
 

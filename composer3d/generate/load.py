@@ -81,6 +81,8 @@ def open_checkpoint(path: Path, recipe: Recipe | None = None) -> Checkpoint:
     if own is not None and recipe is not None:
         # Such a checkpoint carries no config.json. The run has trained no longer sequence.
         longest = recipe.data.seq_len
+    if source.shape.most_tokens is not None:
+        longest = source.shape.most_tokens
     ends = generation.get("eos_token_id", config.get("eos_token_id"))
     end_tokens = ends if isinstance(ends, list) else [ends]
     return Checkpoint(

@@ -249,6 +249,14 @@ def _set_positions(made: Translation) -> None:
         words = ("use_rope_scaling", *(("rope_scaling_factor",) if factor is not None else ()))
         made.take("model.rope_factor", factor or 8.0, *words)
     made.ignore("rope_scaling_factor")
+    word = "rotary_seq_len_interpolation_factor"
+    factor = made.real(word)
+    if factor not in (None, 1) and made.flag("use_rope_scaling"):
+        made.ask("positions are stretched in one way", word, ours="model.rope_factor")
+    elif factor not in (None, 1):
+        made.take("model.rope_scaling", "linear", word)
+        made.take("model.rope_factor", factor, word)
+    made.ignore(word)
     window = made.get("window_size")
     if window is not None:
         numbers = [int(text) for text in re.findall(r"-?[0-9]{1,9}", str(window.value))]

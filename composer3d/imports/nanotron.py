@@ -5,6 +5,7 @@ import re
 from composer3d.imports.layout import read_layout, set_layout
 from composer3d.imports.shared import padded, read_dtype, set_dtype, take_betas
 from composer3d.imports.translation import Translation
+from composer3d.models.llama.huggingface_rope import STRETCH_FIELDS, STRETCH_KEYS
 
 _MODEL = "model.model_config"
 _RATE = "optimizer.learning_rate_scheduler"
@@ -69,26 +70,26 @@ def _set_dtype(made: Translation) -> None:
 
 
 def _set_stretch(made: Translation) -> None:
-    """Take over stretched positions of the kind llama3; other kinds are not there."""
+    """Take over stretched positions. "dynamic" ones are not: their context stands elsewhere."""
     prefix = f"{_MODEL}.rope_scaling."
     options = {name.removeprefix(prefix): name for name in made.settings if prefix in name}
     if not options:
         return
-    kinds = [made.text(options[name]) for name in ("type", "rope_type") if name in options]
-    factor = made.real(options["factor"]) if "factor" in options else None
-    if "llama3" not in kinds or factor is None:
+    kinds = [options[name] for name in ("rope_type", "type") if name in options]
+    scaling = made.text(kinds[0]) if kinds else None
+    known = {}
+    if scaling in ("llama3", "linear", "yarn"):
+        known = {STRETCH_KEYS[field]: f"model.{field}" for field in STRETCH_FIELDS[scaling]}
+    if "factor" not in options or options.keys() - known.keys() - {"rope_type", "type"}:
         made.ask(
-            "only the kind llama3 is there: positions are not stretched",
+            "positions are not stretched; set model.rope_scaling and the keys of its kind",
             *options.values(),
             ours="model.rope_factor",
         )
         return
-    made.take("model.rope_factor", factor, options["factor"])
-    for name, key in (
-        ("low_freq_factor", "model.rope_low_freq"),
-        ("high_freq_factor", "model.rope_high_freq"),
-        ("original_max_position_embeddings", "model.rope_context"),
-    ):
+    if scaling != "llama3":
+        made.take("model.rope_scaling", scaling, *kinds)
+    for name, key in known.items():
         if name in options:
             made.move(key, options[name])
     made.ignore(*options.values())

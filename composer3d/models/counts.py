@@ -39,11 +39,12 @@ def flops_per_token(
 ) -> float:
     """Count the FLOPs of one training token, forward and backward.
 
-    6 * (parameters that multiply a token) + 12 * n_heads * head_width * (keys of all blocks).
+    6 * (parameters that multiply a token)
+    + 6 * n_heads * (head_width + value_width) * (keys of all blocks).
 
     A parameter costs 2 FLOPs forward, and 4 backward for the gradients of its input and of itself.
-    For each key, an element of a query costs 2 FLOPs for the score and 2 for the weighted sum of
-    values forward, and twice as much backward. So fewer key-value heads save memory, but no
+    For each key, an element of a query costs 2 FLOPs for the score, and one of a value 2 for the
+    weighted sum of values forward, and twice as much backward. So fewer key-value heads save memory, but no
     operations. The head counts even if it is tied; the lookup of the embedding does not.
 
     Args:
@@ -62,10 +63,10 @@ def flops_per_token(
             _active_elements(row, shape) if row.is_matrix and row.style != "embedding" else 0
         ),
     )
-    attention = 0.0
+    attention, widths = 0.0, shape.head_width + shape.value_width
     for window, blocks in shape.windows.items():
         keys = keys_seen(seq_len, window) if causal else seq_len
-        attention += 12.0 * blocks * keys * shape.n_heads * shape.head_width
+        attention += 6.0 * blocks * keys * shape.n_heads * widths
     return 6.0 * matmul + attention
 
 

@@ -1,8 +1,9 @@
 """Where the files of a format store our parameters. No torch here."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from composer3d.models.table import ParameterTable
+from composer3d.models.table import ParameterTable, Row
 
 
 class Location(NamedTuple):
@@ -14,8 +15,8 @@ class Location(NamedTuple):
         shape: the shape of each of these tensors.
         is_stack: whether our tensor is the stack of these tensors, with the expert as its first
             dim.
-        rows: (begin, end) in the second dim of the tensor in the file, if our tensor is that part
-            of it; None: our tensor is the whole.
+        rows: (begin, end) of the matrix in the file, or of each matrix if it holds several, if our
+            tensor is that part of it; None: our tensor is the whole.
     """
 
     names: tuple[str, ...]
@@ -30,25 +31,53 @@ class Location(NamedTuple):
             return (len(self.names), *self.shape)
         if self.rows is not None:
             begin, end = self.rows
-            return (self.shape[0], end - begin, *self.shape[2:])
+            return (*self.shape[: self.row_dim], end - begin, *self.shape[self.row_dim + 1 :])
         return self.shape
+
+    @property
+    def row_dim(self) -> int:
+        """The dim of the tensor in the file that counts the rows of a matrix."""
+        return len(self.shape) - 2
 
 
 def hf_locations(table: ParameterTable) -> dict[str, Location]:
     """Return the place of each parameter in the published files of Hugging Face, by our name.
 
+    Matrices that the table gives one name in files lie in one tensor there, whose rows are those of
+    the first matrix of a block, then those of the second, and so on.
+
     Args:
         table: of a model that ``huggingface.make_config`` accepts.
     """
-    locations = {}
+    sharing: dict[str, dict[str, Row]] = {}
     for name, row in table.parameters():
-        in_files = in_block(row.hf, name)
+        sharing.setdefault(in_block(row.hf, name), {})[name] = row
+
+    locations: dict[str, Location] = {}
+    for in_files, rows in sharing.items():
+        if len(rows) > 1:
+            locations |= _parts_of_one(in_files, rows)
+            continue
+        ((name, row),) = rows.items()
         if "@" not in in_files:
             locations[name] = Location((in_files,), row.shape)
             continue
         of_experts = tuple(in_files.replace("@", str(expert)) for expert in range(row.shape[0]))
         locations[name] = Location(of_experts, row.shape[1:], is_stack=True)
     return locations
+
+
+def _parts_of_one(in_files: str, rows: Mapping[str, Row]) -> dict[str, Location]:
+    """Return the places of matrices whose rows make one tensor in the files."""
+    columns = {row.shape[1:] for row in rows.values()}
+    assert len(columns) == 1, f"{in_files} joins matrices of several widths"
+    whole = (sum(row.shape[0] for row in rows.values()), *columns.pop())
+    places, begin = {}, 0
+    for name, row in rows.items():
+        end = begin + row.shape[0]
+        places[name] = Location((in_files,), whole, rows=(begin, end))
+        begin = end
+    return places
 
 
 def in_block(name_in_files: str, name: str) -> str:

@@ -28,6 +28,8 @@ OURS: Mapping[str, str] = {
     "moe": "composer3d.models.moe.architecture:ARCHITECTURE",
     "olmo2": "composer3d.models.olmo2.architecture:ARCHITECTURE",
     "granite": "composer3d.models.granite.architecture:ARCHITECTURE",
+    "deepseek": "composer3d.models.deepseek.architecture:ARCHITECTURE",
+    "phi3": "composer3d.models.phi3.architecture:ARCHITECTURE",
     "gemma3": "composer3d.models.gemma3.architecture:ARCHITECTURE",
 }
 
@@ -96,6 +98,14 @@ class Architecture:
             return locations.hf_locations(self.table_of(shape))
         found: dict[str, Location] = resolve(self.names).hf_locations(shape, in_files)
         return found
+
+    def left_out(self, shape: DecoderShape, in_files: Collection[str]) -> frozenset[str]:
+        """Return the tensors in the files of Hugging Face that are no part of the model.
+
+        They are those of the function ``left_out`` of ``names``, if it has one.
+        """
+        function = getattr(resolve(self.names), "left_out", None)
+        return frozenset() if function is None else function(shape, in_files)
 
     def count_parameters(self, shape: DecoderShape) -> int:
         """Count the parameters of the whole model."""

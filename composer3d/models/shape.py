@@ -94,6 +94,11 @@ class DecoderShape:
         return 1
 
     @property
+    def most_tokens(self) -> int | None:
+        """The longest sequence that the model computes, in tokens; None: any."""
+        return None
+
+    @property
     def training_fields(self) -> tuple[str, ...]:
         """The fields that training alone reads: a run may change them when it resumes."""
         return ()
@@ -105,5 +110,10 @@ class DecoderShape:
 
     @property
     def head_width(self) -> int:
-        """The width of a head: ``head_dim``, or dim / n_heads if that is None."""
+        """The width of a head's query and key: ``head_dim``, or dim / n_heads if that is None."""
         return self.head_dim or self.dim // self.n_heads
+
+    @property
+    def value_width(self) -> int:
+        """The width of a head's value, at most ``head_width``."""
+        return self.head_width

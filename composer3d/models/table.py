@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 #   embedding  The rows of the vocabulary are cut. A rank gives 0 for the tokens of other ranks'
 #              rows, and the outputs of all ranks are summed.
 #   norm       Not cut. Under sequence parallelism, it runs on this rank's part of the sequence.
+#   whole      A linear layer that is not cut. Otherwise as "norm".
 #   router     Not cut. It chooses experts for this rank's part of the sequence.
 #   head_norm  Not cut. It runs on this rank's heads.
 #   column_norm, kv_column_norm
@@ -34,6 +35,7 @@ from typing import Literal, NamedTuple
 Style = Literal[
     "embedding",
     "norm",
+    "whole",
     "router",
     "head_norm",
     "column_norm",
@@ -76,6 +78,7 @@ class Row(NamedTuple):
         init: its initial values.
         gather: the module within the unit that gathers the input of its module, if that is not the
             one that holds its module.
+        gathered: the width of what that module gathers, if its own module reads only a part of it.
         float8: whether it may multiply in float8.
         is_unread: whether nothing in backward reads what its module returns (``ShardingPlan``).
         trains: whether it can have a gradient; the bias of a router cannot.
@@ -93,6 +96,7 @@ class Row(NamedTuple):
     style: ParameterStyle
     init: Normal | Constant
     gather: str = ""
+    gathered: int = 0
     float8: bool = False
     is_unread: bool = False
     trains: bool = True
@@ -178,7 +182,7 @@ class ParameterTable:
 
     def hidden_matrices(self) -> frozenset[str]:
         """Return the global names of the matrices within blocks, without routers."""
-        styles = ("column", "kv_column", "row", "experts")
+        styles = ("column", "kv_column", "row", "whole", "experts")
         return frozenset(
             name for name, row in self.parameters() if row.style in styles and row.is_matrix
         )

@@ -6,7 +6,7 @@ width of a value in computation. The stream has micro_batch x tokens x dim value
 
 from typing import NamedTuple
 
-from composer3d.planner.setup import Setup
+from composer3d.planner.setup import Latents, Setup
 from composer3d.planner.trained import Share
 
 _WIDE = 4.0  # bytes of a float32
@@ -140,6 +140,43 @@ class _Sizes(NamedTuple):
     matrix: float
 
 
+class _LatentBytes(NamedTuple):
+    """What latent attention keeps besides queries, keys, values and the output, in bytes.
+
+    Attributes:
+        stream: the inputs of projections from the stream.
+        down: the outputs of the down-projections, of this rank's tokens.
+        inputs: the latents, as the up-projections read them.
+        up: the keys and values before the rotated part and the padding join them.
+        out: the output of attention without padding, if that is a copy.
+    """
+
+    stream: float
+    down: float
+    inputs: float
+    up: float
+    out: float
+
+
+def _latent_bytes(setup: Setup, latents: Latents) -> _LatentBytes:
+    sizes, layout = setup.sizes, setup.layout
+    stream = stream_of(setup)
+    whole = setup.tokens * setup.precision.gathered
+    cuts_tokens = layout.tp > 1 and layout.sequence_parallel
+    own = whole / layout.tp if cuts_tokens else whole
+    of_queries = 0.0
+    if latents.query == 0:  # they come from the gathered stream
+        of_queries = stream.inner if cuts_tokens else 0.0
+    heads = whole * sizes.heads / layout.tp
+    return _LatentBytes(
+        stream=stream.own + of_queries,
+        down=own * latents.down,
+        inputs=whole * latents.down,
+        up=heads * (latents.plain + latents.value),
+        out=heads * latents.value if latents.value < sizes.head_width else 0.0,
+    )
+
+
 def block_bytes(
     setup: Setup, *, has_experts: bool, splits_backward: bool, share: Share
 ) -> BlockBytes:
@@ -160,6 +197,10 @@ def block_bytes(
     stream = stream_of(setup)
     cuts_kv = sizes.kv_heads % tp == 0
     attention = 2.0 * sizes.dim * (sizes.query_width / tp + sizes.kv_width / (tp if cuts_kv else 1))
+    latent = None
+    if sizes.latents is not None:
+        attention = sizes.attention_on_rank(tp)
+        latent = _latent_bytes(setup, sizes.latents)
     ffn = (sizes.shared_parameters if has_experts else sizes.dense_parameters) / tp
     experts = sizes.expert_parameters / layout.ep if has_experts else 0.0
     linear = attention + ffn
@@ -179,7 +220,11 @@ def block_bytes(
     exchanged_out = part.query if is_ulysses else 0.0
     attended = part.query + _WIDE * local * sizes.heads  # the output, and a number for each row
 
-    full = 2 * stream.own + 2 * stream.inner + part.query + 2 * part.kv + attended + exchanged_out
+    attention_input = stream.inner if latent is None else latent.stream
+    full = 2 * stream.own + attention_input + stream.inner
+    full += part.query + 2 * part.kv + attended + exchanged_out
+    if latent is not None:
+        full += latent.down + latent.inputs + latent.out
     full += 4 * part.width + 4 * part.expert_width
     full += 3 * part.rows  # as they are sent, as they arrive, and the outputs
     if not software.fuses_norms:
@@ -189,8 +234,10 @@ def block_bytes(
         full += (part.query + part.kv) * (1 + _copies_of_a_norm(e))
     if has_experts and not sizes.shared_width:
         full += stream.own - stream.inner  # the router reads its own tokens
-    if has_experts and sizes.shared_gate:
-        full += stream.own  # what the gate weighs
+    weighed = stream.inner if has_experts and sizes.shared_gate else 0.0
+    if weighed:
+        # What a gate weighs; and its input, which the shared expert reads as it is gathered.
+        full += stream.own if tp == 1 else 2 * stream.own
 
     match setup.recompute:
         case "none":
@@ -198,17 +245,19 @@ def block_bytes(
         case "full":
             kept, again = stream.own, full - stream.own
         # The outputs of products, of attention and of exchanges. That of the second feed-forward
-        # matrix is only added to the stream.
+        # matrix is only added to the stream, if no gate weighs it.
         case _:
             attention_output = stream.inner
             from_exchanges = exchanged_qkv + exchanged_out
             rows_exchanged = 2 * part.rows if layout.ep > 1 else 0.0
-            kept = stream.own + part.query + 2 * part.kv + 2 * part.width + attended
-            kept += attention_output + from_exchanges + rows_exchanged
+            kept = stream.own + part.query + 2 * part.width + attended
+            kept += 2 * part.kv if latent is None else latent.down + latent.up
+            kept += attention_output + weighed + from_exchanges + rows_exchanged
             kept += 2 * part.expert_width + part.rows
-            # Values and the gate's halves are not computed again, and the output of attention's
-            # product is dropped when it has been added.
-            again = full - stream.own - attended - part.kv - 2 * part.width - rows_exchanged
+            # Values, if they are no copies, and the gate's halves are not computed again, and the
+            # output of attention's product is dropped when it has been added.
+            again = full - stream.own - attended - 2 * part.width - rows_exchanged
+            again -= part.kv if latent is None else latent.down
             again -= attention_output + exchanged_out + 2 * part.expert_width
     return BlockBytes(
         kept=kept,

@@ -181,8 +181,21 @@ def product_s(
 
 
 def attention_products(setup: Setup) -> list[Product]:
-    """Return the projections of a block's attention on one rank: queries to values, and output."""
+    """Return the projections of a block's attention on one rank: queries to values, and output.
+
+    Those down to latents take the tokens of one rank under sequence parallelism, else all.
+    """
     sizes, tp, tokens = setup.sizes, setup.layout.tp, setup.tokens
+    latents = sizes.latents
+    if latents is not None:
+        own_tokens = tokens / tp if setup.layout.sequence_parallel else tokens
+        heads = sizes.heads / tp
+        return [
+            Product(own_tokens, latents.down, sizes.dim),
+            Product(tokens, sizes.query_width / tp, latents.query or sizes.dim),
+            Product(tokens, heads * (latents.plain + latents.value), latents.key),
+            Product(tokens, sizes.dim, heads * latents.value),
+        ]
     qkv = sizes.query_width + 2 * sizes.kv_width
     return [
         Product(tokens, qkv / tp, sizes.dim),

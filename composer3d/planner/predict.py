@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import filterfalse
 from math import prod
+from typing import Any
 
 from composer3d.facts.errors import DeviceError
 from composer3d.facts.hardware import Hardware
@@ -15,6 +16,7 @@ from composer3d.planner.matrices import newton_schulz_flops
 from composer3d.planner.memory import GIB, RankMemory, predict_memory
 from composer3d.planner.schedule import keeps_gradients_of_loss
 from composer3d.planner.setup import (
+    Latents,
     AttentionKernel,
     BatchSizes,
     BlockMatrices,
@@ -236,6 +238,7 @@ def _sizes(model: Model) -> Sizes:
         ),
         # A gate makes two matrices before the last one. Layers of experts alone have no columns.
         ffn_matrices=2 if inner == 1 else 3,
+        latents=_latents(model),
         norms_over_heads=any(row.style in NORMS_OVER_HEADS for row in kinds[0]),
         tied=model.tied,
         windows=tuple(map(model.window_of, range(model.n_layers))) if any(model.windows) else (),
@@ -246,6 +249,19 @@ def _sizes(model: Model) -> Sizes:
         shared_gate=getattr(model, "shared_gate", False),
         expert_blocks=expert_blocks,
         expert_every=getattr(model, "moe_every", 1),
+    )
+
+
+def _latents(model: Model) -> Latents | None:
+    latent: Any = model
+    if not hasattr(model, "kv_rank"):
+        return None
+    return Latents(
+        query=latent.query_rank,
+        key=latent.kv_rank,
+        rotated=latent.rope_dim,
+        plain=latent.plain_dim,
+        value=latent.value_dim,
     )
 
 

@@ -24,6 +24,29 @@ Recompute = Literal["none", "attention", "matrix", "half_matrix", "half_blocks",
 Zero = Literal[0, 1, 2, 3]
 
 
+class Latents(NamedTuple):
+    """The widths of latent attention (DeepSeek), whose down-projections tp does not cut.
+
+    Attributes:
+        query: the latent of queries; 0: they come from the stream.
+        key: the latent of keys and values.
+        rotated: the rotated part of a key, which all heads share.
+        plain: the rest of a head's key.
+        value: a head's value. For attention it is padded to the width of a key.
+    """
+
+    query: int
+    key: int
+    rotated: int
+    plain: int
+    value: int
+
+    @property
+    def down(self) -> int:
+        """The outputs of all down-projections."""
+        return self.query + self.key + self.rotated
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """The shape of a decoder, as far as its cost depends on it.
@@ -39,6 +62,7 @@ class Sizes:
         shared_parameters: of the router and the shared expert of a block.
         ffn_matrices: the matrices of a feed-forward layer; a gated one (SwiGLU) has three.
         norms_over_heads: whether queries and keys are normalised over all heads (OLMo 2).
+        latents: those of latent attention; None: queries, keys and values come from the stream.
         windows: the sliding window of each block's attention in tokens, 0: none. Empty: no block
             has one.
         expert_blocks: the number of blocks with experts.
@@ -73,6 +97,7 @@ class Sizes:
     expert_every: int = 1
     ffn_matrices: int = 3
     norms_over_heads: bool = False
+    latents: Latents | None = None
 
     def has_experts(self, block: int) -> bool:
         """Return whether a block, counted from 0, has experts."""
@@ -92,6 +117,16 @@ class Sizes:
     def kv_width(self) -> int:
         """The width of all keys, or of all values."""
         return self.kv_heads * self.head_width
+
+    @property
+    def whole_parameters(self) -> int:
+        """Those of ``attention_parameters`` that tp does not cut."""
+        return self.dim * self.latents.down if self.latents else 0
+
+    def attention_on_rank(self, tp: int) -> float:
+        """Return those of ``attention_parameters`` that each of ``tp`` ranks holds."""
+        whole = self.whole_parameters
+        return whole + (self.attention_parameters - whole) / tp
 
     @property
     def parameters(self) -> int:

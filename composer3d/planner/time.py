@@ -13,7 +13,13 @@ from math import log2
 from typing import NamedTuple
 
 from composer3d.planner import compute
-from composer3d.planner.collectives import GroupShape, all_to_all_s, collective_s, send_s
+from composer3d.planner.collectives import (
+    GroupShape,
+    Operation,
+    all_to_all_s,
+    collective_s,
+    send_s,
+)
 from composer3d.planner.compute import Work
 from composer3d.planner.constants import SHIPPED, Constants
 from composer3d.planner.pipeline import Compiled, length_s
@@ -183,21 +189,34 @@ def _block(setup: Setup, constants: Constants, *, has_experts: bool, window: int
         recompute_s += repeats * forward
         exposed[axis] = exposed.get(axis, 0.0) + forward * (1 + repeats) + backward
 
-    stream_bytes = setup.precision.activations * setup.tokens * sizes.dim
     if layout.tp > 1:
         tp = axis_groups["tp"]
+
+        def collectives_s(operation: Operation, width: float) -> float:
+            moved = setup.precision.activations * setup.tokens * width
+            return collective_s(operation, tp, moved, machine, constants)
+
+        latents = sizes.latents
+        gathered = [sizes.dim]
+        if latents is not None:
+            gathered = [latents.query or sizes.dim, latents.key + latents.rotated]
         if layout.sequence_parallel:
-            pair_s = collective_s("all_gather", tp, stream_bytes, machine, constants)
-            pair_s += collective_s("reduce_scatter", tp, stream_bytes, machine, constants)
+            gathers_s = sum(collectives_s("all_gather", width) for width in gathered)
+            scatter_s = collectives_s("reduce_scatter", sizes.dim)
+            ffn_s = collectives_s("all_gather", sizes.dim) + scatter_s
+            # Backward scatters what forward gathers, and takes as long.
+            attention_s = (gathers_s + scatter_s,) * 2
         else:
-            pair_s = collective_s("all_reduce", tp, stream_bytes, machine, constants)
+            ffn_s = collectives_s("all_reduce", sizes.dim)
+            attention_s = (ffn_s, sum(collectives_s("all_reduce", width) for width in gathered))
         # Attention has one pair of collectives, and the feed-forward layer another. Experts on
         # ranks of their own need none; cut by tp, they cannot overlap theirs.
         visible_s = []
-        for overlapped in (("forward", "both"), ("backward", "both")):  # forward, backward
+        phases = (("forward", "both"), ("backward", "both"))
+        for overlapped, of_attention_s in zip(phases, attention_s, strict=True):
             first = constants.tp_exposed if software.overlaps_tp in overlapped else 1.0
             second = first if not has_experts else 1.0 if layout.expert_tp else 0.0
-            visible_s.append((first + second) * pair_s)
+            visible_s.append(first * of_attention_s + second * ffn_s)
         add("tp", *visible_s)
     if has_experts and layout.ep > 1:
         rows = setup.tokens * sizes.experts_per_token
@@ -269,9 +288,10 @@ def _held_parameters(setup: Setup, *, has_experts: bool) -> float:
     """Return the parameters of one block on one rank, before they are sharded over data ranks."""
     layout, sizes = setup.layout, setup.sizes
     if not has_experts:
-        return (sizes.attention_parameters + sizes.dense_parameters) / layout.tp
+        return sizes.attention_on_rank(layout.tp) + sizes.dense_parameters / layout.tp
     experts = sizes.expert_parameters / layout.ep / (layout.tp if layout.expert_tp else 1)
-    return (sizes.attention_parameters + sizes.shared_parameters) / layout.tp + experts
+    dense = sizes.attention_on_rank(layout.tp) + sizes.shared_parameters / layout.tp
+    return dense + experts
 
 
 def _sharding_s(
@@ -433,8 +453,7 @@ def stage_parameters(setup: Setup) -> list[tuple[float, float]]:
     for stage, (count, with_experts) in enumerate(
         zip(layout.stage_blocks, setup.expert_blocks, strict=True)
     ):
-        dense: float = count * sizes.attention_parameters
-        dense += (count - with_experts) * sizes.dense_parameters
+        dense: float = (count - with_experts) * sizes.dense_parameters
         dense += with_experts * sizes.shared_parameters
         if stage == 0:
             dense += sizes.embedding_parameters
@@ -444,7 +463,8 @@ def stage_parameters(setup: Setup) -> list[tuple[float, float]]:
         experts = with_experts * sizes.expert_parameters / layout.ep
         if layout.expert_tp:
             experts /= layout.tp
-        found.append((dense / layout.tp, experts))
+        attention = count * sizes.attention_on_rank(layout.tp)
+        found.append((attention + dense / layout.tp, experts))
     return found
 
 

@@ -9,7 +9,7 @@ e bytes of an element in computation, p bytes of a parameter, g bytes of a gradi
 the ranks that shard it, w bytes of a wide element (4, or 8 in float64).
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -154,7 +154,7 @@ def cut_of(row: Row, shape: DecoderShape, *, tp: int, sequence_parallel: bool) -
             return "experts"
         case "row":
             return "columns"
-        case "norm":
+        case "norm" | "whole":
             return "whole_partial" if sequence_parallel else "whole"
         case "router" | "head_norm":
             return "whole_partial" if row.trains else "whole"
@@ -258,7 +258,8 @@ class _RankTraffic:
         """Collectives of ``parallel.tensor``: of activations, of the loss, of partial gradients.
 
         With sequence parallelism, attention and feed-forward each gather their input and
-        reduce-scatter their output (B T/cp C e bytes); backward has the transposes. A layer of
+        reduce-scatter their output (B T/cp C e bytes); latent attention gathers latents, of other
+        widths than C; backward has the transposes. A layer of
         experts has none, but its shared expert does. Without sequence parallelism, each output is
         all-reduced in forward, and each input's gradient in backward. A norm over all heads
         all-reduces a number of each token (B T/cp w bytes), and its gradient.
@@ -269,17 +270,24 @@ class _RankTraffic:
         tp = self.mesh.tp
         if tp == 1:
             return
-        layer_bytes = self.tokens * self.shape.dim * self.e
         blocks = self.table.blocks
         units = [blocks[layer] for layer in stage.blocks]
         units += [self.table.first] * stage.has_first + [self.table.last] * stage.has_last
         recomputed = [blocks[layer] for layer in self._recomputed(stage)]
-        gathers, gathers_again = sum(map(_gathers, units)), sum(map(_gathers, recomputed))
-        sums = sum(map(_sums, units))
-        sums_again = sum(_sums([row for row in rows if not row.is_unread]) for rows in recomputed)
+        gathers, gathers_again = (
+            sum(map(_gathers, rows_of_units), Counter[int]())
+            for rows_of_units in (units, recomputed)
+        )
+        width = self.shape.dim
+        sums = Counter({width: sum(map(_sums, units))})
+        sums_again = Counter(
+            {width: sum(_sums([row for row in rows if not row.is_unread]) for rows in recomputed)}
+        )
 
-        def add(operation: Operation, phase: Phase, purpose: str, calls: int) -> None:
-            self._add("tp", operation, phase, purpose, calls * self.m, layer_bytes, tp)
+        def add(operation: Operation, phase: Phase, purpose: str, calls: Counter[int]) -> None:
+            for width, count in calls.items():
+                one_bytes = self.tokens * width * self.e
+                self._add("tp", operation, phase, purpose, count * self.m, one_bytes, tp)
 
         if self.parallel.sequence_parallel:
             add("all_gather", "forward", "activations", gathers)
@@ -707,12 +715,17 @@ def _part_of(whole: tuple[int, int], index: int, parts: int) -> tuple[int, int]:
     return first, min(end, first + size)
 
 
-def _gathers(rows: Sequence[Row]) -> int:
-    """Return how often the forward of a unit gathers activations over tp: once for each module of
-    style "gather", and for the head.
+def _gathers(rows: Sequence[Row]) -> Counter[int]:
+    """Return how often the forward of a unit gathers activations of each width over tp: once for
+    each module of style "gather", and for the head.
     """
-    of_columns = {row.gathers for row in rows if row.style in ("column", "kv_column")}
-    return len(of_columns) + len({row.module for row in rows if row.style == "head"})
+    widths = {
+        row.gathers: row.gathered or row.shape[1]
+        for row in rows
+        if row.style in ("column", "kv_column") and row.is_matrix
+    }
+    widths |= {row.module: row.shape[1] for row in rows if row.style == "head"}
+    return Counter(widths.values())
 
 
 def _sums(rows: Sequence[Row]) -> int:

@@ -28,6 +28,7 @@ _IN_PROOF: dict[str, InProof] = {
     for key, entry in FIELDS.items()
     if entry.metadata["in_proof"] is not AS_IT_IS
 }
+_LEAST_LATENT_HEAD = 6  # width of a small head with latents; of it, all but two are rotated
 _GIVING_WAY = [key for key, kept in _IN_PROOF.items() if kept.gives_way]
 
 # How FSDP shards the rows of a tensor. "even": all ranks hold the same number of rows. "short": the
@@ -128,7 +129,25 @@ def _cuts_of_model(model: Model, tp: int, shards: int) -> dict[str, Cut]:
     }
     if model.qk_norm:
         rows["head"] = model.head_width
+    rows |= _rows_of_latents(model, tp)
     return {kind: _cut_of_rows(count, shards) for kind, count in rows.items()}
+
+
+def _rows_of_latents(model: Model, tp: int) -> dict[str, int]:
+    """Return the rows of latent attention's own tensors, "keys" included; empty without latents."""
+    latent: Any = model
+    if not _has_latents(model):
+        return {}
+    rows = {
+        "keys": latent.n_heads * (latent.plain_dim + latent.value_dim) // tp,
+        "latents": latent.kv_rank + latent.rope_dim,
+        "latent of keys": latent.kv_rank,
+    }
+    return rows | ({"latent of queries": latent.query_rank} if latent.query_rank else {})
+
+
+def _has_latents(model: Model) -> bool:
+    return "kv_rank" in _field_names(model)
 
 
 def _cut_of_rows(rows: int, shards: int) -> Cut:
@@ -564,6 +583,11 @@ def _shape(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Model:
     dim_multiple = math.lcm(shards if is_uneven else 1, _expert_shards(full, mesh))
     heads = _heads(full, mesh, dim_multiple)
     small = best(heads, "width", "queries", "keys", "head")
+    if _has_latents(model):
+        ranks = range(6, 6 + 4 * shards)
+        small = best((replace(small, kv_rank=rank) for rank in ranks), "latents", "latent of keys")
+        if small.query_rank:
+            small = best((replace(small, query_rank=rank) for rank in ranks), "latent of queries")
 
     # Try 12 feed-forward rows per tp rank first, then more, then fewer.
     rows_per_rank = (*range(12, 12 + 4 * shards), *range(11, 0, -1))
@@ -651,6 +675,8 @@ def _heads(full: Recipe, mesh: MeshTable, dim_multiple: int) -> Iterator[Model]:
         *range(first_width - 2, 0, -2),
     )
     for (n_heads, n_kv_heads), width in product(_numbers_of_heads(full, mesh), widths):
+        if _has_latents(model) and width < _LEAST_LATENT_HEAD:
+            continue
         for dim in _stream_widths(n_heads, width, wider, shards):
             if dim % dim_multiple == 0 and _sign(n_heads * width - dim) == wider:
                 yield _resized(
@@ -659,7 +685,16 @@ def _heads(full: Recipe, mesh: MeshTable, dim_multiple: int) -> Iterator[Model]:
                     n_kv_heads=n_kv_heads,
                     dim=dim,
                     head_dim=width if wider else None,
+                    **_parts_of_a_head(model, width),
                 )
+
+
+def _parts_of_a_head(model: Model, width: int) -> dict[str, int]:
+    """Return the widths of the parts of a small head with latents; empty without latents."""
+    if not _has_latents(model):
+        return {}
+    value_dim = width - 1 if model.value_width < model.head_width else width
+    return {"rope_dim": _LEAST_LATENT_HEAD - 2, "value_dim": value_dim}
 
 
 def _stream_widths(n_heads: int, width: int, wider: int, shards: int) -> list[int]:

@@ -331,6 +331,9 @@ def test_the_longest_sequence(tmp_path: Path) -> None:
         ("", 24),
         ("rope_factor = 2.0\nrope_context = 100", 200),
         ("rope_context = 9", 24),
+        ('rope_scaling = "yarn"\nrope_factor = 2.0\nrope_context = 100', 200),
+        ('rope_scaling = "linear"\nrope_factor = 2.0', 24),
+        ('rope_scaling = "dynamic"\nrope_factor = 2.0\nrope_context = 100', 100),
     ):
         recipe = recipe_of(tmp_path, data, model=model + rope)
         assert (

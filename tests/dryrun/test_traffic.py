@@ -379,3 +379,56 @@ def test_the_planner_counts_the_means_of_norms_that_are_computed_again(
         for operation, usage in traffic(recipe)["tp"].items()
     }
     assert planned == traffic_of(dry_run_of(pool, recipe))["tp"]
+
+
+# The first block is dense, the second has experts. Their latents are 32 and 24 + 8 wide.
+LATENTS = (
+    'model.architecture="deepseek"',
+    'model.preset="debug-deepseek"',
+    "mesh.tp=4",
+    "mesh.cp=2",
+    "mesh.ep=8",
+    *SIZES,
+)
+LATENT_LAYOUTS = {
+    "ring": (),
+    "all-gather, all recomputed": (
+        "parallel.cp_method=allgather",
+        "memory.activation_checkpoint=full",
+    ),
+    "ulysses, bfloat16, some recomputed": (
+        "parallel.cp_method=ulysses",
+        "memory.activation_checkpoint=selective",
+        "precision.compute=bfloat16",
+    ),
+    "no latent of queries": ("model.query_rank=0",),
+}
+
+
+@pytest.mark.parametrize("name", LATENT_LAYOUTS)
+def test_the_planner_counts_what_latent_attention_sends(name: str, pool: Pool) -> None:
+    recipe = recipe_of(BASE, (*LATENTS, *LATENT_LAYOUTS[name]))
+    counted = traffic_of(dry_run_of(pool, recipe))
+    planned: Any = traffic(recipe)
+    for axis in ("tp", "cp"):
+        of_axis = {
+            operation: (usage.count, round(usage.bytes))
+            for operation, usage in planned[axis].items()
+        }
+        counted[axis].pop("recv", None)  # what another rank sends
+        assert of_axis == counted[axis]
+
+
+def test_ranks_of_tp_gather_latents_in_place_of_the_stream(pool: Pool) -> None:
+    counted = traffic_of(dry_run_of(pool, recipe_of(BASE, LATENTS)))["tp"]
+    tokens, queries, keys = B * T / 2, 32, 24 + 8
+    # Latents of both blocks; the inputs of a dense layer, of a shared expert and of the head. And in
+    # backward two outputs a block, and that of the embedding.
+    gathered_widths = L * (queries + keys) + 3 * C + (2 * L + 1) * C
+    least = 16 * gathered(tokens * gathered_widths, 4)
+    assert counted["all_gather"] == counted["reduce_scatter"] == (16 * (7 + 5), least)
+    # Of a rank's shards over cp: what it computes of its own tokens alone, each summed once.
+    of_block = (queries + keys) * C + 2 * C + queries + 24
+    whole = L * of_block + 8 * C + C
+    losses = 16 * summed(3 * tokens, 4)
+    assert counted["all_reduce"] == (16 * 2 + 1, losses + summed(whole / 2, 4))

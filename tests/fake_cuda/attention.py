@@ -79,7 +79,7 @@ def _count(case: Case) -> Layer:
     rope = rope_of(shape)
     on, tokens = torch.device("cuda", 0), SEQ_LEN // case.cp
     with torch.device("meta"):
-        blocks = nn.ModuleList(Block(shape, rope) for _ in range(2)).to(torch.bfloat16)
+        blocks = nn.ModuleList(Block(shape, rope, layer) for layer in range(2)).to(torch.bfloat16)
     micro_batches = [documents_of(case, seed) for seed in range(2)]
     copies: Counter[Copy] = Counter()
     with fake_world(case.rank, case.cp), watcher.without_data:

@@ -30,11 +30,55 @@ _SMALL: dict[str, Any] = {
     "bos_token_id": None,
     "pad_token_id": 0,
 }
+
+
+def _layers(count: int, every: int) -> dict[str, Any]:
+    """Windows in all of ``count`` layers but every so many."""
+    kinds = {True: "full_attention", False: "sliding_attention"}
+    layer_types = [kinds[layer % every == every - 1] for layer in range(count)]
+    return {"num_hidden_layers": count, "layer_types": layer_types}
+
+
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
+_LATENTS = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "qwen 3": ("Qwen3", {"head_dim": 32}),
+    "llama, linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    ),
+    "qwen 2, yarn": (
+        "Qwen2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
     "mistral, window 7": ("Mistral", {"sliding_window": 7}),
+    "qwen 3, windows in two of three layers": (
+        "Qwen3",
+        {"head_dim": 32, "use_sliding_window": True, "sliding_window": 5, **_layers(5, 3)},
+    ),
+    "smollm 3, windows in every second layer": (
+        "SmolLM3",
+        {"use_sliding_window": True, "sliding_window": 7, **_layers(4, 2)},
+    ),
+    "olmo 3": ("Olmo3", {"num_hidden_layers": 5, "sliding_window": 6}),
     "mixtral": ("Mixtral", {"num_local_experts": 6}),
     "qwen 2 moe": (
         "Qwen2Moe",
@@ -47,6 +91,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen 3 moe": ("Qwen3Moe", _EXPERTS),
     "olmo 2": ("Olmo2", {}),
+    "phi 3, window 7": ("Phi3", {"sliding_window": 7}),
+    "deepseek 2": (
+        "DeepseekV2",
+        {**_LATENTS, "q_lora_rank": None, "routed_scaling_factor": 1.5},
+    ),
+    "deepseek 3": ("DeepseekV3", {**_LATENTS, "q_lora_rank": 40, "n_group": 4, "topk_group": 2}),
     "granite 3": (
         "Granite",
         {

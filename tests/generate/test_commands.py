@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,13 @@ def test_files_of_strangers_give_the_longest_sequence_and_the_ends(
     assets = {"config.json": config, "generation_config.json": json.dumps(generation).encode()}
     opened = open_checkpoint(make_checkpoint(tmp_path / "a", "llama", SHAPE, assets=assets))
     assert (opened.longest, opened.end_tokens) == (longest, ends)
+
+
+def test_dynamic_positions_end_where_the_model_has_learned(tmp_path: Path) -> None:
+    """Whatever its files say: the angles would depend on the length of the sequence."""
+    shape = replace(SHAPE, rope_scaling="dynamic", rope_factor=4.0, rope_context=20)
+    path = make_checkpoint(tmp_path / "step", "llama", shape, assets=ASSETS)
+    assert open_checkpoint(path).longest == 20
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,9 @@ def test_a_script_with_a_deepspeed_json() -> None:
         ("'window_size': (127, 0)", "model.window = 128"),
         ("'window_size': (127, 0), 'window_attn_skip_freq': 6", "model.full_every = 6"),
         ("'use_rope_scaling': True", "model.rope_factor = 8.0"),
+        ("'rotary_seq_len_interpolation_factor': 4", "model.rope_factor = 4.0"),
+        ("'rotary_seq_len_interpolation_factor': 4", 'model.rope_scaling = "linear"'),
+        ("'rotary_seq_len_interpolation_factor': 1", 'model.rope_scaling = "llama3"'),
         ("'untie_embeddings_and_output_weights': True", "model.tied = false"),
         ("'use_distributed_optimizer': True", "parallel.zero = 1"),
         ("'zero_stage': 2", "parallel.zero = 2"),
@@ -209,6 +212,10 @@ MOE = "'num_experts': 8, 'moe_router_topk': 2, 'swiglu': True, 'ffn_hidden_size'
         ),
         ("'moe_router_score_function': 'sigmoid'", 'model.router = "sigmoid"'),
         ("'moe_ffn_hidden_size': 256", "model.expert_ffn = 256"),
+        (
+            "'moe_shared_expert_intermediate_size': 512, 'moe_shared_expert_gate': True",
+            "model.shared_gate = true",
+        ),
     ],
 )
 def test_an_argument_of_experts(tmp_path: Path, more: str, line: str) -> None:

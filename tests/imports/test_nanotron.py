@@ -51,6 +51,16 @@ def test_a_file(tmp_path: Path) -> None:
             "rope_scaling: {rope_type: llama3, factor: 32.0}",
             "model.rope_factor = 32.0",
         ),
+        (
+            "is_llama_config: true",
+            "rope_scaling: {type: linear, factor: 4.0}",
+            'model.rope_scaling = "linear"',
+        ),
+        (
+            "is_llama_config: true",
+            "rope_scaling: {rope_type: yarn, factor: 4.0, truncate: false}",
+            "model.rope_truncate = false",
+        ),
         ("is_llama_config: true", "sliding_window_size: 64", "model.window = 64"),
         (
             "is_llama_config: true",

@@ -9,15 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from composer3d.convert.convert import convert
 from composer3d.facts.errors import CheckpointError
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.gemma3 import huggingface as gemma3
 from composer3d.models.granite import huggingface as granite
 from composer3d.models.llama import huggingface as llama
-from composer3d.models.locations import hf_locations
+from composer3d.models.locations import Location
 from composer3d.models.olmo2 import huggingface as olmo2
+from composer3d.models.phi3 import huggingface as phi3
 from composer3d.models.registry import architecture, huggingface_model_types
-from tests.models.moe.transformers_models import SMALL, compute_in_float64, transformers
+from tests.models.moe.transformers_models import SMALL, compute_in_float64, take, transformers
 
 TOKENS = (3, 40)  # batch and length
 MINIMAL = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
@@ -60,6 +62,17 @@ def _by_kind(local_theta: float = 2e4, **stretch: Any) -> dict[str, Any]:
 
 
 _GEMMA = {"head_dim": 32, "sliding_window": 5}
+_STRETCHES: list[dict[str, Any]] = [
+    {"rope_type": "linear"},
+    {"rope_type": "dynamic"},
+    {"rope_type": "yarn", "original_max_position_embeddings": 16},
+    {
+        "rope_type": "llama3",
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+]
 _NO_BIASES = (
     {"attention_bias": True},
     "attention_bias = true is not supported; it must be false, null or absent",
@@ -69,6 +82,7 @@ _TOO_DEEP = (
     {"num_hidden_layers": 10**9},
     "num_hidden_layers = 1000000000 must be from 1 to 10_000",
 )
+*_TYPES, _LAST_TYPE = huggingface_model_types()
 FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         "llama",
@@ -216,6 +230,42 @@ FAMILIES: dict[str, Family] = {
             "a size out of range": _TOO_DEEP,
         },
     ),
+    "phi3": Family(
+        "phi3",
+        phi3,
+        {
+            "window": {"sliding_window": 7, "rms_norm_eps": 1e-6},
+            "tied": _TIED,
+            "wide heads": {"head_dim": 32, "rope_parameters": {"rope_theta": 5e5}},
+        },
+        {
+            "biases": _NO_BIASES,
+            "another activation": _SILU,
+            "a size out of range": _TOO_DEEP,
+            "dropout": (
+                {"resid_pdrop": 0.1},
+                "resid_pdrop = 0.1 is not supported; it must be false, null or absent",
+            ),
+            "a window of nothing": (
+                {"sliding_window": 0},
+                "sliding_window = 0 is not supported; it must be a positive integer, null or "
+                "absent",
+            ),
+            "the parts of heads that Phi-4-mini turns": (
+                {"partial_rotary_factor": 0.75},
+                "partial_rotary_factor = 0.75 is not supported; it must be 1",
+            ),
+            "what transformers takes for longrope": (
+                {"rope_scaling": {"type": "yarn", "factor": 2.0}, "max_position_embeddings": 256},
+                'rope_scaling.rope_type = "yarn" is not supported; it must be "default"',
+            ),
+            "the long texts of Phi-3-mini-128k": (
+                {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [2]}},
+                'rope_scaling.rope_type = "longrope" is not supported; it must be "default", '
+                '"llama3", "linear", "dynamic" or "yarn"',
+            ),
+        },
+    ),
     "gemma3_text": Family(
         "gemma3",
         gemma3,
@@ -234,6 +284,14 @@ FAMILIES: dict[str, Family] = {
                 **_GEMMA,
                 **_layers(5, 2),
                 "rope_parameters": _by_kind(local_theta=30.0),
+            },
+            **{
+                f"full layers stretched, {scaling['rope_type']}": {
+                    **_GEMMA,
+                    **_layers(4, 2),
+                    "rope_parameters": _by_kind(local_theta=50.0, factor=8.0, **scaling),
+                }
+                for scaling in _STRETCHES
             },
             "windows in all layers": {
                 "sliding_window": 3,
@@ -258,7 +316,8 @@ FAMILIES: dict[str, Family] = {
             ),
             "attention both ways": (
                 {"use_bidirectional_attention": True},
-                "use_bidirectional_attention = true is not supported; it must be false, null or absent",
+                "use_bidirectional_attention = true is not supported; it must be false, null or "
+                "absent",
             ),
             "no scale": (
                 {"query_pre_attn_scalar": 0},
@@ -278,8 +337,9 @@ FAMILIES: dict[str, Family] = {
             ),
             "a stretch of layers with windows": (
                 {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
-                'rope_parameters.sliding_attention = {"rope_type": "linear", "rope_theta": 10000.0, '
-                '"factor": 2.0} is not supported; it must be a rope_theta with the rope_type default',
+                'rope_parameters.sliding_attention = {"rope_type": "linear", "rope_theta": '
+                '10000.0, "factor": 2.0} is not supported; it must be a rope_theta with the '
+                "rope_type default",
             ),
             "positions of all layers": (
                 {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
@@ -336,19 +396,18 @@ def load_theirs(folder: Path) -> Any:
     return model.eval()
 
 
-def load_ours(saved: Saved) -> tuple[Any, dict[str, str]]:
-    """Return our model with the weights of a folder, and the name of each parameter there."""
+def load_ours(saved: Saved) -> tuple[Any, dict[str, Location]]:
+    """Return our model with the weights of a folder, and the place of each parameter there."""
     shape = saved.hf.read_shape(saved.folder)
     ours = architecture(FAMILIES[saved.family].architecture)
     tensors = load_file(saved.folder / "model.safetensors")
-    places = hf_locations(ours.table_of(shape))
-    names = {name: place.names[0] for name, place in places.items()}
-    assert tensors.keys() == set(names.values())
+    places = ours.hf_locations(shape)
+    assert tensors.keys() == {place.names[0] for place in places.values()}
     model = ours.build(shape, device="cpu", dtype=torch.float64)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[names[name]])
-    return model, names
+            parameter.copy_(take(places[name], tensors))
+    return model, places
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -360,7 +419,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
     saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compute_in_float64(monkeypatch, saved.family)
-    (ours, names), theirs = load_ours(saved), load_theirs(saved.folder)
+    (ours, places), theirs = load_ours(saved), load_theirs(saved.folder)
     tokens_BT = torch.randint(SMALL["vocab_size"], TOKENS)
     # transformers shifts the labels itself.
     labels_BT = torch.cat((tokens_BT[:, 1:], torch.full((len(tokens_BT), 1), -100)), 1)
@@ -378,7 +437,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
     for name in dict(ours.named_parameters()):
         grad = ours.get_parameter(name).grad
         assert grad is not None
-        assert relative_error(grad, grads[names[name]]) < 1e-11, name
+        assert relative_error(grad, take(places[name], grads)) < 1e-11, name
 
 
 def test_logits_are_those_of_transformers_as_it_ships(saved: Saved) -> None:
@@ -409,6 +468,16 @@ def test_transformers_loads_our_config(saved: Saved, tmp_path: Path, carries: bo
         )
 
 
+def test_files_come_back_with_the_same_bits(saved: Saved, tmp_path: Path) -> None:
+    convert(saved.folder, tmp_path / "ours", "dcp")
+    convert(tmp_path / "ours", tmp_path / "again", "hf")
+    before = load_file(saved.folder / "model.safetensors")
+    after = load_file(tmp_path / "again" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert saved.hf.read_shape(tmp_path / "again") == saved.hf.read_shape(saved.folder)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_absent_keys_have_the_defaults_of_transformers(family: str, tmp_path: Path) -> None:
     heads = {"num_attention_heads": 32}  # of which the default of key-value heads is a divisor
@@ -421,6 +490,8 @@ def test_absent_keys_have_the_defaults_of_transformers(family: str, tmp_path: Pa
     if family in ("olmo3", "gemma3_text"):
         windowed = {"rope_theta": getattr(shape, "rope_local_theta", shape.rope_theta)}
         positions = {"full_attention": positions, "sliding_attention": positions | windowed}
+    elif family == "phi3":
+        positions["partial_rotary_factor"] = 1.0
     assert theirs.rope_parameters == positions
     if family != "granite":
         windows = [shape.window_of(layer) for layer in range(shape.n_layers)]

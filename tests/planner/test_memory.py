@@ -1,4 +1,4 @@
-"""The memory of our own runs: what FSDP's units hold."""
+"""The memory of our own runs: what FSDP's units hold, and what a gate keeps."""
 
 from dataclasses import replace
 from math import prod
@@ -6,8 +6,12 @@ from math import prod
 import pytest
 
 from composer3d.planner.activations import unit_of
-from composer3d.planner.memory import peak
+from composer3d.planner.memory import peak, predict_memory
+from composer3d.planner.predict import of_recipe
 from composer3d.planner.trained import Share
+from composer3d.runtime.launch import Pool
+from tests.dryrun.jobs import dry_run_of
+from tests.planner.setups import device, recipe_of
 from tests.tools.test_planner_foreign import BLOCK, PLAIN, setup_of
 
 
@@ -39,3 +43,29 @@ def test_the_blocks_of_a_unit_are_gathered_and_reduced_together() -> None:
         assert many.optimizer == few.optimizer
     # No other unit is gathered ahead.
     assert four.allocated_bytes < eight.allocated_bytes
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_the_gate_of_a_shared_expert_keeps_what_a_dry_run_counts(
+    tp: int, mode: str, pool: Pool
+) -> None:
+    def bytes_of(gate: str) -> tuple[float, int]:
+        recipe = recipe_of(
+            "debug-1-single",
+            'model.architecture="moe"',
+            'model.preset="debug-bench-moe"',
+            "model.n_layers=3",
+            "model.shared_ffn=384",
+            f"model.shared_gate={gate}",
+            f"mesh.tp={tp}",
+            "data.seq_len=1024",
+            'run.device="cuda"',
+            'precision.compute="bfloat16"',
+            f'memory.activation_checkpoint="{mode}"',
+        )
+        (rank,) = predict_memory(of_recipe(recipe, device("H100")))
+        return rank.activations, dry_run_of(pool, recipe).memory.activations
+
+    (planned, counted), (without, counted_without) = bytes_of("true"), bytes_of("false")
+    assert planned - without == pytest.approx(counted - counted_without, rel=0.02)

@@ -83,6 +83,8 @@ def test_each_value_of_a_setting_is_legal_in_some_layout() -> None:
         ["model.qkv_bias=true"],
         ["model.window=5"],
         ["optim.name=muon"],
+        ["model.rope_factor=8.0"],
+        ["model.rope_factor=8.0", "model.rope_scaling=yarn"],
         [*MOE, "model.renormalise=false"],
         [*MOE, "model.shared_ffn=40"],
         [*MOE, "model.router=sigmoid", "model.router_bias=true"],

@@ -44,6 +44,10 @@ TABLES: dict[str, dict[str, Bounds | tuple[object, ...]]] = {
         "rope_low_freq": Bounds(0, 1e6, is_above=True),
         "rope_high_freq": Bounds(0, 1e6, is_above=True),
         "rope_context": Bounds(1, _TOKENS),
+        "rope_scaling": ("llama3", "linear", "dynamic", "yarn"),
+        "rope_beta_fast": Bounds(0, 1e6, is_above=True),
+        "rope_beta_slow": Bounds(0, 1e6, is_above=True),
+        "rope_attention_factor": Bounds(0, 1e3, is_above=True),
     },
     "mesh": dict.fromkeys(("pp", "dp_replicate", "cp", "tp", "ep"), _AXIS)
     | {"dp_shard": Bounds(1, 2**20, also=(-1,))},
@@ -132,6 +136,7 @@ _OF_EXPERTS: dict[str, Bounds | tuple[object, ...]] = {
     "router_scale": Bounds(0, 1000, is_above=True),
     "expert_groups": Bounds(1, 2**16),
     "groups_per_token": Bounds(1, 2**16),
+    "group_best": ("two", "one"),
     "bias_rate": Bounds(0, 1),
     "balance_loss": Bounds(0, 1000),
     "z_loss": Bounds(0, 1000),

@@ -4,8 +4,18 @@ from tests.recipe.wrong import TINY, Wrong
 
 # Lines 1 to 3: dim 64, 4 layers, 4 heads, 2 key-value heads, width of an expert 96, 8 experts.
 MOE = '[model]\narchitecture = "moe"\npreset = "debug-moe"\n'
+# Lines 1 to 3: 4 heads of 24, of which 8 are rotated; latents of 32 and 24; values of 20.
+LATENTS = '[model]\narchitecture = "deepseek"\npreset = "debug-deepseek"\n'
 
 EXPERTS = [
+    Wrong("fewer keys than heads, with latents", LATENTS + "n_kv_heads = 2\n"),
+    Wrong("parts wider than a head", LATENTS + "rope_dim = 24\nvalue_dim = 25\n"),
+    Wrong(
+        "float8, sizes of latents",
+        LATENTS
+        + "query_rank = 40\n[mesh]\ntp = 2\n"
+        + '[precision]\ncompute = "bfloat16"\nmatmul = "float8"\n',
+    ),
     Wrong(
         "preset of another architecture", '[model]\narchitecture = "moe"\npreset = "llama3-8b"\n'
     ),

@@ -34,6 +34,27 @@ MODEL = [
     Wrong("full blocks without a window", TINY + "full_every = 2\n"),
     Wrong("only full blocks", TINY + "window = 8\nfull_every = 1\nnope_every = -1\n"),
     Wrong("rope without a middle", TINY + "rope_low_freq = 4\n"),
+    Wrong("a stretch of nothing", TINY + 'rope_scaling = "yarn"\nrope_low_freq = 2\n'),
+    Wrong(
+        "a linear stretch with the keys of others",
+        TINY
+        + 'rope_scaling = "linear"\nrope_factor = 2\nrope_context = 64\nrope_high_freq = 5\n'
+        + "rope_beta_fast = 9\nrope_beta_slow = 2\nrope_truncate = false\n"
+        + "rope_attention_factor = 1\n",
+    ),
+    Wrong(
+        "yarn without pairs",
+        TINY + 'rope_scaling = "yarn"\nrope_factor = 2\nrope_context = 1\nrope_beta_slow = 9\n',
+    ),
+    Wrong(
+        "yarn the other way",
+        TINY + 'rope_scaling = "yarn"\nrope_factor = 2\nrope_beta_slow = 33\n',
+    ),
+    Wrong(
+        "dynamic and long",
+        TINY + 'rope_scaling = "dynamic"\nrope_factor = 2\nrope_context = 63\n'
+        "[data]\nseq_len = 64\n",
+    ),
     Wrong("small vocab", shape(vocab=255)),
     Wrong("preset too small", TINY + "[mesh]\npp = 5\n"),
     Wrong("no hf folder", '[run]\nsteps = 1\n[model]\nhf = "none"\n'),

@@ -1,4 +1,4 @@
-"""Llama, its mixtures of experts, OLMo 2 and Granite 3 once more, as their papers write them.
+"""Llama, its mixtures of experts, OLMo 2 and 3 and Granite 3 once more, as their papers write them.
 
 ``verify`` runs the model of composer3d on both of its sides. This one shares no code with it: it
 computes one sequence at a time, in mixtures of experts one token, and rotates complex numbers.
@@ -48,6 +48,22 @@ SHAPES: Mapping[str, RotaryShape] = {
     "stretched, other bounds": replace(
         _LLAMA, rope_factor=2.0, rope_context=200, rope_low_freq=2.0, rope_high_freq=30.0
     ),
+    "linear": replace(_LLAMA, rope_scaling="linear", rope_factor=3.0, head_dim=8),
+    "dynamic": replace(_LLAMA, rope_scaling="dynamic", rope_factor=3.0, rope_context=400),
+    "yarn": replace(
+        _LLAMA, rope_scaling="yarn", rope_factor=8.0, rope_context=512, head_dim=16, qk_norm=True
+    ),
+    "yarn, other bounds": replace(
+        _LLAMA,
+        rope_scaling="yarn",
+        rope_factor=2.0,
+        rope_context=300,
+        rope_beta_fast=20.0,
+        rope_beta_slow=3.0,
+        rope_truncate=False,
+        rope_attention_factor=0.7,
+        head_dim=20,
+    ),
     "with norms": replace(_LLAMA, n_kv_heads=1, head_dim=12, qk_norm=True),
     "with biases and a window": replace(_LLAMA, n_kv_heads=4, qkv_bias=True, window=5),
     "tied": replace(_LLAMA, tied=True, qk_norm=True, qkv_bias=True, window=3, rope_factor=2.0),
@@ -62,6 +78,9 @@ SHAPES: Mapping[str, RotaryShape] = {
     "with groups": replace(
         _SIGMOID, router_bias=True, expert_groups=3, groups_per_token=2, renormalise=False
     ),
+    "with groups of one good expert": replace(
+        _MOE, expert_groups=2, groups_per_token=1, group_best="one", renormalise=False
+    ),
     "with a shared expert": replace(_MOE, shared_ffn=12, dense_layers=1, expert_ffn=None),
     "with a shared expert and its gate": replace(_MOE, shared_ffn=12, shared_gate=True),
     "with experts in some layers": replace(_MOE, n_layers=3, moe_every=2, experts_per_token=6),
@@ -70,6 +89,13 @@ SHAPES: Mapping[str, RotaryShape] = {
     ),
     "with one expert a token": replace(_SIGMOID, experts_per_token=1, qk_norm=True, tied=True),
     "with norms over all heads": Olmo2Shape(24, 2, 4, 2, 40, 31, 1e2, 1e-3),
+    "with norms over all heads and windows": Olmo2Shape(
+        *(24, 3, 4, 2, 40, 31, 1e2, 1e-3),
+        window=3,
+        full_every=2,
+        rope_factor=8.0,
+        rope_context=64,
+    ),
     "with multipliers": GraniteShape(
         *(24, 2, 4, 2, 40, 31, 1e2, 1e-3),
         embedding_multiplier=3.0,
@@ -188,6 +214,7 @@ class RowResult(NamedTuple):
 def plain_row(shape: RotaryShape, weights: Mapping[str, Tensor], row: Row) -> RowResult:
     """Compute one sequence."""
     turns = rotations(shape, row.positions)
+    turns_of_windows = rotations(replace(shape, rope_factor=1.0), row.positions)
     has_multipliers = isinstance(shape, GraniteShape)
     factor = shape.residual_multiplier if has_multipliers else 1.0
     h = weights["first.embed.weight"][list(row.tokens)]
@@ -203,6 +230,8 @@ def plain_row(shape: RotaryShape, weights: Mapping[str, Tensor], row: Row) -> Ro
         w_attn, w_ffn = of_block["attn_norm.weight"], of_block["ffn_norm.weight"]
         attend_to = partial(_attention, shape, of_block, row, number, turns)
         if isinstance(shape, Olmo2Shape):  # norms come after the layers
+            if shape.window and not _is_every(shape, "full_every", number):
+                attend_to = partial(_attention, shape, of_block, row, number, turns_of_windows)
             h = h + _norm(shape, attend_to(h), w_attn)
             h = h + _norm(shape, _dense(of_block, h), w_ffn)
             continue
@@ -330,6 +359,7 @@ def _choose(shape: MoeShape, weights: Mapping[str, Tensor], scores: Sequence[flo
     biased = [score + b for score, b in zip(scores, bias, strict=True)]
     size = shape.experts // shape.expert_groups
     groups = [range(first, first + size) for first in range(0, shape.experts, size)]
-    groups.sort(key=lambda group: -sum(sorted(biased[e] for e in group)[-2:]))
+    best = {"one": 1, "two": 2}[shape.group_best]
+    groups.sort(key=lambda group: -sum(sorted(biased[e] for e in group)[-best:]))
     allowed = [e for group in groups[: shape.groups_per_token] for e in group]
     return sorted(allowed, key=lambda e: -biased[e])[: shape.experts_per_token]

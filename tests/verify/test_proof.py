@@ -122,6 +122,7 @@ SOME = """
     round_what_is_loaded validate_in_the_order_of_new_runs
     keep_what_was_rolled_back draw_the_same_numbers_in_every_step
     turn_rotary_pairs_back round_to_half
+    count_windows_from_the_stage rotate_every_block count_windows_from_zero see_windows_alone
 """
 PLANTED = [fault for fault in FAULTS if fault.plant.__name__ in SOME.split()]
 

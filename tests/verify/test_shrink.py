@@ -206,6 +206,15 @@ def test_a_small_recipe_has_units_of_several_blocks(
     assert small.parallel.fsdp_blocks == min(2, fsdp_blocks)
 
 
+@pytest.mark.parametrize("scaling", ["linear", "yarn", "dynamic"])
+def test_stretched_positions_are_kept(scaling: str) -> None:
+    sets = [f"model.rope_scaling={scaling}", "model.rope_factor=4", "mesh.dp_shard=32"]
+    full = load(str(RECIPE_PATH), [*sets, "data.global_batch=64"], check_files=False).recipe
+    for small in shrink(full):
+        assert (small.model.rope_scaling, small.model.rope_factor) == (scaling, 4)
+        assert small.model.rope_context == 8192
+
+
 def kinds_of_stages(recipe: Recipe) -> set[frozenset[tuple[bool, bool, bool]]]:
     """The kinds of blocks that stages hold: with a window, with positions, with experts."""
     model: Any = recipe.model

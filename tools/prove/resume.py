@@ -82,12 +82,14 @@ LAYOUTS: dict[str, str] = {
 }
 
 
-# Eight experts with a bias and losses that balance them, and a dense first block.
+# Eight experts with a bias and losses that balance them, a shared one with a gate, and a dense first
+# block.
 EXPERTS = (
     "model.architecture=moe",
     "model.preset=debug-moe",
     "model.dense_layers=1",
     "model.shared_ffn=32",
+    "model.shared_gate=true",
     "model.router=sigmoid",
     "model.router_bias=true",
     "model.balance_loss=0.1",

@@ -119,5 +119,5 @@ class Gemma3(RotaryDecoder):
         """Build a block by its number. Those with a window have other positions."""
         window = self.shape.window_of(layer)
         if window:
-            rope = replace(rope, theta=self.shape.rope_local_theta, factor=1.0)
+            rope = replace(rope.unstretched(), theta=self.shape.rope_local_theta)
         return Gemma3Block(self.shape, rope, window)

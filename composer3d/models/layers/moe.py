@@ -79,7 +79,9 @@ class Router(nn.Module):
         renormalise: divide the weights of a token's experts by their sum.
         scale: factor of the weights, after that.
         groups, groups_per_token: only experts of the best groups of consecutive experts are chosen.
-            A group is as good as the sum of its two best scores (DeepSeek-V3).
+            Other experts count as worse than any.
+        group_best: how good a group is: the sum of its "two" best scores (DeepSeek-V3), or the best
+            "one" (DeepSeek-V2).
         has_bias: add a bias to the scores for the choice, not for the weights. It gets no gradient.
         bias_rate: how far it moves in a step (see ``bias_move``).
         balance_loss: coefficient of the balance loss (see ``_balance_loss``).
@@ -106,6 +108,7 @@ class Router(nn.Module):
         scale: float = 1.0,
         groups: int = 1,
         groups_per_token: int = 1,
+        group_best: Literal["two", "one"] = "two",
         has_bias: bool = False,
         bias_rate: float = 0.0,
         balance_loss: float = 0.0,
@@ -115,6 +118,7 @@ class Router(nn.Module):
         self.experts, self.per_token = experts, per_token
         self.scores, self.renormalise, self.scale = scores, renormalise, scale
         self.groups, self.groups_per_token = groups, groups_per_token
+        self.group_best = group_best
         self.bias_rate, self.balance_loss, self.z_loss = bias_rate, balance_loss, z_loss
         self.weight = nn.Parameter(torch.empty(experts, dim))
         self.bias = nn.Parameter(torch.empty(experts), requires_grad=False) if has_bias else None
@@ -180,8 +184,9 @@ class Router(nn.Module):
             scores_NE = scores_NE + self.bias.to(scores_NE)
         if self.groups > 1:
             by_group_NGe = scores_NE.unflatten(1, (self.groups, -1))
-            best_two_NG2 = by_group_NGe.topk(min(2, by_group_NGe.shape[-1]), dim=-1).values
-            groups_NG = best_two_NG2.sum(-1).topk(self.groups_per_token, dim=-1).indices
+            best = min(2 if self.group_best == "two" else 1, by_group_NGe.shape[-1])
+            group_scores_NG = by_group_NGe.topk(best, dim=-1).values.sum(-1)
+            groups_NG = group_scores_NG.topk(self.groups_per_token, dim=-1).indices
             is_out_NG = torch.ones_like(by_group_NGe[..., 0], dtype=torch.bool)
             is_out_NG.scatter_(1, groups_NG, False)
             scores_NE = by_group_NGe.masked_fill(is_out_NG[..., None], -torch.inf).flatten(1)

@@ -1,7 +1,7 @@
 """Translate between Hugging Face's config.json and a ``ModelShape``. No torch here.
 
-Each key has the meaning and the default that it has in transformers 5.23. Rotary positions are read
-in both forms: ``rope_theta`` with ``rope_scaling``, and ``rope_parameters``.
+Each key has the meaning and the default that it has in transformers 5.23. ``huggingface_rope`` has
+those of rotary positions.
 
 Anybody may have written a config.json, so the type and the range of every value are checked before
 anything is computed with it.
@@ -9,7 +9,7 @@ anything is computed with it.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from composer3d.facts.errors import CheckpointError
 from composer3d.facts.files import read_json
 from composer3d.models import registry
+from composer3d.models.llama.huggingface_rope import STRETCH_KEYS, parse_rope, rope_keys
 from composer3d.models.llama.shape import ModelShape, RotaryShape, WindowedShape
 from composer3d.models.shape import is_nth, period_of
 from composer3d.models.untrusted import (
@@ -70,12 +71,6 @@ _SIZE_KEYS = {
     "ffn": "intermediate_size",
     "vocab": "vocab_size",
 }
-_LLAMA3_ROPE_KEYS = {  # below rope_scaling or rope_parameters, of rope_type "llama3"
-    "rope_factor": "factor",
-    "rope_low_freq": "low_freq_factor",
-    "rope_high_freq": "high_freq_factor",
-    "rope_context": "original_max_position_embeddings",
-}
 KEYS = {
     **_SIZE_KEYS,
     "head_dim": "head_dim",
@@ -83,7 +78,7 @@ KEYS = {
     "tied": "tie_word_embeddings",
     "window": "sliding_window",
     "rope_theta": "rope_theta",
-    **_LLAMA3_ROPE_KEYS,
+    **STRETCH_KEYS,
 }
 
 DEFAULT_THETA = 1e4  # of rope_theta in most types
@@ -223,7 +218,7 @@ def parse_decoder(
         require(type(value) is bool, key, value, "true, false or absent")
     for key in (*_UNSUPPORTED, *unsupported):
         require(not config.get(key), key, config.get(key), "false, null or absent")
-    values |= _parse_rope(config, checks, rope_theta)
+    values |= parse_rope(config, checks, rope_theta)
     return values | {"head_dim": head_dim, "norm_eps": norm_eps, "tied": tied}
 
 
@@ -253,9 +248,18 @@ def decoder_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> li
             f"{labels['n_heads']} and {labels['dim']}: without head_dim, the width of a head is "
             "their ratio, which must be an even integer"
         )
-    is_stretched = values["rope_factor"] != 1
-    if is_stretched and values["rope_low_freq"] >= values["rope_high_freq"]:
+    scaling = values["rope_scaling"] if values["rope_factor"] != 1 else None
+    if scaling == "llama3" and values["rope_low_freq"] >= values["rope_high_freq"]:
         problems.append(f"{labels['rope_low_freq']} must be below {labels['rope_high_freq']}")
+    if scaling == "yarn" and values["rope_beta_slow"] > values["rope_beta_fast"]:
+        problems.append(f"{labels['rope_beta_slow']} must be at most {labels['rope_beta_fast']}")
+    elif scaling == "yarn" and not problems:
+        shape = RotaryShape(**{entry.name: values[entry.name] for entry in fields(RotaryShape)})
+        if shape.yarn_ramp is None:
+            problems.append(
+                f"{labels['rope_theta']} with {labels['rope_context']} leaves YaRN no pair to "
+                "stretch from"
+            )
     return problems
 
 
@@ -268,66 +272,13 @@ def without_usual_head_dim(shape: Shape) -> Shape:
 def canonical(shape: Shape) -> Shape:
     """Return the same shape for all shapes whose config.json would describe the same model."""
     changes: dict[str, Any] = {"head_dim": shape.head_width}
+    if shape.rope_scaling == "yarn":
+        changes["rope_attention_factor"] = shape.attention_factor
     # A period that is longer than the model chooses no block of it.
     for name in ("full_every", "nope_every"):
         if getattr(shape, name, 0) > shape.n_layers:
             changes[name] = 0
     return replace(shape, **changes)
-
-
-def _parse_rope(
-    config: Mapping[str, Any], checks: Requirements, default_theta: float
-) -> dict[str, Any]:
-    """Return the fields ``rope_*`` of the shape that ``config`` describes."""
-    require = checks.require
-    # As in transformers, rope_scaling is read if it is not empty, else rope_parameters. A
-    # rope_theta in either of them overrides one at the top level.
-    place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    written = config.get(place)
-    if written is not None and not isinstance(written, dict):
-        require(False, place, written, "an object, null or absent")
-        return {}
-    # Every key that is read is removed from these. A key that is left is not supported.
-    unread = dict(written or {})
-
-    thetas = (unread.pop("rope_theta", None), config.get("rope_theta"), default_theta)
-    theta = next(value for value in thetas if value is not None)
-    require(is_number(theta), "rope_theta", theta, "a number")
-    values: dict[str, Any] = {"rope_theta": theta}
-
-    partial = unread.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
-    require(partial in (None, 1), "partial_rotary_factor", partial, "1")
-
-    older_key = unread.pop("type", "default")
-    rope_type = unread.pop("rope_type", older_key)
-    if rope_type == "linear" and is_number(unread.get("factor")) and unread["factor"] == 1:
-        # A linear scaling divides the positions by its factor: 1 changes nothing.
-        rope_type = "default"
-        del unread["factor"]
-    is_known = rope_type in ("default", "llama3")
-    require(is_known, f"{place}.rope_type", rope_type, '"default" or "llama3"')
-
-    if rope_type == "llama3":
-        for name, key in _LLAMA3_ROPE_KEYS.items():
-            values[name] = unread.pop(key, None)
-        for name in ("rope_factor", "rope_low_freq", "rope_high_freq"):
-            key = _LLAMA3_ROPE_KEYS[name]
-            require(is_number(values[name]), f"{place}.{key}", values[name], "a number")
-        context, key = values["rope_context"], _LLAMA3_ROPE_KEYS["rope_context"]
-        require(is_size(context), f"{place}.{key}", context, "a positive integer")
-        # The key may also be at the top level. If the two differ, transformers is not consistent:
-        # its config uses one, and its model the other.
-        at_top = config.get(key, context)
-        require(at_top == context, key, at_top, f"{place}.{key} = {short_json(context)}")
-
-    require(
-        not unread or not is_known,
-        place,
-        unread,
-        f"without these keys, because its rope_type is {rope_type}",
-    )
-    # A factor of 1 stretches nothing, so the other values do not matter.
-    return values if values.get("rope_factor") != 1 else {"rope_theta": theta}
 
 
 def _parse_window(
@@ -423,7 +374,7 @@ def positions_by_kind(
 
     Args:
         config: the content of a config.json.
-        checks: collects a line if ``rope_parameters`` does not have this form.
+        checks: collects a line for what is not supported.
         theta: the default base of full layers.
         local_theta: the base of layers with a window, if ``rope_parameters`` does not have it.
 
@@ -450,6 +401,9 @@ def positions_by_kind(
     full = usual | {"rope_theta": theta if at_top is None else at_top}
     full |= kinds.get(FULL, {}) | scaling
     windowed |= kinds.get(SLIDING, {})
+    # transformers does not read this key of YaRN where positions go by the kind of layer.
+    truncate = full.get("truncate", True)
+    checks.require(truncate is True, "truncate", truncate, "true or absent")
     return {"rope_parameters": full, "rope_scaling": None, "rope_theta": None}, windowed
 
 
@@ -553,18 +507,14 @@ def complete_config(
             ``max_position_embeddings`` are kept.
         positions: further keys of positions.
     """
-    longest = int(shape.rope_context * shape.rope_factor)
+    longest = shape.stretched_context or shape.rope_context
     config: dict[str, Any] = {"max_position_embeddings": longest, **carried}
     # The first three are written below in their older form. auto_map names Python files of the
     # model's author, which are never copied.
     for key in ("dtype", "rope_parameters", "rope_scaling", "auto_map"):
         config.pop(key, None)
 
-    written: dict[str, Any] = {"torch_dtype": dtype, "rope_theta": shape.rope_theta}
-    if shape.rope_factor != 1:
-        stretch = {key: getattr(shape, name) for name, key in _LLAMA3_ROPE_KEYS.items()}
-        written["rope_scaling"] = {"rope_type": "llama3", **stretch}
-    written |= positions or {}
+    written: dict[str, Any] = {"torch_dtype": dtype, **rope_keys(shape), **(positions or {})}
     if describes(config | written):
         return config | written
 

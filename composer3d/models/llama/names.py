@@ -79,7 +79,9 @@ def make_meta_params(shape: ModelShape) -> dict[str, Any]:
         unsupported["nope_every"] = shape.nope_every
     if shape.head_width * shape.n_heads != shape.dim:
         unsupported["head_dim"] = shape.head_width
-    if shape.rope_factor != 1 and stretch not in _STRETCHES:
+    if shape.rope_factor != 1 and shape.rope_scaling != "llama3":
+        unsupported["rope_scaling"] = shape.rope_scaling
+    elif shape.rope_factor != 1 and stretch not in _STRETCHES:
         unsupported["rope_*"] = stretch
     if unsupported:
         raise CheckpointError(

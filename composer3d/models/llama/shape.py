@@ -12,6 +12,7 @@ from composer3d.facts.ranges import (
     between,
     key,
 )
+from composer3d.models.rotary import RopeScaling, YarnRamp, yarn_attention_factor, yarn_ramp
 from composer3d.models.shape import DecoderShape, is_nth
 
 
@@ -30,20 +31,76 @@ class RotaryShape(DecoderShape):
         "embedding and head are one parameter, first.embed.weight",
         column=Column("tied", {"no": False, "yes": True}),
     )
+    rope_scaling: RopeScaling = key(  # noqa: RUF009 - a Literal with a name
+        "llama3",
+        "way of the stretch: as Llama 3.1, linear, yarn, or dynamic (only up to rope_context)",
+    )
     rope_factor: float = key(
         1.0,
-        "stretch of long rotary wavelengths, as in Llama 3.1; 1 does nothing",
+        "stretch of rotary wavelengths; 1 does nothing",
         between(1, 1_000_000),
     )
     rope_low_freq: float = key(
-        1.0, "wavelengths above rope_context / this are stretched in full", above(0, 1_000_000)
+        1.0,
+        "llama3: wavelengths above rope_context / this are stretched in full",
+        above(0, 1_000_000),
     )
     rope_high_freq: float = key(
-        4.0, "wavelengths below rope_context / this are not stretched", above(0, 1_000_000)
+        4.0,
+        "llama3: wavelengths below rope_context / this are not stretched",
+        above(0, 1_000_000),
     )
     rope_context: int = key(
         8192, "context length that the model had before the stretch", between(1, MOST_TOKENS)
     )
+    rope_beta_fast: float = key(
+        32.0,
+        "yarn: pairs that turn more often in rope_context tokens are not stretched",
+        above(0, 1_000_000),
+    )
+    rope_beta_slow: float = key(
+        1.0,
+        "yarn: pairs that turn less often in rope_context tokens are stretched in full",
+        above(0, 1_000_000),
+    )
+    rope_truncate: bool = key(True, "yarn: stretch from a whole pair on, to a whole pair")
+    rope_attention_factor: float | None = key(
+        None,
+        "yarn: factor of rotated queries and keys; absent: 0.1 ln(rope_factor) + 1",
+        above(0, 1_000),
+    )
+
+    @property
+    def attention_factor(self) -> float:
+        """The factor of rotated queries, and of rotated keys."""
+        if self.rope_scaling != "yarn":
+            return 1.0
+        return self.rope_attention_factor or yarn_attention_factor(self.rope_factor)
+
+    @property
+    def yarn_ramp(self) -> YarnRamp | None:
+        """Which pairs YaRN slows down; None: with these settings, it could not."""
+        return yarn_ramp(
+            head_dim=self.head_width,
+            theta=self.rope_theta,
+            context=self.rope_context,
+            beta_fast=self.rope_beta_fast,
+            beta_slow=self.rope_beta_slow,
+            truncate=self.rope_truncate,
+        )
+
+    @property
+    def stretched_context(self) -> int | None:
+        """The context length that the stretch is for; None: it is not stretched, or not known."""
+        if self.rope_factor == 1 or self.rope_scaling == "linear":
+            return None
+        return self.most_tokens or int(self.rope_context * self.rope_factor)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The length beyond which the stretch would depend on that of the sequence."""
+        is_dynamic = self.rope_factor != 1 and self.rope_scaling == "dynamic"
+        return self.rope_context if is_dynamic else None
 
 
 @dataclass(frozen=True)
@@ -82,6 +139,11 @@ class ModelShape(WindowedShape):
 
 
 _LLAMA_3_2: dict[str, Any] = {"rope_factor": 32.0, "tied": True}
+_DEEPSEEK_CODER: dict[str, Any] = {
+    "norm_eps": 1e-6,
+    "rope_scaling": "linear",
+    "rope_factor": 4.0,
+}
 _QWEN_3: dict[str, Any] = {"head_dim": 128, "qk_norm": True, "norm_eps": 1e-6}
 
 # The debug models are our own. The other numbers are those of the config.json that is published
@@ -102,6 +164,8 @@ PRESETS: dict[str, ModelShape] = {
     "llama3.1-70b": ModelShape(8192, 80, 64, 8, 28672, 128256, rope_factor=8.0),
     "llama3.2-1b": ModelShape(2048, 16, 32, 8, 8192, 128256, head_dim=64, **_LLAMA_3_2),
     "llama3.2-3b": ModelShape(3072, 28, 24, 8, 8192, 128256, head_dim=128, **_LLAMA_3_2),
+    "deepseek-coder-6.7b": ModelShape(4096, 32, 32, 32, 11008, 32256, 1e5, **_DEEPSEEK_CODER),
+    "deepseek-coder-33b": ModelShape(7168, 62, 56, 8, 19200, 32256, 1e5, **_DEEPSEEK_CODER),
     "llama-175b": ModelShape(12288, 96, 96, 96, 32768, 51200),
     "mistral-7b": ModelShape(4096, 32, 32, 8, 14336, 32000, 1e4, window=4096),
     "mistral-7b-v0.3": ModelShape(4096, 32, 32, 8, 14336, 32768, 1e6),

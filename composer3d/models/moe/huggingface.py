@@ -34,6 +34,7 @@ from composer3d.models.llama.huggingface import (
     without_usual_head_dim,
 )
 from composer3d.models.llama.huggingface import KEYS as DECODER_KEYS
+from composer3d.models.llama.huggingface import canonical as canonical_decoder
 from composer3d.models.moe.shape import MoeShape
 from composer3d.models.untrusted import Requirements, checked_shape, is_size
 
@@ -115,6 +116,21 @@ def parse_config(config: Any) -> MoeShape:
     return without_usual_head_dim(make_shape(values, keys))
 
 
+def parse_number_of_experts(
+    config: Mapping[str, Any], checks: Requirements, default: int
+) -> dict[str, Any]:
+    """Return the field ``experts``. Each of the keys that give it must have the same value."""
+    first_key = _experts_key(config)
+    experts = config.get(first_key)
+    experts = default if experts is None else experts
+    checks.require(is_size(experts), first_key, experts, "a positive integer")
+    for key in _EXPERTS_KEYS:
+        value = config.get(key)
+        is_same = value is None or value == experts
+        checks.require(is_same, key, value, f"{first_key} = {short_json(experts)}")
+    return {"experts": experts}
+
+
 # As ``models.llama.huggingface.read_shape``.
 read_shape = partial(read_config, parse=parse_config)
 
@@ -130,18 +146,10 @@ def _experts_key(config: Mapping[str, Any]) -> str:
 def _parse_experts(config: Mapping[str, Any], checks: Requirements) -> dict[str, Any]:
     """Return the fields of experts that are the same in all layers."""
     require, model_type = checks.require, config["model_type"]
-    first_key = _experts_key(config)
-    experts = config.get(first_key)
-    experts = _DEFAULT_EXPERTS[model_type] if experts is None else experts
-    require(is_size(experts), first_key, experts, "a positive integer")
-    for key in _EXPERTS_KEYS:
-        value = config.get(key)
-        is_same = value is None or value == experts
-        require(is_same, key, value, f"{first_key} = {short_json(experts)}")
-
+    values = parse_number_of_experts(config, checks, _DEFAULT_EXPERTS[model_type])
     per_token = config["num_experts_per_tok"]
     require(is_size(per_token), "num_experts_per_tok", per_token, "a positive integer")
-    values = {"experts": experts, "experts_per_token": per_token}
+    values["experts_per_token"] = per_token
     if model_type == "mixtral":  # its experts are intermediate_size wide
         return values
 
@@ -239,8 +247,11 @@ def _parse_window(config: Mapping[str, Any], checks: Requirements) -> dict[str, 
     return parse_layer_types(layer_types, window, n_layers, checks)
 
 
-def _find_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list[str]:
-    """Return a line for each rule on several values that is broken, as the rules of recipes do."""
+def expert_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list[str]:
+    """Return a line for each rule on several values that an ExpertsShape would break.
+
+    The arguments are those of ``find_problems`` in ``checked_shape``.
+    """
     problems = decoder_problems(values, labels)
     experts, groups = values["experts"], values["expert_groups"]
     if experts % groups:
@@ -267,7 +278,7 @@ def _find_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list
 
 
 # As ``models.llama.huggingface.make_shape``.
-make_shape = partial(checked_shape, MoeShape, find_problems=_find_problems)
+make_shape = partial(checked_shape, MoeShape, find_problems=expert_problems)
 
 
 def canonical(shape: MoeShape) -> MoeShape:
@@ -275,11 +286,11 @@ def canonical(shape: MoeShape) -> MoeShape:
     changes: dict[str, Any] = {
         entry.name: entry.default for entry in fields(shape) if entry.name in shape.training_fields
     }
-    changes |= {"head_dim": shape.head_width, "expert_ffn": shape.expert_width}
+    changes["expert_ffn"] = shape.expert_width
     if shape.model_type == "mixtral":  # it has one width only
         changes["ffn"] = shape.expert_width
     layers = _describe_layers([shape.has_experts(layer) for layer in range(shape.n_layers)])
-    return replace(shape, **changes | (layers or {}))
+    return replace(canonical_decoder(shape), **changes | (layers or {}))
 
 
 def make_config(

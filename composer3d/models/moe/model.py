@@ -9,15 +9,15 @@ other names are those of ``models.llama``.
 
 from torch import Tensor, nn
 
-from composer3d.models.contract import SequenceInfo
+from composer3d.models.contract import DecoderBlock, SequenceInfo
 from composer3d.models.layers.ffn import FeedForward
 from composer3d.models.layers.moe import Experts, MoE, Router, Routing
 from composer3d.models.layers.rope import Rope
 from composer3d.models.llama.model import Block, Llama
-from composer3d.models.moe.shape import MoeShape
+from composer3d.models.moe.shape import ExpertsShape, MoeShape
 
 
-def moe_of(shape: MoeShape) -> MoE:
+def moe_of(shape: ExpertsShape) -> MoE:
     """The mixture of experts of one block."""
     router = Router(
         dim=shape.dim,
@@ -28,6 +28,7 @@ def moe_of(shape: MoeShape) -> MoE:
         scale=shape.router_scale,
         groups=shape.expert_groups,
         groups_per_token=shape.groups_per_token,
+        group_best=shape.group_best,
         has_bias=shape.router_bias,
         bias_rate=shape.bias_rate,
         balance_loss=shape.balance_loss,
@@ -39,15 +40,14 @@ def moe_of(shape: MoeShape) -> MoE:
     return MoE(router, experts, shared, gate)
 
 
-class _MoeBlock(Block):
-    """One pre-norm decoder block with experts: ``block(h_BTC, seq) -> h_BTC``."""
+class ExpertsBlock(DecoderBlock):
+    """One pre-norm decoder block with experts: ``block(h_BTC, seq) -> h_BTC``.
+
+    A subclass makes the layers ``attn_norm``, ``attn``, ``ffn_norm`` and ``moe``.
+    """
 
     compiled = ("before_experts", "after_experts")
-
-    def __init__(self, shape: MoeShape, rope: Rope, layer: int) -> None:
-        super().__init__(shape, rope, layer)
-        del self.ffn
-        self.moe = moe_of(shape)
+    moe: MoE
 
     def forward(self, h_BTC: Tensor, seq: SequenceInfo) -> Tensor:
         h_BTC, x_BTC, routing = self.before_experts(h_BTC, seq)
@@ -65,6 +65,15 @@ class _MoeBlock(Block):
     ) -> Tensor:
         """Return the stream with the weighted outputs of experts, and that of the shared one."""
         return h_BTC + self.moe.combine(x_BTC, out_NKC, weights_NK)
+
+
+class _MoeBlock(ExpertsBlock, Block):
+    """A block of a Llama, with experts in place of the feed-forward layer."""
+
+    def __init__(self, shape: MoeShape, rope: Rope, layer: int) -> None:
+        super().__init__(shape, rope, layer)
+        del self.ffn
+        self.moe = moe_of(shape)
 
 
 class MoeLlama(Llama):

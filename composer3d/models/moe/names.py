@@ -12,8 +12,9 @@ from collections.abc import Collection
 from composer3d.facts.errors import CheckpointError
 from composer3d.models.locations import Location
 from composer3d.models.locations import hf_locations as published_locations
-from composer3d.models.moe.shape import MoeShape
+from composer3d.models.moe.shape import ExpertsShape, MoeShape
 from composer3d.models.moe.table import table
+from composer3d.models.table import ParameterTable
 
 _PACKED_BLOCK = "mlp"  # of both families
 _GATE_UP, _DOWN = "experts.gate_up_proj", "experts.down_proj"
@@ -26,7 +27,18 @@ _ROUTER = "router.weight"
 def hf_locations(shape: MoeShape, in_files: Collection[str] = ()) -> dict[str, Location]:
     """Return the place of each parameter in the files of Hugging Face, by our name.
 
+    The arguments and the error are those of ``locations_of``.
+    """
+    return locations_of(table(shape), shape, in_files)
+
+
+def locations_of(
+    rows: ParameterTable, shape: ExpertsShape, in_files: Collection[str]
+) -> dict[str, Location]:
+    """Return the place of each parameter in the files of Hugging Face, by our name.
+
     Args:
+        rows: the parameters of the model.
         shape: the shape of a model that ``huggingface.make_config`` accepts.
         in_files: the names of tensors in the files. A block is packed if they have one of its
             packed names.
@@ -37,7 +49,6 @@ def hf_locations(shape: MoeShape, in_files: Collection[str] = ()) -> dict[str, L
     """
     if in_files:
         _require_experts(shape, in_files)
-    rows = table(shape)
     locations = published_locations(rows)
     for layer in range(shape.n_layers):
         files = f"model.layers.{layer}"
@@ -50,7 +61,7 @@ def hf_locations(shape: MoeShape, in_files: Collection[str] = ()) -> dict[str, L
     return locations
 
 
-def _require_experts(shape: MoeShape, in_files: Collection[str]) -> None:
+def _require_experts(shape: ExpertsShape, in_files: Collection[str]) -> None:
     """Refuse a shape with far more tensors of experts than the files have."""
     found = sum(_EXPERTS_IN_FILES in name for name in in_files)
     wanted = sum(

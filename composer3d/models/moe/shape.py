@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from composer3d.facts.ranges import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, above, between, key
-from composer3d.models.llama.shape import ModelShape
+from composer3d.models.llama.shape import ModelShape, RotaryShape
 from composer3d.models.shape import is_nth
 
 
 @dataclass(frozen=True)
-class MoeShape(ModelShape):
-    """Sizes of a Llama in which most feed-forward layers are mixtures of experts.
+class ExpertsShape(RotaryShape):
+    """Sizes of a decoder in which most feed-forward layers are mixtures of experts.
 
     The coefficients of the balance are a part of it, because published configurations name them.
     Training alone reads them (``training_fields``).
@@ -50,6 +50,11 @@ class MoeShape(ModelShape):
     groups_per_token: int = key(
         1, "groups that a token chooses, of expert_groups", between(1, MOST_EXPERTS)
     )
+    group_best: Literal["two", "one"] = key(
+        "two",
+        "scores of a group that are added to choose groups: its two best, as in DeepSeek-V3, or "
+        "the best one, as in DeepSeek-V2",
+    )
     router_bias: bool = key(
         False, "balance without a loss: a bias of each expert in the choice, moved after each step"
     )
@@ -71,13 +76,6 @@ class MoeShape(ModelShape):
         return ("bias_rate", "balance_loss", "z_loss")
 
     @property
-    def model_type(self) -> Literal["mixtral", "qwen2_moe", "qwen3_moe"]:
-        """The model_type of transformers that is nearest, and whose names its files have."""
-        if self.shared_gate:
-            return "qwen2_moe"
-        return "qwen3_moe" if self.qk_norm else "mixtral"
-
-    @property
     def expert_width(self) -> int:
         """The width of an expert."""
         return self.expert_ffn or self.ffn
@@ -90,6 +88,18 @@ class MoeShape(ModelShape):
     def moe_layers(self) -> int:
         """The number of blocks with experts."""
         return sum(map(self.has_experts, range(self.n_layers)))
+
+
+@dataclass(frozen=True)
+class MoeShape(ExpertsShape, ModelShape):
+    """Sizes of a Llama with experts: a Mixtral, a Qwen 2 or a Qwen 3."""
+
+    @property
+    def model_type(self) -> Literal["mixtral", "qwen2_moe", "qwen3_moe"]:
+        """The model_type of transformers that is nearest, and whose names its files have."""
+        if self.shared_gate:
+            return "qwen2_moe"
+        return "qwen3_moe" if self.qk_norm else "mixtral"
 
 
 _MIXTRAL: dict[str, Any] = {"experts": 8, "experts_per_token": 2, "rope_theta": 1e6}

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from composer3d.models.llama.table import attention_rows, feed_forward_rows, into_the_stream
 from composer3d.models.llama.table import table as llama_table
-from composer3d.models.moe.shape import MoeShape
+from composer3d.models.moe.shape import ExpertsShape, MoeShape
 from composer3d.models.table import Constant, Normal, ParameterTable, Row
 
 
@@ -15,44 +15,59 @@ def table(shape: MoeShape) -> ParameterTable:
     a shared expert, with or without a gate, in place of the feed-forward layer.
     """
     dense = llama_table(shape)
-    of_dense = dense.blocks[0]
-    of_experts = (*attention_rows(shape), *_expert_rows(shape))
+    names = _MIXTRAL if shape.model_type == "mixtral" else _QWEN
+    return with_experts(dense, shape, (*attention_rows(shape), *expert_rows(shape, names)))
+
+
+def with_experts(
+    dense: ParameterTable, shape: ExpertsShape, of_experts: tuple[Row, ...]
+) -> ParameterTable:
+    """Return ``dense`` with the rows ``of_experts`` in the blocks that have experts."""
     blocks = tuple(
-        of_experts if shape.has_experts(layer) else of_dense for layer in range(shape.n_layers)
+        of_experts if shape.has_experts(layer) else dense.blocks[layer]
+        for layer in range(shape.n_layers)
     )
     return replace(dense, blocks=blocks)
 
 
-class _HuggingFaceNames:
+class HuggingFaceNames:
     """The names of one family's mixture in published files.
 
+    Args:
+        block: the module with the mixture.
+        w1, w2, w3: the projections of an expert.
+        shared: the module with the shared expert.
+
     Attributes:
-        router: of the router.
+        router, bias: of the router and its bias.
         experts, shared: of each matrix of the experts and of the shared expert.
         shared_gate: of the shared expert's gate.
     """
 
-    def __init__(self, block: str, w1: str, w2: str, w3: str) -> None:
+    def __init__(
+        self, block: str, *, w1: str, w2: str, w3: str, shared: str = "shared_expert"
+    ) -> None:
         hf = f"model.layers.#.{block}"
         matrices = {"w1": w1, "w2": w2, "w3": w3}
         self.router = f"{hf}.gate.weight"
+        self.bias = f"{hf}.gate.e_score_correction_bias"
         self.experts = {w: f"{hf}.experts.@.{name}.weight" for w, name in matrices.items()}
-        self.shared = {w: f"{hf}.shared_expert.{name}.weight" for w, name in matrices.items()}
+        self.shared = {w: f"{hf}.{shared}.{name}.weight" for w, name in matrices.items()}
         self.shared_gate = f"{hf}.shared_expert_gate.weight"
 
 
-_MIXTRAL = _HuggingFaceNames("block_sparse_moe", w1="w1", w2="w2", w3="w3")
-_QWEN = _HuggingFaceNames("mlp", w1="gate_proj", w2="down_proj", w3="up_proj")
+_MIXTRAL = HuggingFaceNames("block_sparse_moe", w1="w1", w2="w2", w3="w3")
+_QWEN = HuggingFaceNames("mlp", w1="gate_proj", w2="down_proj", w3="up_proj")
 
 
-def _expert_rows(shape: MoeShape) -> list[Row]:
-    """Return the parameters of a mixture of experts."""
+def expert_rows(shape: ExpertsShape, hf: HuggingFaceNames) -> list[Row]:
+    """Return the parameters of a mixture of experts, and of its shared expert."""
     dim, experts, width = shape.dim, shape.experts, shape.expert_width
-    hf = _MIXTRAL if shape.model_type == "mixtral" else _QWEN
     normal = Normal(0.02)
     rows = [Row("moe.router.weight", (experts, dim), "router", normal, hf=hf.router)]
     if shape.router_bias:
-        rows.append(Row("moe.router.bias", (experts,), "router", Constant(0.0), trains=False))
+        bias = Row("moe.router.bias", (experts,), "router", Constant(0.0), trains=False)
+        rows.append(bias._replace(hf=hf.bias))
     matrices: tuple[tuple[str, tuple[int, ...], Normal], ...] = (
         ("w1", (experts, width, dim), normal),
         ("w2", (experts, dim, width), into_the_stream(shape)),

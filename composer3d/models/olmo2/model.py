@@ -6,8 +6,6 @@ The names are those of ``models.llama``. ``blocks.7.attn.q_norm.weight`` has a n
 element of all heads together.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 
@@ -73,4 +71,4 @@ class Olmo2(RotaryDecoder):
     def make_block(self, layer: int, rope: Rope) -> Olmo2Block:
         """Build a block by its number. One with a window has positions without a stretch."""
         window = self.shape.window_of(layer)
-        return Olmo2Block(self.shape, replace(rope, factor=1.0) if window else rope, window)
+        return Olmo2Block(self.shape, rope.unstretched() if window else rope, window)

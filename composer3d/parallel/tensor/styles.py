@@ -47,8 +47,8 @@ def apply(stage: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, parallel: Para
 
     ``stage`` is on the meta device, or holds the same values on all ranks. Afterwards every
     parameter is a DTensor on ``mesh``: ``Shard(0)`` for columns, embedding and head, ``Shard(1)``
-    for rows, ``Replicate()`` for norms of the stream or of one head, routers, and key-value
-    projections with fewer heads than ranks. A norm over all heads is cut like the columns that it
+    for rows, ``Replicate()`` for whole linear layers, norms of the stream or of one head, routers,
+    and key-value projections with fewer heads than ranks. A norm over all heads is cut like the columns that it
     normalises. Experts are left as they are.
 
     Raises:
@@ -194,7 +194,7 @@ def _style(style: Style, plan: ShardingPlan, mesh: DeviceMesh, parallel: Paralle
             return Local(
                 Shard(0), post_collective=after_rows, make_forward=forwards.embedding_forward
             )
-        case "norm":
+        case "norm" | "whole":
             return Local(Replicate(), sums_gradients=sequence_parallel)
         case "router" | "head_norm":
             # A rank sees only some of the tokens or of the heads: its gradient is a part of a sum.

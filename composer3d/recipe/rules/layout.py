@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from math import gcd, lcm
+from typing import Any
 
 from composer3d.facts.schedules import (
     SCHEDULES,
@@ -498,6 +499,45 @@ def float8_has_sizes_of_experts(recipe: Recipe) -> Iterator[Breach]:
             )
 
 
+@rule(
+    "precision.matmul",
+    "precision.compute",
+    "precision.params",
+    "mesh.tp",
+    "model.dim",
+    "model.n_heads",
+    "model.head_dim",
+    "model.query_rank",
+    "model.kv_rank",
+    "model.rope_dim",
+    "model.value_dim",
+)
+def float8_has_sizes_of_latents(recipe: Recipe) -> Iterator[Breach]:
+    """The same for the projections of latent attention."""
+    precision, tp = recipe.precision, recipe.mesh.tp
+    model: Any = recipe.model
+    if precision.matmul != "float8" or precision.computes_in != "bfloat16" or model.n_heads % tp:
+        return  # another rule reports a tp that does not divide the heads
+    heads = model.n_heads // tp
+    sizes = [
+        (model.query_rank, "<model.query_rank> is"),
+        (model.kv_rank, "<model.kv_rank> is"),
+        (heads * model.value_dim, "<model.value_dim> of the heads over <mesh.tp> makes"),
+        (
+            heads * (model.plain_dim + model.value_dim),
+            "<model.value_dim> and the keys without <model.rope_dim> over <mesh.tp> make",
+        ),
+    ]
+    for width, words in sizes:
+        if width % FLOAT8_MULTIPLE:
+            yield breach(
+                "<precision.matmul> needs products whose sizes are multiples of "
+                f"{FLOAT8_MULTIPLE}, but {words} {width}",
+                "change these keys",
+                use("precision.matmul", "compute"),
+            )
+
+
 @rule("precision.matmul", "parallel.async_tp")
 def async_tp_fuses_no_float8(recipe: Recipe) -> Iterator[Breach]:
     """The compiler fuses collectives with products of what they carry, in the same dtype."""
@@ -619,6 +659,7 @@ RULES: tuple[Rule, ...] = (
     float8_computes_in_bfloat16,
     float8_has_sizes_of_kernels,
     float8_has_sizes_of_experts,
+    float8_has_sizes_of_latents,
     async_tp_fuses_no_float8,
     flash_kernels_compute_in_bfloat16,
     experts_are_eager,

@@ -10,6 +10,8 @@ from composer3d.recipe.rules.rule import (
     breach,
     must_be_above,
     must_be_at_most,
+    only_used_with,
+    remove,
     rule,
     use,
 )
@@ -40,6 +42,32 @@ def kv_heads_divide_heads(recipe: Recipe) -> Iterator[str]:
     if heads % kv_heads:
         way_out = suggest(divisors(heads), kv_heads)
         yield f"<model.n_kv_heads> must divide <model.n_heads>; {way_out}"
+
+
+@rule("model.n_kv_heads", "model.n_heads", "model.kv_rank")
+def latents_give_each_head_a_key(recipe: Recipe) -> Iterator[Breach]:
+    """Latent attention makes a key and a value for each query head."""
+    if recipe.model.n_kv_heads != recipe.model.n_heads:
+        yield breach(
+            "<model.n_kv_heads> must be <model.n_heads>: latent attention has a key for each head",
+            use("model.n_kv_heads", recipe.model.n_heads),
+        )
+
+
+@rule("model.rope_dim", "model.value_dim", "model.n_heads", "model.dim", "model.head_dim")
+def heads_hold_their_parts(recipe: Recipe) -> Iterator[str]:
+    """A part of a head is rotated and a part is not; its value is at most as wide as its key."""
+    model: Any = recipe.model
+    # Another rule reports heads without a width.
+    if model.head_dim is None and model.dim % (2 * model.n_heads):
+        return
+    width = model.head_width
+    if model.rope_dim >= width:
+        yield f"<model.rope_dim> must be below {width}, the width of a head; raise model.head_dim"
+    if model.value_dim > width:
+        yield (
+            f"<model.value_dim> must be at most {width}, the width of a head; raise model.head_dim"
+        )
 
 
 @rule("model.expert_groups", "model.experts")
@@ -119,6 +147,55 @@ def bias_rate_needs_a_bias(recipe: Recipe) -> Iterator[Breach]:
         )
 
 
+@rule("model.rope_scaling", "model.rope_factor")
+def a_way_to_stretch_has_a_factor(recipe: Recipe) -> Iterator[Breach]:
+    """Without a factor, no way to stretch positions changes them."""
+    model: Any = recipe.model
+    if model.rope_scaling != "llama3" and model.rope_factor == 1:
+        yield breach(
+            "<model.rope_scaling> stretches nothing with <model.rope_factor>",
+            "use model.rope_factor above 1",
+            remove("model.rope_scaling"),
+        )
+
+
+@rule(
+    "model.rope_theta",
+    "model.rope_scaling",
+    "model.rope_context",
+    "model.rope_beta_fast",
+    "model.rope_beta_slow",
+    "model.head_dim",
+    "model.dim",
+    "model.n_heads",
+)
+def yarn_orders_the_pairs(recipe: Recipe) -> Iterator[str]:
+    """YaRN keeps the speed of the first pairs of a head, and slows down the last ones."""
+    model: Any = recipe.model
+    # Other rules report such bounds, and such heads.
+    if model.rope_beta_slow > model.rope_beta_fast or model.head_width < 2:
+        return
+    if model.rope_scaling == "yarn" and model.yarn_ramp is None:
+        yield (
+            "<model.rope_theta> with <model.rope_context> leaves <model.rope_scaling> no pair to "
+            "stretch from; use a larger model.rope_theta, and a model.rope_context of at least 7 "
+            "times model.rope_beta_slow"
+        )
+
+
+@rule("data.seq_len", "model.rope_scaling", "model.rope_factor", "model.rope_context")
+def dynamic_positions_are_not_stretched(recipe: Recipe) -> Iterator[Breach]:
+    """Angles that depend on the length of the sequence are not there."""
+    model: Any = recipe.model
+    if model.most_tokens is not None and recipe.data.seq_len > model.most_tokens:
+        yield breach(
+            "<data.seq_len> must be at most <model.rope_context>, because <model.rope_scaling> "
+            "would stretch longer sequences by their length",
+            use("data.seq_len", model.rope_context),
+            use("model.rope_scaling", "yarn"),
+        )
+
+
 @rule("model.full_every", "model.window")
 def full_blocks_need_a_window(recipe: Recipe) -> Iterator[Breach]:
     """Blocks without a window differ from the others only if those have one."""
@@ -141,6 +218,8 @@ def full_blocks_need_a_window(recipe: Recipe) -> Iterator[Breach]:
 RULES: tuple[Rule, ...] = (
     heads_divide_dim,
     kv_heads_divide_heads,
+    latents_give_each_head_a_key,
+    heads_hold_their_parts,
     groups_divide_experts,
     must_be_at_most("model.groups_per_token", "model.expert_groups"),
     tokens_find_experts,
@@ -148,6 +227,17 @@ RULES: tuple[Rule, ...] = (
     gate_needs_a_shared_expert,
     routers_learn,
     bias_rate_needs_a_bias,
+    a_way_to_stretch_has_a_factor,
+    only_used_with("model.rope_low_freq", "model.rope_scaling", ["llama3"]),
+    only_used_with("model.rope_high_freq", "model.rope_scaling", ["llama3"]),
+    only_used_with("model.rope_context", "model.rope_scaling", ["llama3", "dynamic", "yarn"]),
+    only_used_with("model.rope_beta_fast", "model.rope_scaling", ["yarn"]),
+    only_used_with("model.rope_beta_slow", "model.rope_scaling", ["yarn"]),
+    only_used_with("model.rope_truncate", "model.rope_scaling", ["yarn"]),
+    only_used_with("model.rope_attention_factor", "model.rope_scaling", ["yarn"]),
     must_be_above("model.rope_high_freq", "model.rope_low_freq"),
+    must_be_at_most("model.rope_beta_slow", "model.rope_beta_fast"),
+    yarn_orders_the_pairs,
+    dynamic_positions_are_not_stretched,
     full_blocks_need_a_window,
 )

@@ -356,14 +356,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"quantization_config": 1},
         [f"quantization_config = 1 {RULE} false, null or absent"],
     ),
-    "yarn": (
-        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-        [f'rope_scaling.rope_type = "yarn" {RULE} "default" or "llama3"'],
-    ),
-    "linear": (
-        {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        [f'rope_scaling.rope_type = "linear" {RULE} "default" or "llama3"'],
-    ),
     "half a stretch": (
         {
             "rope_parameters": {

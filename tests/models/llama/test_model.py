@@ -55,6 +55,8 @@ class Published(NamedTuple):
     rope_factor: float
     tied: bool
     qk_norm: bool
+    n_kv_heads: int = 8
+    rope_scaling: str = "llama3"
 
 
 PUBLISHED: dict[str, Published] = {
@@ -66,6 +68,12 @@ PUBLISHED: dict[str, Published] = {
     "llama3.1-70b": Published(70_553_706_496, 5e5, 1e-5, 0, 8.0, False, False),
     "llama3.2-1b": Published(1_235_814_400, 5e5, 1e-5, 0, 32.0, True, False),
     "llama3.2-3b": Published(3_212_749_824, 5e5, 1e-5, 0, 32.0, True, False),
+    "deepseek-coder-6.7b": Published(
+        6_740_512_768, 1e5, 1e-6, 0, 4.0, False, False, n_kv_heads=32, rope_scaling="linear"
+    ),
+    "deepseek-coder-33b": Published(
+        33_342_991_360, 1e5, 1e-6, 0, 4.0, False, False, rope_scaling="linear"
+    ),
     "mistral-7b": Published(7_241_732_096, 1e4, 1e-5, 4096, 1.0, False, False),
     "mistral-7b-v0.3": Published(7_248_023_552, 1e6, 1e-5, 0, 1.0, False, False),
     "smollm3-3b": Published(3_075_098_624, 5e6, 1e-6, 0, 1.0, True, False),
@@ -92,7 +100,7 @@ def test_every_preset_of_a_published_model_is_counted() -> None:
 def test_presets_are_the_published_models_and_meta_allocates_nothing(preset: str) -> None:
     shape, published = PRESETS[preset], PUBLISHED[preset]
     assert (shape.rope_low_freq, shape.rope_high_freq, shape.rope_context) == (1, 4, 8192)
-    for field in ("rope_theta", "norm_eps", "window", "rope_factor", "tied", "qk_norm"):
+    for field in published._fields[1:]:
         assert getattr(shape, field) == getattr(published, field), field
     model = Llama(shape)
     parameters = dict(model.named_parameters())
@@ -100,5 +108,4 @@ def test_presets_are_the_published_models_and_meta_allocates_nothing(preset: str
     assert counts.parameters(table(shape)) == published.numel
     assert all(tensor.is_meta for tensor in (*parameters.values(), *model.buffers()))
     wk = parameters[f"blocks.{shape.n_layers - 1}.attn.wk.weight"]
-    kv_heads = 4 if preset == "smollm3-3b" else 8
-    assert wk.shape == (kv_heads * shape.head_width, shape.dim)
+    assert wk.shape == (published.n_kv_heads * shape.head_width, shape.dim)

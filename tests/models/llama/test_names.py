@@ -142,6 +142,7 @@ def test_params_without_sizes_are_refused() -> None:
         ({"window": 8}, "window = 8"),
         ({"head_dim": 16}, "head_dim = 16"),
         ({"rope_factor": 4.0}, r"rope_\* = \(4.0, 1.0, 4.0, 8192\)"),
+        ({"rope_factor": 8.0, "rope_scaling": "linear"}, "rope_scaling = linear"),
         ({"rope_factor": 8.0, "rope_context": 4096}, r"rope_\* = \(8.0, 1.0, 4.0, 4096\)"),
     ],
 )

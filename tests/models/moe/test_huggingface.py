@@ -380,9 +380,12 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         MIXTRAL | {"sliding_window": 0},
         [f"sliding_window = 0 {RULE} a positive integer, null or absent"],
     ),
-    "yarn": (
-        QWEN | {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-        [f'rope_scaling.rope_type = "yarn" {RULE} "default" or "llama3"'],
+    "longrope": (
+        QWEN | {"rope_scaling": {"type": "longrope", "factor": 4.0}},
+        [
+            f'rope_scaling.rope_type = "longrope" {RULE} "default", "llama3", "linear", '
+            '"dynamic" or "yarn"'
+        ],
     ),
 }
 

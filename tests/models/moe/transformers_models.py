@@ -149,4 +149,7 @@ def take(location: Location, tensors: dict[str, Tensor]) -> Tensor:
     if location.is_stack:
         return torch.stack([tensors[name] for name in location.names])
     (name,) = location.names
-    return tensors[name] if location.rows is None else tensors[name][:, slice(*location.rows)]
+    if location.rows is None:
+        return tensors[name]
+    begin, end = location.rows
+    return tensors[name].narrow(location.row_dim, begin, end - begin)

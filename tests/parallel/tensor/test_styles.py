@@ -14,10 +14,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from composer3d.facts.errors import PlanError
 from composer3d.models.contract import SequenceInfo
+from composer3d.models.deepseek.shape import DeepseekShape
 from composer3d.models.layers.head import Head
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
-from composer3d.models.llama.shape import ModelShape
+from composer3d.models.llama.shape import ModelShape, RotaryShape
+from composer3d.models.registry import architecture, resolve
 from composer3d.parallel import ShardingPlan, StepShape, compose, init
 from composer3d.parallel.tensor import styles
 from composer3d.recipe.schema import MeshTable, ParallelTable
@@ -63,16 +65,23 @@ def total(counts: Counts, word: str) -> int:
     return sum(count for name, count in counts.items() if word in name)
 
 
-def run_block(parallel: ParallelTable, shape: ModelShape = SHAPE) -> BlockCounts:
-    """Run one block forward and backward over all ranks, and compare it with one process."""
+def run_block(
+    parallel: ParallelTable, shape: RotaryShape = SHAPE, name: str = "llama"
+) -> BlockCounts:
+    """Run one block forward and backward over all ranks, and compare it with one process.
+
+    ``name`` is that of its architecture.
+    """
     with pool_world() as device:
-        plan, rank, size = sharding_plan(shape), dist.get_rank(), dist.get_world_size()
+        ours = architecture(name)
+        plan: ShardingPlan = resolve(ours.plan)(shape)
+        rank, size = dist.get_rank(), dist.get_world_size()
         step = StepShape(micro_batch=2, micro_batches=1, seq_len=8)
         mesh = Mesh.build(MeshTable(dp_shard=1, tp=size), device)
         stages = compose(
-            Llama(shape, dtype=torch.float64), plan, mesh, parallel=parallel, step=step, seed=5
+            ours.build(shape, dtype=torch.float64), plan, mesh, parallel=parallel, step=step, seed=5
         )
-        single = Llama(shape, dtype=torch.float64, device="cpu")
+        single = ours.build(shape, dtype=torch.float64, device="cpu")
         init.initialise(single, plan, 5)
         seq = SequenceInfo(torch.arange(8).repeat(2, 1))
         whole_h = random(2, 8, shape.dim, seed=1).requires_grad_()
@@ -158,6 +167,38 @@ def test_ranks_share_key_value_heads(
         "blocks.0.attn.wv.weight",
         "blocks.0.attn.wv.bias",
     }
+
+
+LATENTS = DeepseekShape(
+    *(16, 1, 4, 4, 24, 32, 100.0),
+    **{"head_dim": 8, "query_rank": 6, "kv_rank": 5, "rope_dim": 4, "value_dim": 7},
+    dense_layers=1,
+)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("query_rank", [6, 0])
+def test_latents_have_exact_gradients(
+    pool: Pool, sequence_parallel: bool, query_rank: int
+) -> None:
+    """Queries, keys and the feed-forward layer each gather their input.
+
+    Without sequence parallelism every rank has whole gradients of the down-projections: nothing is
+    left to sum. Those of the gathered inputs are summed once.
+    """
+    arguments = {
+        "parallel": ParallelTable(sequence_parallel=sequence_parallel),
+        "shape": replace(LATENTS, query_rank=query_rank),
+        "name": "deepseek",
+    }
+    for counts in pool.run(run_block, arguments, world_size=2):
+        if sequence_parallel:
+            assert total(counts.forward, "gather") == total(counts.backward, "scatter") == 3
+            assert total(counts.forward, "scatter") == total(counts.backward, "gather") == 2
+            assert counts.finish == {"allreduce": 1}
+        else:
+            assert (sum(counts.forward.values()), sum(counts.backward.values())) == (2, 3)
+            assert counts.finish == {}
 
 
 # --- how parameters are cut ---

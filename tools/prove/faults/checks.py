@@ -42,6 +42,7 @@ from composer3d.training.build import Run, build
 from composer3d.training.loop import train
 from composer3d.verify import data as verify_data
 from composer3d.verify.data import corpus_batch, reference_learning_rate
+from tests.reference import latent
 from tests.reference.initial import initial_weight
 from tests.reference.llama import (
     BOUND,
@@ -67,6 +68,13 @@ def model(plant: Plant) -> list[str]:
         for is_packed in (False, True)
         for line in compare(name, is_packed=is_packed)
     ]
+
+
+def latents(plant: Plant) -> list[str]:
+    """Compare latent attention and its cache with ``tests/reference/latent.py``."""
+    if plant is not None:
+        plant()
+    return latent.compare()
 
 
 # Of two lengths, so that a batch has both.

@@ -1,7 +1,7 @@
 """Faults of a single process: in rotary positions, and in the initial weights.
 
-``verify`` runs the same model on both of its sides and cannot see them. ``checks.model`` and
-``checks.weights`` can.
+``verify`` runs the same model on both of its sides and cannot see them. ``checks.model``,
+``checks.generation`` and ``checks.weights`` can.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from composer3d.models.contract import Constant, Normal, ShardingPlan
 from composer3d.models.layers import attention
 from composer3d.models.layers import rope as rope_module
 from composer3d.models.layers.rope import Rope
+from composer3d.models.llama import model as llama_model
 from composer3d.parallel import init
 from tools.prove.faults.places import found_by
 from tools.prove.faults.plant import fault_by, fault_of
@@ -23,6 +24,7 @@ Table = tuple[Tensor, Tensor]
 
 _PLAIN = "^logits of the plain model"
 _STRETCHED = "^logits of the stretched model"
+_YARN = "^logits of the yarn, other bounds model"
 
 
 def _change_table(change: Callable[[Rope, Tensor, torch.dtype], Any]) -> None:
@@ -54,6 +56,45 @@ def swap_the_bounds_of_the_stretch(rope: Rope, positions: Tensor, dtype: torch.d
 def stretch_by_the_context_of_another_model() -> None:
     """Rotary positions: rope_context is 8,192, whatever the shape sets."""
     _change_table(lambda rope, positions, dtype: (replace(rope, context=8192), positions, dtype))
+
+
+@found_by("model", "^logits of the linear model")
+@fault_by(_change_table)
+def multiply_linear_positions(rope: Rope, positions: Tensor, dtype: torch.dtype) -> Any:
+    """Rotary positions: those that are linear are multiplied by the factor, not divided."""
+    wrong = replace(rope, factor=1 / rope.factor)
+    return (wrong if rope.scaling == "linear" else rope), positions, dtype
+
+
+@found_by("model", _YARN)
+@fault_by(_change_table)
+def stretch_between_other_turns(rope: Rope, positions: Tensor, dtype: torch.dtype) -> Any:
+    """YaRN: the bounds of the stretch are those of 32 turns and of one, whatever the shape sets."""
+    return replace(rope, beta_fast=32.0, beta_slow=1.0), positions, dtype
+
+
+@found_by("model", "^logits of the yarn model")
+@fault_by(_change_table)
+def apply_the_attention_factor_twice(rope: Rope, positions: Tensor, dtype: torch.dtype) -> Any:
+    """YaRN: what is rotated is multiplied by the attention factor twice."""
+    return replace(rope, attention_factor=rope.attention_factor**2), positions, dtype
+
+
+@found_by("model", _STRETCHED)
+@fault_of(llama_model.Llama, llama_model.Llama.make_block)
+def stretch_all_blocks_but_the_first(right: Any, self: Any, layer: int, rope: Rope) -> Any:
+    """Rotary positions: the first block does not stretch them."""
+    return right(self, layer, rope.unstretched() if layer == 0 else rope)
+
+
+@found_by("generation", "^tokens of the yarn model")
+@fault_by(_change_table)
+def forget_the_attention_factor_of_new_tokens(
+    rope: Rope, positions: Tensor, dtype: torch.dtype
+) -> Any:
+    """YaRN: tokens that are generated one by one have no attention factor."""
+    is_new = positions.shape[1] == 1
+    return (replace(rope, attention_factor=1.0) if is_new else rope), positions, dtype
 
 
 @found_by("model", _PLAIN)

@@ -8,7 +8,7 @@ from tools.prove.faults.plant import Plant
 from tools.prove.paths import RECIPE
 
 Check = Literal[
-    *("verify", "dtypes", "model", "generation", "weights", "training", "rollback"),
+    *("verify", "dtypes", "model", "latents", "generation", "weights", "training", "rollback"),
     *("conversion", "corruption", "stragglers"),
 ]
 

@@ -120,6 +120,9 @@ _ROPES = (
     | {"original_max_position_embeddings": 8192},
     {"rope_type": "llama3", "factor": 1e300},
     {"type": "linear", "factor": 2.0},
+    {"type": "dynamic", "factor": 2.0},
+    {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False},
+    {"type": "yarn", "factor": 1e300, "beta_fast": 1e-300, "mscale": 1e300, "mscale_all_dim": 1},
     {"rope_type": "default", "rope_theta": 5e5},
     {"rope_theta": "1e4"},
 )

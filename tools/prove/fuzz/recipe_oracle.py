@@ -179,6 +179,15 @@ def _disagreements(recipe: dict[str, Any], gpus: int | None) -> list[str]:
         or model["dim"] % (2 * heads) == 0,
         "head_dim is even": (model["head_dim"] or 2) % 2 == 0,
         "rope_high_freq is above rope_low_freq": model["rope_high_freq"] > model["rope_low_freq"],
+        "a way to stretch positions has a factor": model["rope_scaling"] == "llama3"
+        or model["rope_factor"] > 1,
+        "linear positions have no context": model["rope_scaling"] != "linear"
+        or model["rope_context"] == 8192,
+        "dynamic positions are not stretched": model["rope_scaling"] != "dynamic"
+        or data["seq_len"] <= model["rope_context"],
+        "the bounds of yarn are in order": model["rope_beta_slow"] <= model["rope_beta_fast"],
+        "only yarn has its keys": model["rope_scaling"] == "yarn"
+        or (model["rope_beta_fast"], model["rope_beta_slow"]) == (32, 1),
         "tp divides heads": heads % tp == 0,
         "tp fits the key-value heads": kv_heads % tp == 0 or tp % kv_heads == 0,
         "tp divides ffn": model["ffn"] % tp == 0,

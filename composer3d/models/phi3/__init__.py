@@ -1,0 +1,4 @@
+"""Phi-3 and Phi-4: Llamas whose files join projections that read the same input.
+
+``models.llama`` has the rest.
+"""
