@@ -89,8 +89,8 @@ class _Queries(nn.Module):
         )
 
     def forward(self, latent_BTR: Tensor, table: Table) -> Tensor:
-        plain, rotated = (
-            self.wq(latent_BTR).unflatten(-1, (-1, sum(self.widths))).split(self.widths, -1)
+        plain, rotated = self.wq(latent_BTR).unflatten(-1, (-1, sum(self.widths))).split(
+            self.widths, -1
         )
         return torch.cat((plain, rotate(_halves(rotated), table)), -1)
 
@@ -112,8 +112,8 @@ class _KeysAndValues(nn.Module):
         if remember is not None:
             latents_BSR = remember(torch.cat((latent_BTR, rotated_BTR), -1), seq=seq)
             latent_BTR, rotated_BTR = latents_BSR.split(self.latent_widths, -1)
-        plain, v_BSHV = (
-            self.wkv_b(latent_BTR).unflatten(-1, (-1, sum(self.widths))).split(self.widths, -1)
+        plain, v_BSHV = self.wkv_b(latent_BTR).unflatten(-1, (-1, sum(self.widths))).split(
+            self.widths, -1
         )
         of_all_heads = rotated_BTR[:, :, None].expand(-1, -1, plain.shape[2], -1)
         return torch.cat((plain, of_all_heads), -1), v_BSHV

@@ -88,7 +88,9 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     model_type, settings = KINDS[request.param]
     folder = tmp_path_factory.mktemp("hf")
     torch.manual_seed(1)
-    config = transformers.AutoConfig.for_model(model_type, **SMALL | settings, pad_token_id=None)
+    config = transformers.AutoConfig.for_model(
+        model_type, **SMALL | settings, pad_token_id=None
+    )
     model = transformers.AutoModelForCausalLM.from_config(config)
     biases = [bias for name, bias in model.named_buffers() if name.endswith("correction_bias")]
     with torch.no_grad():
@@ -163,10 +165,7 @@ def test_transformers_loads_our_config(saved: Saved, tmp_path: Path, carries: bo
     (tmp_path / "model.safetensors").symlink_to(saved.folder / "model.safetensors")
     tokens_BT = torch.randint(VOCAB, TOKENS)
     with torch.no_grad():
-        again, first = (
-            load_folder(tmp_path, torch.float64),
-            load_folder(saved.folder, torch.float64),
-        )
+        again, first = load_folder(tmp_path, torch.float64), load_folder(saved.folder, torch.float64)
         assert torch.equal(again(tokens_BT).logits, first(tokens_BT).logits)
 
 
