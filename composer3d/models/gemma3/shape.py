@@ -29,6 +29,11 @@ class Gemma3Shape(WindowedShape):
         return True
 
     @property
+    def wide_norms(self) -> bool:
+        """Whether norms compute in float32 or wider, whatever their input is: always."""
+        return True
+
+    @property
     def query_scale(self) -> float:
         """The factor of queries before attention, which divides scores by sqrt(head width)."""
         return (self.head_width / (self.query_pre_attn_scalar or self.head_width)) ** 0.5
