@@ -139,6 +139,24 @@ CASES: dict[str, tuple[str, ...]] = {
         "mesh.dp_replicate=2", "mesh.dp_shard=4", "parallel.zero=3", BF16, SELECTIVE, batch(16)
     ),
     "tp8": _dense("mesh.tp=8", "mesh.dp_shard=1", "model.n_kv_heads=8", batch(2)),
+    "pattern-selective": _dense(
+        *(FSDP, BF16, SELECTIVE, BLOCKS, "model.n_layers=5", batch(16)),
+        *("model.window=512", "model.full_every=2", "model.nope_every=2"),
+    ),
+    "pattern": _dense(
+        *(FSDP, BF16, BLOCKS, "model.n_layers=5", batch(16)),
+        *("model.window=512", "model.full_every=2", "model.nope_every=2"),
+    ),
+    "olmo3-tp-full": (
+        *OLMO_2,
+        "model.window=512",
+        "model.full_every=4",
+        "mesh.tp=2",
+        "mesh.dp_shard=4",
+        BF16,
+        FULL,
+        batch(8),
+    ),
     "olmo2-tp": (*OLMO_2, "mesh.tp=2", "mesh.dp_shard=4", BF16, batch(8)),
     "olmo2-tp-full": (*OLMO_2, "mesh.tp=2", "mesh.dp_shard=4", BF16, FULL, batch(8)),
     "gemma3": (*GEMMA_3, FSDP, BF16, batch(8)),

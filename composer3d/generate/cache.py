@@ -49,9 +49,7 @@ class KeyValueCache:
         # remain: window - 1 positions before the T new ones.
         return min(self.longest, window - 1 + self.longest_call)
 
-    def of_module(
-        self, module: object, new: Sequence[Tensor], window: int
-    ) -> tuple[Tensor, ...]:
+    def of_module(self, module: object, new: Sequence[Tensor], window: int) -> tuple[Tensor, ...]:
         """Return what a module keeps, for each tensor of ``new`` one (rows, K, S, D).
 
         Args:

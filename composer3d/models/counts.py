@@ -44,8 +44,9 @@ def flops_per_token(
 
     A parameter costs 2 FLOPs forward, and 4 backward for the gradients of its input and of itself.
     For each key, an element of a query costs 2 FLOPs for the score, and one of a value 2 for the
-    weighted sum of values forward, and twice as much backward. So fewer key-value heads save memory, but no
-    operations. The head counts even if it is tied; the lookup of the embedding does not.
+    weighted sum of values forward, and twice as much backward. So fewer key-value heads save
+    memory, but no operations. The head counts even if it is tied; the lookup of the embedding does
+    not.
 
     Args:
         table: the parameters of the model.

@@ -16,10 +16,10 @@ from composer3d.planner.matrices import newton_schulz_flops
 from composer3d.planner.memory import GIB, RankMemory, predict_memory
 from composer3d.planner.schedule import keeps_gradients_of_loss
 from composer3d.planner.setup import (
-    Latents,
     AttentionKernel,
     BatchSizes,
     BlockMatrices,
+    Latents,
     Layout,
     Machine,
     Matrices,

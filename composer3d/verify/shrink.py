@@ -585,9 +585,9 @@ def _shape(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Model:
     small = best(heads, "width", "queries", "keys", "head")
     if _has_latents(model):
         ranks = range(6, 6 + 4 * shards)
-        small = best((replace(small, kv_rank=rank) for rank in ranks), "latents", "latent of keys")
-        if small.query_rank:
-            small = best((replace(small, query_rank=rank) for rank in ranks), "latent of queries")
+        small = best((_resized(small, kv_rank=rank) for rank in ranks), "latents", "latent of keys")
+        if getattr(model, "query_rank", 0):
+            small = best((_resized(small, query_rank=rank) for rank in ranks), "latent of queries")
 
     # Try 12 feed-forward rows per tp rank first, then more, then fewer.
     rows_per_rank = (*range(12, 12 + 4 * shards), *range(11, 0, -1))

@@ -422,8 +422,8 @@ def test_the_planner_counts_what_latent_attention_sends(name: str, pool: Pool) -
 def test_ranks_of_tp_gather_latents_in_place_of_the_stream(pool: Pool) -> None:
     counted = traffic_of(dry_run_of(pool, recipe_of(BASE, LATENTS)))["tp"]
     tokens, queries, keys = B * T / 2, 32, 24 + 8
-    # Latents of both blocks; the inputs of a dense layer, of a shared expert and of the head. And in
-    # backward two outputs a block, and that of the embedding.
+    # Latents of both blocks; the inputs of a dense layer, of a shared expert and of the head. And
+    # in backward two outputs a block, and that of the embedding.
     gathered_widths = L * (queries + keys) + 3 * C + (2 * L + 1) * C
     least = 16 * gathered(tokens * gathered_widths, 4)
     assert counted["all_gather"] == counted["reduce_scatter"] == (16 * (7 + 5), least)

@@ -40,6 +40,14 @@ def _layers(count: int, every: int) -> dict[str, Any]:
 
 
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 50.0,
+    "factor": 4.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": 64,
+}
 _LATENTS = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 24,
@@ -95,7 +103,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi 3, window 7": ("Phi3", {"sliding_window": 7}),
     "deepseek 2": (
         "DeepseekV2",
-        {**_LATENTS, "q_lora_rank": None, "routed_scaling_factor": 1.5},
+        {**_LATENTS, "q_lora_rank": None, "routed_scaling_factor": 1.5, "rope_parameters": _YARN},
     ),
     "deepseek 3": ("DeepseekV3", {**_LATENTS, "q_lora_rank": 40, "n_group": 4, "topk_group": 2}),
     "granite 3": (

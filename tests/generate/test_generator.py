@@ -1,5 +1,6 @@
 """Greedy tokens are those of transformers; the cache, the batch and the ends do what they say."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -69,26 +70,27 @@ def make_generator(shape: ModelShape = SHAPE, **options: Any) -> Generator:
     return Generator(model, sharding_plan(shape), device=CPU, **options)
 
 
-def with_window(window: int) -> ModelShape:
-    return ModelShape(**{**vars(SHAPE), "window": window})
+def with_window(window: int, full_every: int = 0) -> ModelShape:
+    return replace(SHAPE, window=window, full_every=full_every)
 
 
 @cache
-def tokens_without_cache(window: int) -> list[list[int]]:
+def tokens_without_cache(window: int, full_every: int) -> list[list[int]]:
     """The 24 greedy tokens after each prompt, in float64, by the whole sequence in each step."""
-    model = random_model("llama", with_window(window), torch.float64)
+    model = random_model("llama", with_window(window, full_every), torch.float64)
     head: Any = model.last.head.weight  # type: ignore[union-attr]
     return [greedy(model, prompt, 24, head) for prompt in prompts()]
 
 
-@pytest.mark.parametrize("window", [0, 1, 4, 9])
+@pytest.mark.parametrize(("window", "full_every"), [(0, 0), (1, 0), (4, 0), (9, 0), (4, 2)])
 @pytest.mark.parametrize("prefill_tokens", [2, 5, 64])
-def test_the_cache_changes_nothing(window: int, prefill_tokens: int) -> None:
-    """A ring of slots wraps many times."""
-    found = make_generator(with_window(window)).generate(
+def test_the_cache_changes_nothing(window: int, full_every: int, prefill_tokens: int) -> None:
+    """A ring of slots wraps many times. With ``full_every`` = 2, the second block keeps all."""
+    found = make_generator(with_window(window, full_every)).generate(
         prompts(), max_tokens=24, batch=3, prefill_tokens=prefill_tokens
     )
-    assert [completion.tokens for completion in found] == tokens_without_cache(window)
+    tokens = [completion.tokens for completion in found]
+    assert tokens == tokens_without_cache(window, full_every)
 
 
 @pytest.mark.parametrize("window", [0, 4])
@@ -132,6 +134,24 @@ def test_a_window_bounds_the_memory() -> None:
     assert cache.slots(0) == 1000
     assert cache.slots(100) == 149
     assert cache.slots(5000) == 1000
+
+
+def test_blocks_of_one_model_have_caches_of_their_own_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: dict[object, int] = {}
+    right = KeyValueCache.of_module
+
+    def watched(self: KeyValueCache, module: object, k: torch.Tensor, window: int) -> Any:
+        keys, values = right(self, module, k, window)
+        sizes[module] = keys.shape[2]
+        return keys, values
+
+    monkeypatch.setattr(KeyValueCache, "of_module", watched)
+    shape = replace(with_window(4, 2), n_layers=4)
+    make_generator(shape).generate([[1, 2, 3]], max_tokens=20, prefill_tokens=3)
+    # Windows of 4 and a call of 3 tokens; and 3 tokens of the prompt with 20 new ones.
+    assert list(sizes.values()) == [6, 23, 6, 23]
 
 
 def test_a_text_ends_at_an_end_token_at_enough_tokens_or_at_the_longest_sequence() -> None:

@@ -121,6 +121,13 @@ FAMILIES: dict[str, Family] = {
                 "head_dim": 32,
                 "rope_parameters": _by_kind(),
             },
+            "YaRN in full layers": {
+                **_layers(4, 2),
+                "sliding_window": 5,
+                "rope_parameters": _by_kind(
+                    rope_type="yarn", factor=8.0, original_max_position_embeddings=32
+                ),
+            },
             "another base, and a stretch of full layers": {
                 **_layers(6, 3),
                 "sliding_window": 5,
@@ -137,6 +144,10 @@ FAMILIES: dict[str, Family] = {
             "biases": _NO_BIASES,
             "another activation": _SILU,
             "a size out of range": _TOO_DEEP,
+            "a key of YaRN that transformers does not read": (
+                {"rope_parameters": _by_kind(rope_type="yarn", factor=2.0, truncate=False)},
+                "truncate = false is not supported; it must be true or absent",
+            ),
             "no width": (
                 {"sliding_window": None, "num_hidden_layers": 4},
                 "sliding_window = null is not supported; it must be a positive integer",

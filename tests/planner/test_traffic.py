@@ -277,6 +277,8 @@ CASES = [
     ),
     Case(MOE, "mesh.pp=1 mesh.ep=1 mesh.tp=1 mesh.dp_shard=8 parallel.zero=3 data.micro_batch=4"),
     Case(MOE, f"model.preset=debug-moe-shared mesh.ep=8 mesh.pp=1 mesh.cp=2 {FULL}"),
+    Case(MOE, f"model.shared_ffn=48 model.shared_gate=true {FULL}"),
+    Case(MOE, f"model.shared_ffn=48 model.shared_gate=true mesh.pp=1 {SELECTIVE}"),
     Case(MOE, MUON),
     Case(MOE, "mesh.tp=1 mesh.ep=1"),
     Case(MOE, "mesh.pp=1 mesh.ep=1 mesh.dp_shard=8 data.micro_batch=4 model.balance_loss=0"),

@@ -9,6 +9,7 @@ LATENTS = '[model]\narchitecture = "deepseek"\npreset = "debug-deepseek"\n'
 
 EXPERTS = [
     Wrong("fewer keys than heads, with latents", LATENTS + "n_kv_heads = 2\n"),
+    Wrong("a factor of scores without YaRN", LATENTS + "rope_score_mscale = 0.707\n"),
     Wrong("parts wider than a head", LATENTS + "rope_dim = 24\nvalue_dim = 25\n"),
     Wrong(
         "float8, sizes of latents",

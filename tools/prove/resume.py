@@ -82,8 +82,8 @@ LAYOUTS: dict[str, str] = {
 }
 
 
-# Eight experts with a bias and losses that balance them, a shared one with a gate, and a dense first
-# block.
+# Eight experts with a bias and losses that balance them, a shared one with a gate, and a dense
+# first block.
 EXPERTS = (
     "model.architecture=moe",
     "model.preset=debug-moe",

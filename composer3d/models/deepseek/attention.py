@@ -47,7 +47,8 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.rope, self.shape = rope, shape
         dim, query_rank = shape.dim, shape.query_rank
-        self.wq_a, self.q_norm = nn.Identity(), nn.Identity()
+        self.wq_a: nn.Module = nn.Identity()
+        self.q_norm: nn.Module = nn.Identity()
         if query_rank:
             self.wq_a = nn.Linear(dim, query_rank, bias=False)
             self.q_norm = nn.RMSNorm(query_rank, eps=_LATENT_NORM_EPS)
@@ -63,6 +64,8 @@ class LatentAttention(nn.Module):
         shape = self.shape
         table = shared_rope_table(self.rope, seq, x_BTC.dtype)
         q_BTHD = self.queries(self.q_norm(self.wq_a(x_BTC)), table)
+        if shape.query_scale != 1:
+            q_BTHD = q_BTHD * shape.query_scale
         latent, rotated = self.wkv_a(x_BTC).split((shape.kv_rank, shape.rope_dim), -1)
         latents_BTR = torch.cat((self.kv_norm(latent), rotated), -1)
         k_BSHD, v_BSHV = self.keys(latents_BTR, table, self.remember, seq)
@@ -89,9 +92,8 @@ class _Queries(nn.Module):
         )
 
     def forward(self, latent_BTR: Tensor, table: Table) -> Tensor:
-        plain, rotated = self.wq(latent_BTR).unflatten(-1, (-1, sum(self.widths))).split(
-            self.widths, -1
-        )
+        q_BTHD = self.wq(latent_BTR).unflatten(-1, (-1, sum(self.widths)))
+        plain, rotated = q_BTHD.split(self.widths, -1)
         return torch.cat((plain, rotate(_halves(rotated), table)), -1)
 
 
@@ -112,9 +114,8 @@ class _KeysAndValues(nn.Module):
         if remember is not None:
             latents_BSR = remember(torch.cat((latent_BTR, rotated_BTR), -1), seq=seq)
             latent_BTR, rotated_BTR = latents_BSR.split(self.latent_widths, -1)
-        plain, v_BSHV = self.wkv_b(latent_BTR).unflatten(-1, (-1, sum(self.widths))).split(
-            self.widths, -1
-        )
+        both = self.wkv_b(latent_BTR).unflatten(-1, (-1, sum(self.widths)))
+        plain, v_BSHV = both.split(self.widths, -1)
         of_all_heads = rotated_BTR[:, :, None].expand(-1, -1, plain.shape[2], -1)
         return torch.cat((plain, of_all_heads), -1), v_BSHV
 

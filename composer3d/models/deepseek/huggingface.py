@@ -16,9 +16,8 @@ from typing import Any
 
 from composer3d.facts.errors import CheckpointError
 from composer3d.models.deepseek.shape import DeepseekShape
-from composer3d.models.llama.huggingface import (
-    KEYS as DECODER_KEYS,
-)
+from composer3d.models.llama import huggingface as llama
+from composer3d.models.llama.huggingface import KEYS as DECODER_KEYS
 from composer3d.models.llama.huggingface import (
     complete_config,
     decoder_keys,
@@ -28,6 +27,7 @@ from composer3d.models.llama.huggingface import (
     require_model_type,
     without_usual_head_dim,
 )
+from composer3d.models.llama.huggingface_rope import rope_keys
 from composer3d.models.moe.huggingface import expert_problems, parse_number_of_experts
 from composer3d.models.untrusted import Requirements, checked_shape, is_number, is_size
 
@@ -107,10 +107,8 @@ def parse_config(config: Any) -> DeepseekShape:
     checks = Requirements()
     values = parse_decoder(config, checks, unsupported=_UNSUPPORTED)
     values |= _parse_latents(config, checks)
+    values |= _parse_scores(config)
     values |= _parse_experts(config, checks)
-    # transformers multiplies all scores of its YaRN by a factor that our attention does not have.
-    stretch = values.get("rope_scaling")
-    checks.require(stretch != "yarn", "rope_scaling.rope_type", stretch, "another one")
     checks.raise_problems()
     return without_usual_head_dim(make_shape(values, _KEYS))
 
@@ -140,6 +138,15 @@ def _parse_latents(config: Mapping[str, Any], checks: Requirements) -> dict[str,
         "rope_dim": widths["qk_rope_head_dim"],
         "value_dim": widths["v_head_dim"],
     }
+
+
+def _parse_scores(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the field of the factor of scores, which ``parse_rope`` has checked, with the rest."""
+    written = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(written, dict) or written.get("factor") == 1:
+        return {}
+    mscale = written.get("mscale_all_dim")
+    return {} if mscale is None else {"rope_score_mscale": mscale}
 
 
 def _parse_experts(config: Mapping[str, Any], checks: Requirements) -> dict[str, Any]:
@@ -189,11 +196,8 @@ def _parse_groups(config: Mapping[str, Any], checks: Requirements) -> dict[str, 
         return {}
     for key in ("n_group", "topk_group"):
         checks.require(is_size(config[key]), key, config[key], "a positive integer")
-    fields_of_groups = {
-        "expert_groups": config["n_group"],
-        "groups_per_token": config["topk_group"],
-    }
-    return fields_of_groups | ({"group_best": best} if config["n_group"] != 1 else {})
+    groups = {"expert_groups": config["n_group"], "groups_per_token": config["topk_group"]}
+    return groups | ({"group_best": best} if config["n_group"] != 1 else {})
 
 
 def _find_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list[str]:
@@ -206,6 +210,9 @@ def _find_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list
         problems.append(f"{labels['rope_dim']} must be below {width}, the width of a head")
     if values["value_dim"] > width:
         problems.append(f"{labels['value_dim']} must be at most {width}, the width of a head")
+    is_stretched = values["rope_factor"] != 1 and values["rope_scaling"] == "yarn"
+    if is_stretched and not problems and DeepseekShape(**values).yarn_ramp is None:
+        problems.append(f"{labels['rope_dim']} leaves YaRN no pair to stretch from")
     return problems
 
 
@@ -218,10 +225,12 @@ def canonical(shape: DeepseekShape) -> DeepseekShape:
     changes: dict[str, Any] = {
         entry.name: entry.default for entry in fields(shape) if entry.name in shape.training_fields
     }
-    changes |= {"head_dim": shape.head_width, "expert_ffn": shape.expert_width}
+    changes["expert_ffn"] = shape.expert_width
     if shape.expert_groups == 1:
         changes["group_best"] = DeepseekShape.group_best
-    return replace(shape, **changes)
+    if shape.query_scale == 1:
+        changes["rope_score_mscale"] = DeepseekShape.rope_score_mscale
+    return replace(llama.canonical(shape), **changes)
 
 
 def make_config(
@@ -269,7 +278,17 @@ def make_config(
     if model_type == _V3:
         own["num_nextn_predict_layers"] = kept["num_nextn_predict_layers"] = 0
     is_same = partial(describes, shape=shape, parse=parse_config, canonical=canonical)
-    return complete_config(own, shape, dtype, kept, is_same)
+    return complete_config(own, shape, dtype, kept, is_same, positions=_score_keys(shape))
+
+
+def _score_keys(shape: DeepseekShape) -> dict[str, Any]:
+    """Return the keys of positions with the factor of scores, if there is one."""
+    if shape.query_scale == 1:
+        return {}
+    stretch = dict(rope_keys(shape)["rope_scaling"])
+    del stretch["attention_factor"]  # the two below, which are equal, say that it is 1
+    mscale = shape.rope_score_mscale
+    return {"rope_scaling": stretch | {"mscale": mscale, "mscale_all_dim": mscale}}
 
 
 def _require_supported(shape: DeepseekShape, model_type: str) -> None:
@@ -286,6 +305,11 @@ def _require_supported(shape: DeepseekShape, model_type: str) -> None:
         for name, value in required.items()
         if getattr(shape, name) != value
     ]
+    if shape.query_scale != 1 and shape.attention_factor != 1:
+        lines.append(
+            f"Hugging Face's {model_type} has no rope_score_mscale beside rope_attention_factor = "
+            f"{shape.attention_factor:g}, but 1; convert to torch or dcp"
+        )
     if shape.shared_ffn == 0 or shape.shared_ffn % shape.expert_width:
         lines.append(
             f"Hugging Face's {model_type} has shared experts as wide as the others, and shared_ffn "

@@ -5,6 +5,7 @@ from typing import Any
 
 from composer3d.facts.ranges import HEAD_DIM, MOST_WIDTH, between, key
 from composer3d.models.moe.shape import ExpertsShape
+from composer3d.models.rotary import YarnRamp, yarn_attention_factor, yarn_ramp
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,35 @@ class DeepseekShape(ExpertsShape):
     )
     value_dim: int = key(128, "width of a head's value, at most head_dim", between(1, 1 << 14))
 
+    rope_score_mscale: float = key(
+        0.0,
+        "yarn: scores are multiplied by (0.1 m ln(rope_factor) + 1)^2, and m is this; 0: by 1",
+        between(0, 1_000),
+    )
+
     @property
     def value_width(self) -> int:
         """The width of a head's value."""
         return self.value_dim
+
+    @property
+    def query_scale(self) -> float:
+        """The factor of queries before attention, which divides scores by sqrt(head width)."""
+        if self.rope_scaling != "yarn":
+            return 1.0
+        return yarn_attention_factor(self.rope_factor, self.rope_score_mscale) ** 2
+
+    @property
+    def yarn_ramp(self) -> YarnRamp | None:
+        """Which of the rotated pairs YaRN slows down; None: with these settings, it could not."""
+        return yarn_ramp(
+            head_dim=self.rope_dim,
+            theta=self.rope_theta,
+            context=self.rope_context,
+            beta_fast=self.rope_beta_fast,
+            beta_slow=self.rope_beta_slow,
+            truncate=self.rope_truncate,
+        )
 
     @property
     def plain_dim(self) -> int:
@@ -38,13 +64,22 @@ class DeepseekShape(ExpertsShape):
 
 
 _HEADS: dict[str, Any] = {"head_dim": 192, "kv_rank": 512, "rope_dim": 64, "value_dim": 128}
+# The positions of 4,096 tokens, stretched. mscale equals mscale_all_dim in the published files.
+_YARN: dict[str, Any] = {
+    "rope_scaling": "yarn",
+    "rope_context": 4096,
+    "rope_attention_factor": 1.0,
+}
 _V2: dict[str, Any] = {
     "norm_eps": 1e-6,
     "experts_per_token": 6,
     "dense_layers": 1,
     "renormalise": False,
     "balance_loss": 1e-3,
+    "rope_factor": 40.0,
+    "rope_score_mscale": 0.707,
     **_HEADS,
+    **_YARN,
 }
 _V3: dict[str, Any] = {"router": "sigmoid", "router_bias": True, **_HEADS}
 _LARGE_V3: dict[str, Any] = {
@@ -53,7 +88,9 @@ _LARGE_V3: dict[str, Any] = {
     "experts_per_token": 8,
     "expert_ffn": 2048,
     "shared_ffn": 2048,
+    "rope_score_mscale": 1.0,
     **_V3,
+    **_YARN,
 }
 
 # debug-deepseek is our own. The other numbers are those of the config.json that is published with
@@ -119,6 +156,7 @@ PRESETS: dict[str, DeepseekShape] = {
         dense_layers=3,
         router_scale=2.5,
         balance_loss=1e-4,
+        rope_factor=40.0,
         expert_groups=8,
         groups_per_token=4,
         **_LARGE_V3,
@@ -151,6 +189,8 @@ PRESETS: dict[str, DeepseekShape] = {
         experts=384,
         dense_layers=1,
         router_scale=2.827,
+        rope_factor=32.0,
+        rope_beta_fast=1.0,
         **_LARGE_V3,
     ),
 }

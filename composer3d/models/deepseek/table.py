@@ -69,6 +69,4 @@ def _attention_rows(shape: DeepseekShape) -> list[Row]:
 
 def _down_row(name: str, width: int, dim: int, *, hf: str) -> Row:
     """Return the projection of the stream to a latent."""
-    return Row(
-        f"attn.{name}.weight", (width, dim), "whole", NORMAL, hf=f"{_ATTENTION}.{hf}.weight"
-    )
+    return Row(f"attn.{name}.weight", (width, dim), "whole", NORMAL, hf=f"{_ATTENTION}.{hf}.weight")

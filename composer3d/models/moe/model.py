@@ -7,6 +7,8 @@ experts of the block in one tensor, the expert first) and, with a shared expert,
 other names are those of ``models.llama``.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from composer3d.models.contract import DecoderBlock, SequenceInfo
@@ -47,6 +49,9 @@ class ExpertsBlock(DecoderBlock):
     """
 
     compiled = ("before_experts", "after_experts")
+    attn_norm: nn.RMSNorm
+    attn: Any
+    ffn_norm: nn.RMSNorm
     moe: MoE
 
     def forward(self, h_BTC: Tensor, seq: SequenceInfo) -> Tensor:

@@ -48,8 +48,8 @@ def apply(stage: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, parallel: Para
     ``stage`` is on the meta device, or holds the same values on all ranks. Afterwards every
     parameter is a DTensor on ``mesh``: ``Shard(0)`` for columns, embedding and head, ``Shard(1)``
     for rows, ``Replicate()`` for whole linear layers, norms of the stream or of one head, routers,
-    and key-value projections with fewer heads than ranks. A norm over all heads is cut like the columns that it
-    normalises. Experts are left as they are.
+    and key-value projections with fewer heads than ranks. A norm over all heads is cut like the
+    columns that it normalises. Experts are left as they are.
 
     Raises:
         PlanError: the plan leaves a parameter uncut; a head lacks its seam; or neither of tp and

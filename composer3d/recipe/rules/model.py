@@ -183,6 +183,18 @@ def yarn_orders_the_pairs(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@rule("model.rope_score_mscale", "model.rope_scaling")
+def score_scale_needs_yarn(recipe: Recipe) -> Iterator[Breach]:
+    """Other ways to stretch positions do not change scores."""
+    model: Any = recipe.model
+    if model.rope_score_mscale and model.rope_scaling != "yarn":
+        yield breach(
+            "<model.rope_score_mscale> is not used with <model.rope_scaling>",
+            KeyChange("model.rope_score_mscale", (0.0,), "remove it"),
+            use("model.rope_scaling", "yarn"),
+        )
+
+
 @rule("data.seq_len", "model.rope_scaling", "model.rope_factor", "model.rope_context")
 def dynamic_positions_are_not_stretched(recipe: Recipe) -> Iterator[Breach]:
     """Angles that depend on the length of the sequence are not there."""
@@ -235,6 +247,7 @@ RULES: tuple[Rule, ...] = (
     only_used_with("model.rope_beta_slow", "model.rope_scaling", ["yarn"]),
     only_used_with("model.rope_truncate", "model.rope_scaling", ["yarn"]),
     only_used_with("model.rope_attention_factor", "model.rope_scaling", ["yarn"]),
+    score_scale_needs_yarn,
     must_be_above("model.rope_high_freq", "model.rope_low_freq"),
     must_be_at_most("model.rope_beta_slow", "model.rope_beta_fast"),
     yarn_orders_the_pairs,

@@ -43,8 +43,21 @@ SMALL = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 20,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 50.0,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": 64,
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "v2 lite": ("deepseek_v2", {"q_lora_rank": None, "routed_scaling_factor": 1.5}),
+    "v2 lite": (
+        "deepseek_v2",
+        {"q_lora_rank": None, "routed_scaling_factor": 1.5, "rope_parameters": _YARN},
+    ),
     "v2, groups": (
         "deepseek_v2",
         {
@@ -56,7 +69,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    "v3": ("deepseek_v3", {"q_lora_rank": 40, "n_group": 4, "topk_group": 2}),
+    "v3": (
+        "deepseek_v3",
+        {
+            "q_lora_rank": 40,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 1.0},
+        },
+    ),
     "v3, odd": (
         "deepseek_v3",
         {
@@ -88,9 +109,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     model_type, settings = KINDS[request.param]
     folder = tmp_path_factory.mktemp("hf")
     torch.manual_seed(1)
-    config = transformers.AutoConfig.for_model(
-        model_type, **SMALL | settings, pad_token_id=None
-    )
+    config = transformers.AutoConfig.for_model(model_type, **SMALL | settings, pad_token_id=None)
     model = transformers.AutoModelForCausalLM.from_config(config)
     biases = [bias for name, bias in model.named_buffers() if name.endswith("correction_bias")]
     with torch.no_grad():
@@ -165,7 +184,10 @@ def test_transformers_loads_our_config(saved: Saved, tmp_path: Path, carries: bo
     (tmp_path / "model.safetensors").symlink_to(saved.folder / "model.safetensors")
     tokens_BT = torch.randint(VOCAB, TOKENS)
     with torch.no_grad():
-        again, first = load_folder(tmp_path, torch.float64), load_folder(saved.folder, torch.float64)
+        again, first = (
+            load_folder(tmp_path, torch.float64),
+            load_folder(saved.folder, torch.float64),
+        )
         assert torch.equal(again(tokens_BT).logits, first(tokens_BT).logits)
 
 
@@ -273,6 +295,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"kv_lora_rank": 10**9},
         "kv_lora_rank = 1000000000 must be from 1 to 1_048_576",
     ),
+    "one scale of two": (
+        "v3",
+        {"rope_scaling": {key: value for key, value in _YARN.items() if key != "mscale"}},
+        "rope_scaling.mscale = null is not supported; it must be both mscale and mscale_all_dim "
+        "above 0, without attention_factor, or neither",
+    ),
     "another model": (
         "v3",
         {"model_type": "kimi_k2"},
@@ -308,6 +336,10 @@ NOT_THEIRS: dict[str, tuple[DeepseekShape, str]] = {
     "no shared expert": (replace(V3, shared_ffn=0), "shared_ffn = 0 is no multiple of 2048"),
     "a narrow one": (replace(V3, shared_ffn=1000), "shared_ffn = 1000 is no multiple of 2048"),
     "groups of one": (replace(V3, expert_groups=256), "experts = 256 has one in each of 256"),
+    "another factor of rotated parts": (
+        replace(V3, rope_attention_factor=1.5),
+        "no rope_score_mscale beside rope_attention_factor = 1.5, but 1",
+    ),
     "a gate": (replace(V3, shared_gate=True), "deepseek_v3 has no shared_gate = True"),
     "odd heads": (replace(V2, n_heads=96, n_kv_heads=96), "n_heads = 96 that does not divide"),
 }

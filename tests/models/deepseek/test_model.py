@@ -1,6 +1,7 @@
 """DeepSeek-V2 and V3: presets are the published models, and counts are what torch counts."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -63,19 +64,21 @@ def test_every_preset_has_a_plan_and_meta_allocates_nothing() -> None:
     claims.check(Deepseek(DEBUG), sharding_plan(DEBUG))
 
 
+def attend_without_padding(
+    width: int, q: Tensor, k: Tensor, v: Tensor, *, seq: SequenceInfo, window: int
+) -> Tensor:
+    out = attend_sdpa(q, k, v[..., :width], seq=seq, window=window)
+    return F.pad(out, (0, v.shape[-1] - width))
+
+
 def test_flops_are_what_torch_counts() -> None:
     """Of values without their padding, which the model does not need."""
     for shape in (DEBUG, replace(DEBUG, query_rank=0, value_dim=DEBUG.head_width, dense_layers=2)):
         model, batch, seq_len = latent.random_model(shape), 2, 20
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, *, seq: SequenceInfo, window: int) -> Tensor:
-            padding = shape.head_width - shape.value_dim
-            out = attend_sdpa(q, k, v[..., : shape.value_dim], seq=seq, window=window)
-            return F.pad(out, (0, padding))
-
         for module in model.modules():
             if isinstance(module, LatentAttention):
-                module.attend = attend
+                module.attend = partial(attend_without_padding, shape.value_dim)
         tokens_BT = torch.arange(batch * seq_len).view(batch, seq_len)
         positions_BT = torch.arange(seq_len).expand_as(tokens_BT)
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

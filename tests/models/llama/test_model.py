@@ -78,7 +78,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     "mistral-7b": Published(7_241_732_096, 1e4, 1e-5, 4096, 1.0, False, False),
     "mistral-7b-v0.3": Published(7_248_023_552, 1e6, 1e-5, 0, 1.0, False, False),
-    "smollm3-3b": Published(3_075_098_624, 5e6, 1e-6, 0, 1.0, True, False),
+    "smollm3-3b": Published(3_075_098_624, 5e6, 1e-6, 0, 1.0, True, False, n_kv_heads=4),
     "qwen3-0.6b": Published(596_049_920, 1e6, 1e-6, 0, 1.0, True, True),
     "qwen3-1.7b": Published(1_720_574_976, 1e6, 1e-6, 0, 1.0, True, True),
     "qwen3-4b": Published(4_022_468_096, 1e6, 1e-6, 0, 1.0, True, True),

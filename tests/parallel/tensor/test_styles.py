@@ -178,9 +178,7 @@ LATENTS = DeepseekShape(
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("query_rank", [6, 0])
-def test_latents_have_exact_gradients(
-    pool: Pool, sequence_parallel: bool, query_rank: int
-) -> None:
+def test_latents_have_exact_gradients(pool: Pool, sequence_parallel: bool, query_rank: int) -> None:
     """Queries, keys and the feed-forward layer each gather their input.
 
     Without sequence parallelism every rank has whole gradients of the down-projections: nothing is

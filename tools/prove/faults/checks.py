@@ -518,5 +518,5 @@ def differences(form: str, actual: dict[str, Tensor], expected: dict[str, Tensor
 # The number of workers of a check; 1 for all others.
 RANKS = {"corruption": 3, "stragglers": 2}
 
-_ALL = (model, generation, weights, training, rollback, conversion, corruption, stragglers)
+_ALL = (model, latents, generation, weights, training, rollback, conversion, corruption, stragglers)
 CHECKS: dict[str, Callable[[Plant], list[str]]] = {check.__name__: check for check in _ALL}
