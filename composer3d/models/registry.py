@@ -30,6 +30,7 @@ OURS: Mapping[str, str] = {
     "granite": "composer3d.models.granite.architecture:ARCHITECTURE",
     "deepseek": "composer3d.models.deepseek.architecture:ARCHITECTURE",
     "phi3": "composer3d.models.phi3.architecture:ARCHITECTURE",
+    "gemma3": "composer3d.models.gemma3.architecture:ARCHITECTURE",
 }
 
 
