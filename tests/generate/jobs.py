@@ -110,6 +110,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen 3 moe": ("Qwen3Moe", _EXPERTS),
     "olmo 2": ("Olmo2", {}),
+    "gemma 3": ("Gemma3Text", {"num_hidden_layers": 7, "sliding_window": 6, "head_dim": 32}),
     "phi 3, window 7": ("Phi3", {"sliding_window": 7}),
     "deepseek 2": (
         "DeepseekV2",

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from composer3d.convert.convert import convert
 from composer3d.facts.errors import CheckpointError
 from composer3d.models.contract import SequenceInfo
+from composer3d.models.gemma3 import huggingface as gemma3
 from composer3d.models.gpt_oss import huggingface as gpt_oss
 from composer3d.models.granite import huggingface as granite
 from composer3d.models.llama import huggingface as llama
@@ -66,12 +67,25 @@ _YARN: dict[str, Any] = {
 }
 
 
-def _by_kind(**stretch: Any) -> dict[str, Any]:
-    """Positions of an OLMo 3 with another base; ``stretch`` is that of its full layers."""
+def _by_kind(local_theta: float = 2e4, **stretch: Any) -> dict[str, Any]:
+    """Positions with another base by the kind of layer; ``stretch`` is that of full layers."""
     plain = {"rope_type": "default", "rope_theta": 2e4}
-    return {"full_attention": plain | stretch, "sliding_attention": plain}
+    windowed = plain | {"rope_theta": local_theta}
+    return {"full_attention": plain | stretch, "sliding_attention": windowed}
 
 
+_GEMMA = {"head_dim": 32, "sliding_window": 5}
+_STRETCHES: list[dict[str, Any]] = [
+    {"rope_type": "linear"},
+    {"rope_type": "dynamic"},
+    {"rope_type": "yarn", "original_max_position_embeddings": 16},
+    {
+        "rope_type": "llama3",
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+]
 _NO_BIASES = (
     {"attention_bias": True},
     "attention_bias = true is not supported; it must be false, null or absent",
@@ -337,6 +351,94 @@ FAMILIES: dict[str, Family] = {
             ),
         },
     ),
+    "gemma3_text": Family(
+        "gemma3",
+        gemma3,
+        {
+            "grouped": {**_GEMMA, "num_hidden_layers": 7, "query_pre_attn_scalar": 32},
+            "windows in two of three layers, another scale": {
+                **_GEMMA,
+                "num_hidden_layers": 4,
+                "sliding_window_pattern": 3,
+                "num_key_value_heads": 1,
+                "query_pre_attn_scalar": 50,
+                "tie_word_embeddings": False,
+                "rms_norm_eps": 1e-5,
+            },
+            "other bases by the kind of layer": {
+                **_GEMMA,
+                **_layers(5, 2),
+                "rope_parameters": _by_kind(local_theta=30.0),
+            },
+            **{
+                f"full layers stretched, {scaling['rope_type']}": {
+                    **_GEMMA,
+                    **_layers(4, 2),
+                    "rope_parameters": _by_kind(local_theta=50.0, factor=8.0, **scaling),
+                }
+                for scaling in _STRETCHES
+            },
+            "windows in all layers": {
+                "sliding_window": 3,
+                "layer_types": ["sliding_attention"] * 3,
+            },
+            "no windows": {"layer_types": ["full_attention"] * 3, "head_dim": 16},
+        },
+        {
+            "biases": _NO_BIASES,
+            "another activation": (
+                {"hidden_activation": "gelu"},
+                'hidden_activation = "gelu" is not supported; it must be "gelu_pytorch_tanh"',
+            ),
+            "a size out of range": _TOO_DEEP,
+            "capped logits": (
+                {"final_logit_softcapping": 30.0},
+                "final_logit_softcapping = 30.0 is not supported; it must be false, null or absent",
+            ),
+            "capped scores": (
+                {"attn_logit_softcapping": 50.0},
+                "attn_logit_softcapping = 50.0 is not supported; it must be false, null or absent",
+            ),
+            "attention both ways": (
+                {"use_bidirectional_attention": True},
+                "use_bidirectional_attention = true is not supported; it must be false, null or "
+                "absent",
+            ),
+            "no scale": (
+                {"query_pre_attn_scalar": 0},
+                "query_pre_attn_scalar = 0 is not supported; it must be a positive integer",
+            ),
+            "no width of a head": (
+                {"head_dim": None},
+                "head_dim = null is not supported; it must be a positive integer",
+            ),
+            "no pattern": (
+                {"sliding_window_pattern": None},
+                "sliding_window_pattern = null is not supported; it must be a positive integer",
+            ),
+            "a base of text": (
+                {"rope_local_base_freq": "1e4"},
+                'rope_local_base_freq = "1e4" is not supported; it must be a number',
+            ),
+            "a stretch of layers with windows": (
+                {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+                'rope_parameters.sliding_attention = {"rope_type": "linear", "rope_theta": '
+                '10000.0, "factor": 2.0} is not supported; it must be a rope_theta with the '
+                "rope_type default",
+            ),
+            "positions of all layers": (
+                {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+                'rope_parameters = {"rope_type": "default", "rope_theta": 500000.0} is not '
+                "supported; it must be an object with objects full_attention and "
+                "sliding_attention, null or absent",
+            ),
+            "vision": (
+                {"model_type": "gemma3", "vision_config": {}},
+                'model_type = "gemma3" is not supported: its config.json has a vision_config, and '
+                "composer3d computes models of text alone",
+            ),
+        },
+    ),
 }
 CASES = [(family, kind) for family, entry in FAMILIES.items() for kind in entry.kinds]
 
@@ -470,8 +572,9 @@ def test_absent_keys_have_the_defaults_of_transformers(family: str, tmp_path: Pa
     assert shape.n_kv_heads == theirs.num_key_value_heads
     assert (shape.norm_eps, shape.tied) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
     positions = {"rope_type": "default", "rope_theta": shape.rope_theta}
-    if family == "olmo3":
-        positions = {"full_attention": positions, "sliding_attention": positions}
+    if family in ("olmo3", "gemma3_text"):
+        windowed = {"rope_theta": getattr(shape, "rope_local_theta", shape.rope_theta)}
+        positions = {"full_attention": positions, "sliding_attention": positions | windowed}
     elif family == "phi3":
         positions["partial_rotary_factor"] = 1.0
     elif family == "gpt_oss":
@@ -489,6 +592,9 @@ def test_absent_keys_have_the_defaults_of_transformers(family: str, tmp_path: Pa
         windows = [shape.window_of(layer) for layer in range(shape.n_layers)]
         kinds = ["sliding_attention" if window else "full_attention" for window in windows]
         assert kinds == getattr(theirs, "layer_types", kinds)
+    if family == "gemma3_text":  # None: the width of a head
+        assert (shape.head_width, shape.query_pre_attn_scalar) == (theirs.head_dim, None)
+        assert theirs.query_pre_attn_scalar == theirs.head_dim
     for name in ("embedding_multiplier", "attention_multiplier", "logits_scaling"):
         assert getattr(shape, name, None) == getattr(theirs, name, None)
 
@@ -505,10 +611,15 @@ def test_what_is_not_computed_is_refused(family: str, case: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "preset"),
-    [(name, preset) for name in ("olmo2", "granite") for preset in architecture(name).presets],
+    [
+        (name, preset)
+        for name in ("olmo2", "granite", "gemma3_text")
+        for preset in architecture(FAMILIES[name].architecture).presets
+    ],
 )
 def test_presets_survive_a_config(family: str, preset: str) -> None:
-    hf, shape = FAMILIES[family].hf, architecture(family).presets[preset]
+    hf, ours = FAMILIES[family].hf, architecture(FAMILIES[family].architecture)
+    shape = ours.presets[preset]
     assert hf.parse_config(hf.make_config(shape, "bfloat16")) == shape
 
 

@@ -137,6 +137,7 @@ def compute_in_float64(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
         monkeypatch: undoes it.
         family: the model_type, such as "mixtral".
     """
+    family = family.removesuffix("_text")
     module = f"transformers.models.{family}.modeling_{family}"
     for name in (module, "transformers.modeling_rope_utils"):
         monkeypatch.setattr(f"{name}.torch", _WideTorch())
