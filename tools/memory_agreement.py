@@ -61,6 +61,14 @@ OLMO_2 = (
     "model.n_layers=4",
     "data.seq_len=2048",
 )
+GEMMA_3 = (
+    "run.device=cuda",
+    "model.architecture=gemma3",
+    "model.preset=gemma3-1b",
+    "model.vocab=4096",
+    "model.n_layers=6",
+    "data.seq_len=2048",
+)
 DEEPSEEK = (
     "run.device=cuda",
     "model.architecture=deepseek",
@@ -151,6 +159,11 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "olmo2-tp": (*OLMO_2, "mesh.tp=2", "mesh.dp_shard=4", BF16, batch(8)),
     "olmo2-tp-full": (*OLMO_2, "mesh.tp=2", "mesh.dp_shard=4", BF16, FULL, batch(8)),
+    "gemma3": (*GEMMA_3, FSDP, BF16, batch(8)),
+    "gemma3-tp-selective": (*GEMMA_3, *TP4, BF16, SELECTIVE, batch(2)),
+    "gemma3-full": (*GEMMA_3, FSDP, BF16, FULL, "data.micro_batch=4", batch(32)),
+    "gemma3-large-head": (*GEMMA_3, FSDP, BF16, FULL, "model.vocab=262144", batch(8)),
+    "olmo2-selective": (*OLMO_2, *TP4, BF16, SELECTIVE, batch(2)),
     "latents": (*DEEPSEEK, FSDP, BF16, batch(8)),
     "latents-tp": (*DEEPSEEK, "mesh.tp=4", "mesh.dp_shard=2", "mesh.ep=8", BF16, batch(2)),
     "latents-tp-full": (
@@ -267,6 +280,7 @@ SLICE = (
     "every-3-blocks",
     "zero3-2-blocks-a-unit",
     "tp-selective",
+    "gemma3-tp-selective",
     "zbv-blocks",
     "ep-full",
 )

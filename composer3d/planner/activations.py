@@ -182,8 +182,8 @@ def block_bytes(
 ) -> BlockBytes:
     """Return the bytes of a block.
 
-    Without checkpointing, a block keeps the inputs and outputs of both norms (the outputs as they
-    are gathered), queries, keys and values after the rotation, the output of attention, and four
+    Without checkpointing, a block keeps the inputs of its norms, those of its first products as they
+    are gathered, queries, keys and values after the rotation, the output of attention, and four
     tensors of the feed-forward layer's width.
 
     Args:
@@ -192,7 +192,7 @@ def block_bytes(
         splits_backward: whether the gradients of weights are computed later.
         share: how many of its parameters train. Its activations are those of training all.
     """
-    sizes, layout, software = setup.sizes, setup.layout, setup.software
+    sizes, layout = setup.sizes, setup.layout
     tp, e, local = layout.tp, setup.precision.gathered, setup.tokens / layout.tp
     stream = stream_of(setup)
     cuts_kv = sizes.kv_heads % tp == 0
@@ -221,14 +221,15 @@ def block_bytes(
     attended = part.query + _WIDE * local * sizes.heads  # the output, and a number for each row
 
     attention_input = stream.inner if latent is None else latent.stream
-    full = 2 * stream.own + attention_input + stream.inner
+    of_norm = _kept_by_a_norm(setup)
+    full = sizes.norms * stream.own * of_norm + attention_input + stream.inner
     full += part.query + 2 * part.kv + attended + exchanged_out
     if latent is not None:
         full += latent.down + latent.inputs + latent.out
     full += 4 * part.width + 4 * part.expert_width
     full += 3 * part.rows  # as they are sent, as they arrive, and the outputs
-    if not software.fuses_norms:
-        full += 2 * stream.own * _copies_of_a_norm(e)
+    if sizes.wide_norms:
+        full += (part.query + part.kv) * of_norm
     if sizes.norms_over_heads and tp > 1:
         # ``tensor.forwards.norm_forward`` is no single kernel, on any device.
         full += (part.query + part.kv) * (1 + _copies_of_a_norm(e))
@@ -245,7 +246,7 @@ def block_bytes(
         case "full":
             kept, again = stream.own, full - stream.own
         # The outputs of products, of attention and of exchanges. That of the second feed-forward
-        # matrix is only added to the stream, if no gate weighs it.
+        # matrix is only added to the stream, if neither a gate nor a norm reads it.
         case _:
             attention_output = stream.inner
             from_exchanges = exchanged_qkv + exchanged_out
@@ -253,6 +254,7 @@ def block_bytes(
             kept = stream.own + part.query + 2 * part.width + attended
             kept += 2 * part.kv if latent is None else latent.down + latent.up
             kept += attention_output + weighed + from_exchanges + rows_exchanged
+            kept += stream.inner if sizes.norms_after else 0.0
             kept += 2 * part.expert_width + part.rows
             # Values, if they are no copies, and the gate's halves are not computed again, and the
             # output of attention's product is dropped when it has been added.
@@ -267,6 +269,14 @@ def block_bytes(
         unit=unit_of(setup, linear, experts, share),
         linear=linear,
     )
+
+
+def _kept_by_a_norm(setup: Setup) -> float:
+    """Return what a norm keeps for backward, as a multiple of its input."""
+    e = setup.precision.gathered
+    if not setup.software.fuses_norms:
+        return 1 + _copies_of_a_norm(e)
+    return max(1.0, _WIDE / e) if setup.sizes.wide_norms else 1.0
 
 
 def _copies_of_a_norm(e: float) -> float:
@@ -331,9 +341,7 @@ def head_bytes(setup: Setup) -> HeadBytes:
         saved, gradient = _WIDE * logits, e * logits
         if layout.tp > 1:
             gradient += e * logits / layout.tp
-    kept = stream.own + stream.inner
-    if not setup.software.fuses_norms:
-        kept += stream.own * _copies_of_a_norm(e)
+    kept = stream.own * _kept_by_a_norm(setup) + stream.inner
     if setup.loss_chunks == 1:
         return HeadBytes(kept, loss, gradient, saved, stream.inner)
     summed = _WIDE * sizes.head_parameters / layout.tp

@@ -408,14 +408,17 @@ def _rounded_bytes(product: Product) -> float:
 def _elementwise_bytes(setup: Setup, *, has_experts: bool) -> float:
     """Return the memory traffic of a block's elementwise work in forward, in bytes, in 16 bits.
 
-    For each element of the residual stream: two norms (read, write) and two additions (read twice,
-    write). For queries: rotation, transposition, copy. For the feed-forward layer: its activation,
-    and the product with the gate.
+    For each element of the residual stream: norms (read, write) and two additions (read twice,
+    write). Norms in float32 also cast what they read and write, if that is not fused. For queries:
+    rotation, transposition, copy. For the feed-forward layer: its activation, and the product with
+    the gate.
     """
     sizes, layout, tokens = setup.sizes, setup.layout, setup.tokens
     tp = layout.tp
     stream_tokens = tokens / tp if layout.sequence_parallel else tokens
-    moved = 20.0 * sizes.dim * stream_tokens
+    casts = sizes.wide_norms and not setup.software.fuses_elementwise
+    per_norm = 20.0 if casts else 4.0  # a cast moves 2 + 4 bytes, and the norm 4 + 4
+    moved = (per_norm * sizes.norms + 12.0) * sizes.dim * stream_tokens
     moved += (12.0 * sizes.query_width + 12.0 * sizes.kv_width) * tokens / tp
     per_width = 4.0 * (sizes.ffn_matrices - 1)
     if has_experts:

@@ -239,6 +239,9 @@ def _sizes(model: Model) -> Sizes:
         # A gate makes two matrices before the last one. Layers of experts alone have no columns.
         ffn_matrices=2 if inner == 1 else 3,
         latents=_latents(model),
+        norms=sum(row.style == "norm" and not is_attention(row) for row in kinds[0]),
+        norms_after=kinds[0][-1].style == "norm",
+        wide_norms=getattr(model, "wide_norms", False),
         norms_over_heads=any(row.style in NORMS_OVER_HEADS for row in kinds[0]),
         tied=model.tied,
         windows=tuple(map(model.window_of, range(model.n_layers))) if any(model.windows) else (),

@@ -61,6 +61,10 @@ class Sizes:
         expert_parameters: of all experts of a block, without the shared one.
         shared_parameters: of the router and the shared expert of a block.
         ffn_matrices: the matrices of a feed-forward layer; a gated one (SwiGLU) has three.
+        norms: the norms of the residual stream in a block.
+        norms_after: whether the last of them comes after the feed-forward layer (OLMo 2).
+        wide_norms: whether norms, those of each head's query and key too, compute in float32
+            (Gemma 3).
         norms_over_heads: whether queries and keys are normalised over all heads (OLMo 2).
         latents: those of latent attention; None: queries, keys and values come from the stream.
         windows: the sliding window of each block's attention in tokens, 0: none. Empty: no block
@@ -96,6 +100,9 @@ class Sizes:
     expert_blocks: int = 0
     expert_every: int = 1
     ffn_matrices: int = 3
+    norms: int = 2
+    norms_after: bool = False
+    wide_norms: bool = False
     norms_over_heads: bool = False
     latents: Latents | None = None
 

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from composer3d.convert.convert import convert
 from composer3d.facts.errors import CheckpointError
 from composer3d.models.contract import SequenceInfo
+from composer3d.models.gemma3 import huggingface as gemma3
+from composer3d.models.gpt_oss import huggingface as gpt_oss
 from composer3d.models.granite import huggingface as granite
 from composer3d.models.llama import huggingface as llama
 from composer3d.models.locations import Location
@@ -53,12 +55,37 @@ def _layers(count: int, every: int) -> dict[str, Any]:
     return {"num_hidden_layers": count, "layer_types": layer_types}
 
 
-def _by_kind(**stretch: Any) -> dict[str, Any]:
-    """Positions of an OLMo 3 with another base; ``stretch`` is that of its full layers."""
+_YARN: dict[str, Any] = {
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    }
+}
+
+
+def _by_kind(local_theta: float = 2e4, **stretch: Any) -> dict[str, Any]:
+    """Positions with another base by the kind of layer; ``stretch`` is that of full layers."""
     plain = {"rope_type": "default", "rope_theta": 2e4}
-    return {"full_attention": plain | stretch, "sliding_attention": plain}
+    windowed = plain | {"rope_theta": local_theta}
+    return {"full_attention": plain | stretch, "sliding_attention": windowed}
 
 
+_GEMMA = {"head_dim": 32, "sliding_window": 5}
+_STRETCHES: list[dict[str, Any]] = [
+    {"rope_type": "linear"},
+    {"rope_type": "dynamic"},
+    {"rope_type": "yarn", "original_max_position_embeddings": 16},
+    {
+        "rope_type": "llama3",
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+]
 _NO_BIASES = (
     {"attention_bias": True},
     "attention_bias = true is not supported; it must be false, null or absent",
@@ -69,6 +96,17 @@ _TOO_DEEP = (
     "num_hidden_layers = 1000000000 must be from 1 to 10_000",
 )
 *_TYPES, _LAST_TYPE = huggingface_model_types()
+_GPT_OSS_YARN = {
+    **{"rope_type": "yarn", "rope_theta": 2e4, "factor": 8.0, "truncate": False},
+    **{"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 64},
+}
+_GPT_OSS: dict[str, Any] = {
+    "head_dim": 16,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "sliding_window": 7,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 2e4},
+}
 FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         "llama",
@@ -107,13 +145,6 @@ FAMILIES: dict[str, Family] = {
                 "head_dim": 32,
                 "rope_parameters": _by_kind(),
             },
-            "YaRN in full layers": {
-                **_layers(4, 2),
-                "sliding_window": 5,
-                "rope_parameters": _by_kind(
-                    rope_type="yarn", factor=8.0, original_max_position_embeddings=32
-                ),
-            },
             "another base, and a stretch of full layers": {
                 **_layers(6, 3),
                 "sliding_window": 5,
@@ -125,13 +156,26 @@ FAMILIES: dict[str, Family] = {
                     original_max_position_embeddings=16,
                 ),
             },
+            "yarn, in its older form": {**_layers(4, 2), "sliding_window": 5, **_YARN},
+            "yarn with another base, bounds and factor": {
+                **_layers(4, 4),
+                "sliding_window": 9,
+                "rope_parameters": _by_kind(
+                    rope_type="yarn",
+                    factor=4.0,
+                    original_max_position_embeddings=64,
+                    beta_fast=8.0,
+                    beta_slow=2.0,
+                    attention_factor=1.5,
+                ),
+            },
         },
         {
             "biases": _NO_BIASES,
             "another activation": _SILU,
             "a size out of range": _TOO_DEEP,
-            "a key of YaRN that transformers does not read": (
-                {"rope_parameters": _by_kind(rope_type="yarn", factor=2.0, truncate=False)},
+            "a stretch that transformers would round": (
+                {"rope_scaling": _YARN["rope_scaling"] | {"truncate": False}},
                 "truncate = false is not supported; it must be true or absent",
             ),
             "no width": (
@@ -227,6 +271,50 @@ FAMILIES: dict[str, Family] = {
             "a size out of range": _TOO_DEEP,
         },
     ),
+    "gpt_oss": Family(
+        "gpt_oss",
+        gpt_oss,
+        {
+            "grouped": {**_GPT_OSS, "num_hidden_layers": 4},
+            "tied, clamped, full layers only": {
+                **_GPT_OSS,
+                **_TIED,
+                "swiglu_alpha": 1.2,
+                "swiglu_limit": 0.5,
+                "sliding_window": 128,
+                "layer_types": ["full_attention"] * 3,
+            },
+            "windows in two of three layers": {
+                **_GPT_OSS,
+                **_layers(5, 3),
+                "sliding_window": 5,
+                "num_experts_per_tok": 2,
+                "rms_norm_eps": 1e-3,
+                "rope_parameters": _GPT_OSS_YARN,
+            },
+        },
+        {
+            "no biases": (
+                {"attention_bias": False},
+                "attention_bias = false is not supported; it must be true or absent",
+            ),
+            "another quantization": (
+                {"quantization_config": {"quant_method": "fp8"}},
+                'quantization_config = {"quant_method": "fp8"} is not supported; it must be '
+                "false, null or absent",
+            ),
+            "a bound of text": (
+                {"swiglu_limit": "7"},
+                'swiglu_limit = "7" is not supported; it must be a number',
+            ),
+            "too many experts": (
+                {"num_local_experts": 2, "num_key_value_heads": 2},
+                "num_experts_per_tok = 4 must be at most num_local_experts = 2",
+            ),
+            "another activation": _SILU,
+            "a size out of range": _TOO_DEEP,
+        },
+    ),
     "phi3": Family(
         "phi3",
         phi3,
@@ -260,6 +348,94 @@ FAMILIES: dict[str, Family] = {
                 {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [2]}},
                 'rope_scaling.rope_type = "longrope" is not supported; it must be "default", '
                 '"llama3", "linear", "dynamic" or "yarn"',
+            ),
+        },
+    ),
+    "gemma3_text": Family(
+        "gemma3",
+        gemma3,
+        {
+            "grouped": {**_GEMMA, "num_hidden_layers": 7, "query_pre_attn_scalar": 32},
+            "windows in two of three layers, another scale": {
+                **_GEMMA,
+                "num_hidden_layers": 4,
+                "sliding_window_pattern": 3,
+                "num_key_value_heads": 1,
+                "query_pre_attn_scalar": 50,
+                "tie_word_embeddings": False,
+                "rms_norm_eps": 1e-5,
+            },
+            "other bases by the kind of layer": {
+                **_GEMMA,
+                **_layers(5, 2),
+                "rope_parameters": _by_kind(local_theta=30.0),
+            },
+            **{
+                f"full layers stretched, {scaling['rope_type']}": {
+                    **_GEMMA,
+                    **_layers(4, 2),
+                    "rope_parameters": _by_kind(local_theta=50.0, factor=8.0, **scaling),
+                }
+                for scaling in _STRETCHES
+            },
+            "windows in all layers": {
+                "sliding_window": 3,
+                "layer_types": ["sliding_attention"] * 3,
+            },
+            "no windows": {"layer_types": ["full_attention"] * 3, "head_dim": 16},
+        },
+        {
+            "biases": _NO_BIASES,
+            "another activation": (
+                {"hidden_activation": "gelu"},
+                'hidden_activation = "gelu" is not supported; it must be "gelu_pytorch_tanh"',
+            ),
+            "a size out of range": _TOO_DEEP,
+            "capped logits": (
+                {"final_logit_softcapping": 30.0},
+                "final_logit_softcapping = 30.0 is not supported; it must be false, null or absent",
+            ),
+            "capped scores": (
+                {"attn_logit_softcapping": 50.0},
+                "attn_logit_softcapping = 50.0 is not supported; it must be false, null or absent",
+            ),
+            "attention both ways": (
+                {"use_bidirectional_attention": True},
+                "use_bidirectional_attention = true is not supported; it must be false, null or "
+                "absent",
+            ),
+            "no scale": (
+                {"query_pre_attn_scalar": 0},
+                "query_pre_attn_scalar = 0 is not supported; it must be a positive integer",
+            ),
+            "no width of a head": (
+                {"head_dim": None},
+                "head_dim = null is not supported; it must be a positive integer",
+            ),
+            "no pattern": (
+                {"sliding_window_pattern": None},
+                "sliding_window_pattern = null is not supported; it must be a positive integer",
+            ),
+            "a base of text": (
+                {"rope_local_base_freq": "1e4"},
+                'rope_local_base_freq = "1e4" is not supported; it must be a number',
+            ),
+            "a stretch of layers with windows": (
+                {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+                'rope_parameters.sliding_attention = {"rope_type": "linear", "rope_theta": '
+                '10000.0, "factor": 2.0} is not supported; it must be a rope_theta with the '
+                "rope_type default",
+            ),
+            "positions of all layers": (
+                {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+                'rope_parameters = {"rope_type": "default", "rope_theta": 500000.0} is not '
+                "supported; it must be an object with objects full_attention and "
+                "sliding_attention, null or absent",
+            ),
+            "vision": (
+                {"model_type": "gemma3", "vision_config": {}},
+                'model_type = "gemma3" is not supported: its config.json has a vision_config, and '
+                "composer3d computes models of text alone",
             ),
         },
     ),
@@ -300,7 +476,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def load_theirs(folder: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="eager"
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )
     return model.eval()
 
@@ -311,7 +487,7 @@ def load_ours(saved: Saved) -> tuple[Any, dict[str, Location]]:
     ours = architecture(FAMILIES[saved.family].architecture)
     tensors = load_file(saved.folder / "model.safetensors")
     places = ours.hf_locations(shape)
-    assert tensors.keys() == {place.names[0] for place in places.values()}
+    assert tensors.keys() == {name for place in places.values() for name in place.names}
     model = ours.build(shape, device="cpu", dtype=torch.float64)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -396,15 +572,29 @@ def test_absent_keys_have_the_defaults_of_transformers(family: str, tmp_path: Pa
     assert shape.n_kv_heads == theirs.num_key_value_heads
     assert (shape.norm_eps, shape.tied) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
     positions = {"rope_type": "default", "rope_theta": shape.rope_theta}
-    if family == "olmo3":
-        positions = {"full_attention": positions, "sliding_attention": positions}
+    if family in ("olmo3", "gemma3_text"):
+        windowed = {"rope_theta": getattr(shape, "rope_local_theta", shape.rope_theta)}
+        positions = {"full_attention": positions, "sliding_attention": positions | windowed}
     elif family == "phi3":
         positions["partial_rotary_factor"] = 1.0
+    elif family == "gpt_oss":
+        positions = {
+            "rope_type": shape.rope_scaling,
+            "rope_theta": shape.rope_theta,
+            "factor": shape.rope_factor,
+            "beta_fast": shape.rope_beta_fast,
+            "beta_slow": shape.rope_beta_slow,
+            "truncate": shape.rope_truncate,
+            "original_max_position_embeddings": shape.rope_context,
+        }
     assert theirs.rope_parameters == positions
     if family != "granite":
         windows = [shape.window_of(layer) for layer in range(shape.n_layers)]
         kinds = ["sliding_attention" if window else "full_attention" for window in windows]
         assert kinds == getattr(theirs, "layer_types", kinds)
+    if family == "gemma3_text":  # None: the width of a head
+        assert (shape.head_width, shape.query_pre_attn_scalar) == (theirs.head_dim, None)
+        assert theirs.query_pre_attn_scalar == theirs.head_dim
     for name in ("embedding_multiplier", "attention_multiplier", "logits_scaling"):
         assert getattr(shape, name, None) == getattr(theirs, name, None)
 
@@ -421,10 +611,15 @@ def test_what_is_not_computed_is_refused(family: str, case: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "preset"),
-    [(name, preset) for name in ("olmo2", "granite") for preset in architecture(name).presets],
+    [
+        (name, preset)
+        for name in ("olmo2", "granite", "gemma3_text")
+        for preset in architecture(FAMILIES[name].architecture).presets
+    ],
 )
 def test_presets_survive_a_config(family: str, preset: str) -> None:
-    hf, shape = FAMILIES[family].hf, architecture(family).presets[preset]
+    hf, ours = FAMILIES[family].hf, architecture(FAMILIES[family].architecture)
+    shape = ours.presets[preset]
     assert hf.parse_config(hf.make_config(shape, "bfloat16")) == shape
 
 

@@ -9,6 +9,7 @@ import torch
 
 from composer3d.models import counts
 from composer3d.models.contract import Decoder
+from composer3d.models.gemma3.shape import Gemma3Shape
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.module_table import table_of_module
 from composer3d.models.moe.shape import ExpertsShape, MoeShape
@@ -39,6 +40,7 @@ SHAPES: dict[str, DecoderShape] = {
         _UNEVEN_MOE, n_heads=12, dense_layers=2, qkv_bias=True, shared_ffn=20, shared_gate=True
     ),
     "uneven with wide norms": Olmo2Shape(48, 3, 12, 2, 100, 77, head_dim=10, tied=True),
+    "uneven with norms around the layers": Gemma3Shape(48, 3, 12, 2, 100, 77, head_dim=10),
 }
 
 

@@ -1,4 +1,4 @@
-"""Llama, its mixtures of experts, OLMo 2 and 3 and Granite 3 once more, as their papers write them.
+"""Llama, its mixtures of experts, OLMo 2 and 3, Granite 3 and Gemma 3, as their papers write them.
 
 ``verify`` runs the model of composer3d on both of its sides. This one shares no code with it: it
 computes one sequence at a time, in mixtures of experts one token, and rotates complex numbers.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from composer3d.models.contract import IGNORE_INDEX, Decoder, SequenceInfo
+from composer3d.models.gemma3.shape import Gemma3Shape
 from composer3d.models.granite.shape import GraniteShape
 from composer3d.models.llama.shape import ModelShape, RotaryShape
 from composer3d.models.moe.shape import MoeShape
@@ -96,6 +97,16 @@ SHAPES: Mapping[str, RotaryShape] = {
         rope_factor=8.0,
         rope_context=64,
     ),
+    "with norms over all heads, windows and yarn": Olmo2Shape(
+        *(24, 3, 4, 2, 40, 31, 1e2, 1e-3),
+        window=3,
+        full_every=3,
+        rope_scaling="yarn",
+        rope_factor=8.0,
+        rope_context=512,
+        head_dim=16,
+        rope_attention_factor=1.5,
+    ),
     "with multipliers": GraniteShape(
         *(24, 2, 4, 2, 40, 31, 1e2, 1e-3),
         embedding_multiplier=3.0,
@@ -104,6 +115,23 @@ SHAPES: Mapping[str, RotaryShape] = {
         logits_scaling=2.5,
     ),
     "with the usual scale of scores": GraniteShape(24, 2, 4, 2, 40, 31, tied=True),
+    "with norms around the layers": Gemma3Shape(
+        *(24, 3, 4, 2, 40, 31, 1e2, 1e-3),
+        window=4,
+        full_every=2,
+        rope_local_theta=10.0,
+        query_pre_attn_scalar=9,
+    ),
+    "with norms around the layers, stretched": Gemma3Shape(
+        *(24, 3, 4, 1, 40, 31, 1e2, 1e-3),
+        head_dim=8,
+        tied=True,
+        window=3,
+        full_every=3,
+        rope_local_theta=10.0,
+        rope_scaling="linear",
+        rope_factor=3.0,
+    ),
 }
 
 
@@ -214,11 +242,15 @@ class RowResult(NamedTuple):
 def plain_row(shape: RotaryShape, weights: Mapping[str, Tensor], row: Row) -> RowResult:
     """Compute one sequence."""
     turns = rotations(shape, row.positions)
-    turns_of_windows = rotations(replace(shape, rope_factor=1.0), row.positions)
+    is_gemma = isinstance(shape, Gemma3Shape)
+    theta = shape.rope_local_theta if is_gemma else shape.rope_theta
+    of_windows = replace(shape, rope_theta=theta, rope_factor=1.0, rope_attention_factor=None)
+    turns_of_windows = rotations(of_windows, row.positions)
     has_multipliers = isinstance(shape, GraniteShape)
     factor = shape.residual_multiplier if has_multipliers else 1.0
     h = weights["first.embed.weight"][list(row.tokens)]
     h = h * (shape.embedding_multiplier if has_multipliers else 1.0)
+    h = h * (math.sqrt(shape.dim) if is_gemma else 1.0)
     losses = torch.zeros((), dtype=h.dtype)
     for number in range(shape.n_layers):
         start = f"blocks.{number}."
@@ -229,11 +261,18 @@ def plain_row(shape: RotaryShape, weights: Mapping[str, Tensor], row: Row) -> Ro
         }
         w_attn, w_ffn = of_block["attn_norm.weight"], of_block["ffn_norm.weight"]
         attend_to = partial(_attention, shape, of_block, row, number, turns)
+        has_window = shape.window > 0 and not _is_every(shape, "full_every", number)
+        if has_window and isinstance(shape, Olmo2Shape | Gemma3Shape):
+            attend_to = partial(_attention, shape, of_block, row, number, turns_of_windows)
         if isinstance(shape, Olmo2Shape):  # norms come after the layers
-            if shape.window and not _is_every(shape, "full_every", number):
-                attend_to = partial(_attention, shape, of_block, row, number, turns_of_windows)
             h = h + _norm(shape, attend_to(h), w_attn)
-            h = h + _norm(shape, _dense(of_block, h), w_ffn)
+            h = h + _norm(shape, _dense(shape, of_block, h), w_ffn)
+            continue
+        if is_gemma:  # norms come before and after the layers
+            attended = attend_to(_norm(shape, h, w_attn))
+            h = h + _norm(shape, attended, of_block["attn_post_norm.weight"])
+            computed = _dense(shape, of_block, _norm(shape, h, w_ffn))
+            h = h + _norm(shape, computed, of_block["ffn_post_norm.weight"])
             continue
         h = h + factor * attend_to(_norm(shape, h, w_attn))
         x = _norm(shape, h, w_ffn)
@@ -241,15 +280,22 @@ def plain_row(shape: RotaryShape, weights: Mapping[str, Tensor], row: Row) -> Ro
             out, loss = _mixture(shape, of_block, x, row)
             h, losses = h + out, losses + loss
         else:
-            h = h + factor * _dense(of_block, x)
+            h = h + factor * _dense(shape, of_block, x)
     head = weights["first.embed.weight" if shape.tied else "last.head.weight"]
     logits = _norm(shape, h, weights["last.norm.weight"]) @ head.T
     return RowResult(logits / (shape.logits_scaling if has_multipliers else 1.0), losses)
 
 
-def _dense(of_block: Mapping[str, Tensor], x: Tensor) -> Tensor:
+def _dense(shape: RotaryShape, of_block: Mapping[str, Tensor], x: Tensor) -> Tensor:
     w1, w2, w3 = (of_block[f"ffn.w{n}.weight"] for n in (1, 2, 3))
+    if isinstance(shape, Gemma3Shape):
+        return (_gelu(x @ w1.T) * (x @ w3.T)) @ w2.T
     return _feed_forward(x, w1, w2, w3)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """The approximation of Hendrycks and Gimpel 2016 (arXiv 1606.08415)."""
+    return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def _cross_entropy(logits: Tensor, row: Row) -> Tensor:
@@ -264,6 +310,8 @@ def _cross_entropy(logits: Tensor, row: Row) -> Tensor:
 
 
 def _norm(shape: RotaryShape, x: Tensor, weight: Tensor) -> Tensor:
+    if isinstance(shape, Gemma3Shape):
+        weight = 1 + weight
     return x / (x.square().mean(-1, keepdim=True) + shape.norm_eps).sqrt() * weight
 
 
@@ -302,6 +350,8 @@ def _attention(
         q, k = turn_halves(q, turns), turn_halves(k, turns)
     if isinstance(shape, GraniteShape) and shape.attention_multiplier is not None:
         q = q * (shape.attention_multiplier * math.sqrt(shape.head_width))  # ``attend`` divides
+    if isinstance(shape, Gemma3Shape) and shape.query_pre_attn_scalar is not None:
+        q = q * math.sqrt(shape.head_width / shape.query_pre_attn_scalar)
     window = 0 if _is_every(shape, "full_every", number) else shape.window
     documents = torch.tensor([row.documents])
     visible = visible_keys(n_tokens, documents_BT=documents, window=window)

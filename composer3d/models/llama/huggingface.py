@@ -49,7 +49,7 @@ _DEFAULT_THETAS = {"smollm3": 2e6}  # for others, as ``parse_decoder`` says
 # The types of which transformers reads layer_types, and sliding_window if use_sliding_window says.
 _WITH_LAYER_TYPES = ("qwen2", "qwen3", "smollm3")
 # The names of classes, where they are not the capitalised words of the model_type.
-_CLASS_PREFIXES = {"smollm3": "SmolLM3"}
+_CLASS_PREFIXES = {"smollm3": "SmolLM3", "gemma3_text": "Gemma3"}
 # For each model_type, the keys that must be false, null or absent, in addition to _UNSUPPORTED.
 # Qwen 2 ignores attention_bias: it always has biases of q, k and v. In the other types, the key
 # also adds a bias of o, which our attention does not have.
@@ -149,7 +149,7 @@ def require_model_type(config: Any, supported: Collection[str]) -> str:
     """Return the model_type of the content of a config.json.
 
     Raises CheckpointError if it is not one of ``supported``. If another architecture of ours
-    supports it, the error names that architecture.
+    supports it, the error names that architecture. If the model also sees pictures, it says so.
     """
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if isinstance(model_type, str) and model_type in supported:
@@ -159,6 +159,11 @@ def require_model_type(config: Any, supported: Collection[str]) -> str:
         raise CheckpointError(
             f'model_type = "{model_type}" needs another architecture; '
             f'set model.architecture = "{known[model_type]}"'
+        )
+    if isinstance(config, dict) and "vision_config" in config:
+        raise CheckpointError(
+            f"model_type = {short_json(model_type)} is not supported: its config.json has a "
+            "vision_config, and composer3d computes models of text alone"
         )
     *others, last = known
     raise CheckpointError(
@@ -173,6 +178,7 @@ def parse_decoder(
     *,
     unsupported: Collection[str],
     rope_theta: float = DEFAULT_THETA,
+    activation: tuple[str, str] = ("hidden_act", "silu"),
 ) -> dict[str, Any]:
     """Check the keys that all decoders share, and return their values by the names of their fields.
 
@@ -184,6 +190,7 @@ def parse_decoder(
         checks: collects a line for each value that is not supported.
         unsupported: further keys that must be false, null or absent.
         rope_theta: the default of that key.
+        activation: the key of the activation, and the only value that it may have.
     """
     require = checks.require
     values: dict[str, Any] = {name: config.get(key) for name, key in _SIZE_KEYS.items()}
@@ -199,8 +206,9 @@ def parse_decoder(
         head_dim,
         "a positive integer, null or absent",
     )
-    activation = config.get("hidden_act", "silu")
-    require(activation == "silu", "hidden_act", activation, '"silu"')
+    activation_key, expected = activation
+    written = config.get(activation_key, expected)
+    require(written == expected, activation_key, written, f'"{expected}"')
     norm_eps = config.get("rms_norm_eps", 1e-6)
     require(is_number(norm_eps), "rms_norm_eps", norm_eps, "a number")
     tied = config.get("tie_word_embeddings")
@@ -354,6 +362,49 @@ def layer_types_of(shape: WindowedShape) -> list[str]:
     """Return the value of ``layer_types``: the attention of each layer of ``shape``."""
     windows = map(shape.window_of, range(shape.n_layers))
     return [SLIDING if window else FULL for window in windows]
+
+
+def positions_by_kind(
+    config: Mapping[str, Any], checks: Requirements, *, theta: float, local_theta: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the positions of full layers and of layers with a window, where they differ.
+
+    Both are an object with ``rope_type`` and ``rope_theta`` below ``rope_parameters``; the older
+    ``rope_theta`` and ``rope_scaling`` at the top level are those of full layers.
+
+    Args:
+        config: the content of a config.json.
+        checks: collects a line for what is not supported.
+        theta: the default base of full layers.
+        local_theta: the base of layers with a window, if ``rope_parameters`` does not have it.
+
+    Returns:
+        The keys of positions of full layers as other types have them, with which ``config`` is to
+        be updated; and the object of layers with a window.
+    """
+    kinds = config.get("rope_parameters")
+    kinds = {} if kinds is None else kinds
+    is_valid = (
+        isinstance(kinds, dict)
+        and kinds.keys() <= {FULL, SLIDING}
+        and all(isinstance(kind, dict) for kind in kinds.values())
+    )
+    rule = f"an object with objects {FULL} and {SLIDING}, null or absent"
+    checks.require(is_valid, "rope_parameters", kinds, rule)
+    usual = {"rope_type": "default"}
+    windowed = usual | {"rope_theta": local_theta}
+    scaling = config.get("rope_scaling") or {}
+    if not is_valid or not isinstance(scaling, dict):
+        return {"rope_parameters": None}, windowed
+
+    at_top = config.get("rope_theta")
+    full = usual | {"rope_theta": theta if at_top is None else at_top}
+    full |= kinds.get(FULL, {}) | scaling
+    windowed |= kinds.get(SLIDING, {})
+    # transformers does not read this key of YaRN where positions go by the kind of layer.
+    truncate = full.get("truncate", True)
+    checks.require(truncate is True, "truncate", truncate, "true or absent")
+    return {"rope_parameters": full, "rope_scaling": None, "rope_theta": None}, windowed
 
 
 def _no_rope_layers(config: Mapping[str, Any], checks: Requirements) -> list[bool]:

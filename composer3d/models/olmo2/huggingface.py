@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from composer3d.facts.errors import CheckpointError
 from composer3d.models.llama.huggingface import (
     FULL,
     KEYS,
@@ -20,6 +21,7 @@ from composer3d.models.llama.huggingface import (
     layer_types_of,
     parse_decoder,
     parse_layer_types,
+    positions_by_kind,
     read_config,
     require_model_type,
     without_usual_head_dim,
@@ -61,7 +63,14 @@ def parse_config(config: Any) -> Olmo2Shape:
     config = _DEFAULTS[model_type] | config
     checks = Requirements()
     if model_type == "olmo3":
-        config |= _positions_of_full_layers(config, checks)
+        # As in transformers: a base at the top level does not hold for layers with a window.
+        theta = _OLMO_3_THETA
+        full, windowed = positions_by_kind(config, checks, theta=theta, local_theta=theta)
+        config |= full
+        if full["rope_parameters"] is not None:
+            expected = {"rope_type": "default", "rope_theta": full["rope_parameters"]["rope_theta"]}
+            rule = f"{short_json(expected)}: the base of {FULL}, without a stretch"
+            checks.require(windowed == expected, f"rope_parameters.{SLIDING}", windowed, rule)
     values = parse_decoder(config, checks, unsupported=_UNSUPPORTED[model_type])
     checks.raise_problems()
 
@@ -79,39 +88,6 @@ def parse_config(config: Any) -> Olmo2Shape:
     return without_usual_head_dim(make_shape(values, KEYS))
 
 
-def _positions_of_full_layers(config: Mapping[str, Any], checks: Requirements) -> dict[str, Any]:
-    """Return the keys of positions as other types have them: those of layers without a window.
-
-    An OLMo 3 has positions by the kind of layer. Layers with a window must have the same base, and
-    no stretch.
-    """
-    kinds = config.get("rope_parameters")
-    kinds = {} if kinds is None else kinds
-    is_valid = (
-        isinstance(kinds, dict)
-        and kinds.keys() <= {FULL, SLIDING}
-        and all(isinstance(kind, dict) for kind in kinds.values())
-    )
-    rule = f"an object with objects {FULL} and {SLIDING}, null or absent"
-    checks.require(is_valid, "rope_parameters", kinds, rule)
-    scaling = config.get("rope_scaling") or {}
-    if not is_valid or not isinstance(scaling, dict):
-        return {"rope_parameters": None}
-
-    # As in transformers: a base at the top level does not hold for layers with a window.
-    theta = config.get("rope_theta")
-    usual = {"rope_type": "default", "rope_theta": _OLMO_3_THETA}
-    full = usual | ({} if theta is None else {"rope_theta": theta}) | kinds.get(FULL, {}) | scaling
-    windowed = usual | kinds.get(SLIDING, {})
-    expected = {"rope_type": "default", "rope_theta": full["rope_theta"]}
-    rule = f"{short_json(expected)}: the base of {FULL}, without a stretch"
-    checks.require(windowed == expected, f"rope_parameters.{SLIDING}", windowed, rule)
-    # transformers does not read this key of YaRN where positions go by the kind of layer.
-    truncate = full.get("truncate", True)
-    checks.require(truncate is True, "truncate", truncate, "true or absent")
-    return {"rope_parameters": full, "rope_scaling": None, "rope_theta": None}
-
-
 # As ``models.llama.huggingface.read_shape``.
 read_shape = partial(read_config, parse=parse_config)
 
@@ -127,11 +103,18 @@ def make_config(
         carried: the config.json that came with the model. If it describes this shape, all its other
             keys are kept. Otherwise only the ids of special tokens and ``max_position_embeddings``
             are kept.
+
+    Raises:
+        CheckpointError: transformers computes no such shape.
     """
     is_same = partial(describes, shape=shape, parse=parse_config, canonical=canonical)
     if not shape.window:
         own = decoder_keys(shape, "olmo2")
         return complete_config(own, shape, dtype, carried or {}, is_same)
+    if shape.rope_factor != 1 and shape.rope_scaling == "yarn" and not shape.rope_truncate:
+        raise CheckpointError(
+            "Hugging Face's olmo3 has no rope_truncate = false; convert to torch or dcp"
+        )
     own = decoder_keys(shape, "olmo3")
     own |= {"sliding_window": shape.window, "layer_types": layer_types_of(shape)}
     # The newer form, beside the older one: transformers 5 reads a base of all layers only here.

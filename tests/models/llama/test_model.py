@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from composer3d.models import counts
+from composer3d.models.gemma3.shape import Gemma3Shape
 from composer3d.models.granite.shape import GraniteShape
 from composer3d.models.llama.model import First, Llama
 from composer3d.models.llama.shape import PRESETS
@@ -26,7 +27,8 @@ def test_llama_and_its_kin_compute_the_formulas(name: str, is_packed: bool) -> N
 
 def test_every_option_of_a_shape_is_judged() -> None:
     """The plain model would not see that a model ignores an option which always has its default."""
-    options = {field.name: field for kind in (MoeShape, GraniteShape) for field in fields(kind)}
+    kinds = (MoeShape, GraniteShape, Gemma3Shape)
+    options = {field.name: field for kind in kinds for field in fields(kind)}
     for name, field in options.items():
         values = {getattr(shape, name, field.default) for shape in plain.SHAPES.values()}
         # Training alone reads the rate of biases.

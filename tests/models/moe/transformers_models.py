@@ -137,6 +137,7 @@ def compute_in_float64(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
         monkeypatch: undoes it.
         family: the model_type, such as "mixtral".
     """
+    family = family.removesuffix("_text")
     module = f"transformers.models.{family}.modeling_{family}"
     for name in (module, "transformers.modeling_rope_utils"):
         monkeypatch.setattr(f"{name}.torch", _WideTorch())
@@ -148,6 +149,8 @@ def take(location: Location, tensors: dict[str, Tensor]) -> Tensor:
     if location.is_stack:
         return torch.stack([tensors[name] for name in location.names])
     (name,) = location.names
+    if location.is_transposed:
+        return tensors[name].mT
     if location.rows is None:
         return tensors[name]
     begin, end = location.rows
