@@ -182,9 +182,9 @@ def block_bytes(
 ) -> BlockBytes:
     """Return the bytes of a block.
 
-    Without checkpointing, a block keeps the inputs of its norms, those of its first products as they
-    are gathered, queries, keys and values after the rotation, the output of attention, and four
-    tensors of the feed-forward layer's width.
+    Without checkpointing, a block keeps the inputs of its norms, those of its first products (as
+    they are gathered), queries, keys and values after the rotation, the output of attention, and
+    four tensors of the feed-forward layer's width.
 
     Args:
         setup: what runs.

@@ -1,20 +1,25 @@
-"""Faults in what OLMo 2, Granite 3 and Qwen 2 with experts do and a Llama does not."""
+"""Faults in what OLMo 2, Granite 3, Gemma 3 and Qwen 2 with experts do and a Llama does not."""
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from composer3d.generate.cache import CachedSequence
+from composer3d.models.gemma3 import model as gemma3
 from composer3d.models.granite import model as granite
 from composer3d.models.layers import attention, moe
+from composer3d.models.layers.ffn import FeedForward
 from composer3d.models.olmo2 import model as olmo2
 from tools.prove.faults.places import found_by, harms
 from tools.prove.faults.plant import fault_of
 
 _GRANITE = "model.architecture=granite model.preset=debug-granite"
+_GEMMA = "model.architecture=gemma3 model.preset=debug-gemma3"
 
 _MULTIPLIED = "^logits of the with multipliers model"
 _GENERATED = "^tokens of the with multipliers model"
+_AROUND = "^logits of the with norms around the layers model"
 
 
 @found_by("model", _MULTIPLIED)
@@ -63,10 +68,11 @@ def leave_logits_whole_in_parts(
     f"{_GRANITE} mesh.cp=2",
     f"{_GRANITE} mesh.cp=2 parallel.cp_method=allgather",
     f"{_GRANITE} mesh.cp=2 parallel.cp_method=ulysses",
+    f"{_GEMMA} mesh.cp=2",
 )
 @fault_of(attention.Attention, attention.Attention.forward)
 def lose_the_multiplier_of_scores(right: Any, self: Any, x: Tensor, *, seq: Any) -> Tensor:
-    """Granite 3: cp divides scores by the root of the head width, whatever the multiplier is."""
+    """Granite 3, Gemma 3: cp divides scores by the root of the head width, and by nothing else."""
     if self.attend is not attention.attend_sdpa:
         self.query_scale = 1.0
     return right(self, x, seq=seq)
@@ -100,3 +106,55 @@ def leave_out_the_gate(right: Any, self: moe.MoE, *arguments: Tensor) -> Tensor:
         return right(self, *arguments)
     finally:
         self.shared_gate = gate
+
+
+@found_by("model", _AROUND)
+@fault_of(gemma3._Gemma3Attention, gemma3._Gemma3Attention.__init__)
+def leave_one_out_of_the_query_norm(right: Any, self: Any, *arguments: Any) -> None:
+    """Gemma 3: the factor of the norm of queries is its weight, without 1."""
+    right(self, *arguments)
+    self.q_norm = nn.RMSNorm(self.q_norm.normalized_shape, eps=self.q_norm.eps)
+
+
+@found_by("model", _AROUND)
+@fault_of(gemma3._Gemma3Attention, gemma3._Gemma3Attention.__init__)
+def add_one_twice_to_the_query_norm(right: Any, self: Any, *arguments: Any) -> None:
+    """Gemma 3: the factor of the norm of queries is 2 + weight."""
+    right(self, *arguments)
+    norm = self.q_norm
+    norm.register_forward_hook(lambda _, inputs, out: out + _plain_norm(norm, *inputs))
+
+
+@harms(f"{_GEMMA} mesh.tp=2", f"{_GEMMA} mesh.tp=2 parallel.sequence_parallel=false")
+@fault_of(gemma3.OffsetNorm, gemma3.OffsetNorm.forward)
+def add_one_twice_under_tp(right: Any, self: gemma3.OffsetNorm, x: Tensor) -> Tensor:
+    """Gemma 3: tp adds 1 to the factors of norms, which the norms do as well."""
+    is_cut = not isinstance(self.weight, nn.Parameter)
+    return right(self, x) + _plain_norm(self, x) if is_cut else right(self, x)
+
+
+def _plain_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    return F.rms_norm(x, norm.normalized_shape, None, norm.eps)
+
+
+@found_by("generation", "^tokens of the with norms around the layers model")
+@fault_of(gemma3._Gemma3First, gemma3._Gemma3First.forward)
+def generate_from_a_small_embedding(right: Any, self: Any, tokens: Tensor, seq: Any) -> Tensor:
+    """Gemma 3: the factor of the embedding is missed in generation."""
+    scaled = right(self, tokens, seq)
+    return scaled / self.factor if isinstance(seq, CachedSequence) else scaled
+
+
+@found_by("model", _AROUND)
+@fault_of(gemma3.GeluFeedForward, gemma3.GeluFeedForward.forward)
+def gate_by_silu(_: Any, self: gemma3.GeluFeedForward, x: Tensor) -> Tensor:
+    """Gemma 3: the gate of the feed-forward layer is that of a Llama."""
+    return FeedForward.forward(self, x)
+
+
+@found_by("model", _AROUND)
+@fault_of(gemma3.Gemma3Block, gemma3.Gemma3Block.forward)
+def leave_out_norms_after_layers(_: Any, self: Any, h: Tensor, seq: Any) -> Tensor:
+    """Gemma 3: the norms after the layers are left out."""
+    h = h + self.attn(self.attn_norm(h), seq=seq)
+    return h + self.ffn(self.ffn_norm(h))

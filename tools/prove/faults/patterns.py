@@ -45,6 +45,13 @@ def count_positions_from_the_stage(*arguments: Any, **options: Any) -> Any:
     return _count_from_the_stage("is_rotary", *arguments, **options)
 
 
+@harms("mesh.pp=2 parallel.stages=[1,3] model.architecture=gemma3 model.preset=debug-gemma3")
+@fault_of(stage_cut, stage_cut.cut_into_stages)
+def count_bases_from_the_stage(*arguments: Any, **options: Any) -> Any:
+    """Gemma 3, pipeline: a stage's blocks have the rotary bases of the model's first blocks."""
+    return _count_from_the_stage("rope", *arguments, **options)
+
+
 @harms("mesh.dp_shard=2 model.nope_every=2")
 @fault_of(stage_cut, stage_cut.cut_into_stages)
 def rotate_every_block(right: Any, *arguments: Any, **options: Any) -> Any:
