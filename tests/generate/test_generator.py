@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from composer3d.facts.errors import CheckpointError, DeviceError, PlanError
-from composer3d.generate.cache import KeyValueCache
+from composer3d.generate.cache import CachedSequence, KeyValueCache
 from composer3d.generate.generator import Completion, Generator
 from composer3d.generate.load import load_model, open_checkpoint
 from composer3d.generate.sampling import Sampling
+from composer3d.models.deepseek.shape import PRESETS
 from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import ModelShape
+from composer3d.models.registry import architecture, resolve
 from tests.generate.jobs import MODELS, greedy, greedy_of_transformers, random_model
 
 LENGTHS = (5, 1, 23, 11)
@@ -222,3 +224,18 @@ def test_a_cache_without_memory_has_one_line() -> None:
     with pytest.raises(DeviceError, match=r"no memory for the keys and values of 1 sequences") as e:
         make_generator().generate([[1]], max_tokens=10**15)
     assert len(e.value.lines) == 1
+
+
+def test_latents_are_cached_in_place_of_keys_and_values() -> None:
+    """A latent and a rotated part of each token and layer, however many heads there are."""
+    caches = []
+    for heads in (2, 4):
+        shape = replace(PRESETS["debug-deepseek"], n_layers=2, n_heads=heads, n_kv_heads=heads)
+        model = random_model("deepseek", shape, torch.float64)
+        generator = Generator(model, resolve(architecture("deepseek").plan)(shape), device=CPU)
+        cache = KeyValueCache(2, longest=10, longest_call=5)
+        seq = CachedSequence(cache, 0, [0, 0], 5, CPU)
+        with torch.no_grad():
+            generator._run(torch.ones(2, 5, dtype=torch.long), seq, False)
+        caches.append(cache.bytes)
+    assert caches == [2 * 2 * 10 * (shape.kv_rank + shape.rope_dim) * 8] * 2

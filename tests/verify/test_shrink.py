@@ -352,3 +352,29 @@ def test_fsdp_cuts_every_tensor_of_a_small_recipe_as_in_the_full_one(most: int, 
                 )
     assert number > 500
     assert lost == []
+
+
+@pytest.mark.parametrize("query_rank", [0, 1536])
+@pytest.mark.parametrize("value_dim", [128, 192])
+@pytest.mark.parametrize("kv_rank", [512, 509])
+def test_small_latents_are_like_the_full_ones(
+    query_rank: int, value_dim: int, kv_rank: int
+) -> None:
+    """With or without a latent of queries, padded values, positions of YaRN, and uneven shards."""
+    sets = ["model.architecture=deepseek", "model.preset=deepseek-v3", "mesh.dp_shard=64"]
+    sets += ["mesh.tp=4", "mesh.ep=64", "data.global_batch=64", "data.micro_batch=1"]
+    sets += ["model.n_heads=128", "model.n_kv_heads=128", f"model.query_rank={query_rank}"]
+    sets += [f"model.value_dim={value_dim}", f"model.kv_rank={kv_rank}", "data.seq_len=4096"]
+    full = load(str(RECIPE_PATH), sets, check_files=False).recipe
+    for small in shrink(full):
+        model: Any = small.model
+        assert violations(small) == []
+        assert (model.query_rank > 0) == (query_rank > 0)
+        assert (model.value_dim < model.head_width) == (value_dim < 192)
+        assert 0 < model.rope_dim < model.head_width
+        assert model.n_kv_heads == model.n_heads >= small.mesh.tp
+        assert (model.rope_scaling, model.rope_score_mscale) == ("yarn", 1.0)
+        assert 1 < model.groups_per_token < model.expert_groups
+        assert 0 < model.dense_layers < model.n_layers
+        shards = small.mesh.dp_shard
+        assert (model.kv_rank % shards > 0) == (kv_rank % 64 > 0)

@@ -169,6 +169,28 @@ def test_logits_are_those_of_transformers_as_it_ships(saved: Saved) -> None:
         assert relative_error(load_ours(saved.folder).logits(tokens_BT, seq), expected) < 1e-5
 
 
+def test_two_scales_of_yarn_are_a_ratio_and_a_factor_of_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No published file has two of them; config.json is written for equal ones alone."""
+    positions = _YARN | {"mscale": 0.5, "mscale_all_dim": 1.5}
+    config = transformers.DeepseekV3Config(
+        **SMALL, n_group=1, topk_group=1, rope_parameters=positions, pad_token_id=None
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.to(torch.float64).save_pretrained(tmp_path)
+    compute_in_float64(monkeypatch, "deepseek_v3")
+    tokens_BT = torch.randint(VOCAB, TOKENS)
+    seq = SequenceInfo(torch.arange(TOKENS[1]).expand(TOKENS))
+    ours = load_ours(tmp_path)
+    with torch.no_grad():
+        expected = load_folder(tmp_path, torch.float64)(tokens_BT).logits
+        assert relative_error(ours.logits(tokens_BT, seq), expected) < 1e-12
+    assert ours.shape.attention_factor < 1 < ours.shape.query_scale
+    with pytest.raises(CheckpointError, match="no rope_score_mscale beside"):
+        hf.make_config(ours.shape, "float64")
+
+
 @pytest.mark.parametrize("carries", [False, True])
 def test_transformers_loads_our_config(saved: Saved, tmp_path: Path, carries: bool) -> None:
     shape = hf.read_shape(saved.folder)
