@@ -35,7 +35,9 @@ from composer3d.checkpoint.manifest import Manifest, TensorSpec
 from composer3d.checkpoint.metadata import METADATA, read_metadata, read_whole, tensor_specs
 from composer3d.checkpoint.pickles import reading
 from composer3d.checkpoint.torchfile import StoredTensor, load_torch
+from composer3d.convert import mxfp4
 from composer3d.convert.carried import read_carried_files, select_carried_texts
+from composer3d.convert.tensors import Box, ReadableTensor
 from composer3d.facts.errors import CheckpointError
 from composer3d.facts.files import MIB, open_plain, parse_json, read_json
 from composer3d.facts.text import in_quotes, short_json
@@ -126,23 +128,6 @@ _STEP_FOLDER = re.compile(r"step-\d{8}")
 _LAYER_NUMBER = re.compile(r"(?:layers|blocks)\.(\d+)\.")
 
 T = TypeVar("T")
-
-Box = tuple[slice, ...]  # a range in each dim of a tensor, with begin and end
-
-
-class ReadableTensor(NamedTuple):
-    """A tensor in a file.
-
-    Attributes:
-        spec: its shape and dtype.
-        read: returns it on the CPU, as a view of the file if the format allows it.
-        has_checksum: whether ``read`` raises ValueError if the bytes differ from a checksum in the
-            file. Otherwise such files have none, or it was compared when the checkpoint was opened.
-    """
-
-    spec: TensorSpec
-    read: Callable[[], Tensor]
-    has_checksum: bool = False
 
 
 class OwnModel(NamedTuple):
@@ -246,13 +231,16 @@ class Source:
             dim, first_row = location.row_dim, location.rows[0]
             rows = slice(first_row + box[dim].start, first_row + box[dim].stop)
             box = (*box[:dim], rows, *box[dim + 1 :])
+        if location.is_transposed:
+            return self._read_part(location.names[0], (*box[:-2], *box[:-3:-1])).mT
         return self._read_part(location.names[0], box)
 
     def _read_part(self, in_file: str, box: Box) -> Tensor:
         """Read a box of a tensor by its name in the files. An empty box is the whole tensor."""
         self.read_counts[in_file] += 1
+        tensor = self.tensors[in_file]
         with reading(f"{self.path}: {in_quotes(in_file)}"):
-            return self.tensors[in_file].read()[box]
+            return tensor.read()[box] if tensor.read_box is None else tensor.read_box(box)
 
     def carry_files(self, folder: Path) -> None:
         """Read the files of ``folder`` that belong to the model. Each refused file adds a note."""
@@ -599,6 +587,7 @@ def _open_hf(source: Source) -> None:
     source.manifest = Manifest(step=0, model={})  # no run of composer3d has trained the model
     if source.problems:
         return
+    source.tensors = mxfp4.without_blocks(source.tensors)
     _simplify_names(source)
     _leave_out(source)
     _require_layers(source)

@@ -192,7 +192,8 @@ def _in_files(stream: Stream, locations: Mapping[str, Location]) -> Stream:
         if location.rows is not None:
             yield name, tensor
             continue
-        parts = tensor.unbind() if location.is_stack else (tensor,)
+        in_file = tensor.mT if location.is_transposed else tensor
+        parts = in_file.unbind() if location.is_stack else (in_file,)
         yield from zip(location.names, parts, strict=True)
 
 

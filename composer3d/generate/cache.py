@@ -17,6 +17,7 @@ from torch import Tensor
 from composer3d.facts.errors import DeviceError
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.layers.attention import bias_of, sdpa
+from composer3d.parallel.context import kernels
 from composer3d.planner.memory import GIB
 
 
@@ -176,10 +177,17 @@ class AttendCached:
     """
 
     def __call__(
-        self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, seq: CachedSequence, window: int
+        self,
+        q_BHTD: Tensor,
+        k_BKTD: Tensor,
+        v_BKTD: Tensor,
+        *,
+        seq: CachedSequence,
+        window: int,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         k_BKSD, v_BKSD = _remember(self, (k_BKTD, v_BKTD), seq, window)
-        return attend_remembered(q_BHTD, k_BKSD, v_BKSD, seq=seq, window=window)
+        return attend_remembered(q_BHTD, k_BKSD, v_BKSD, seq=seq, window=window, sinks_H=sinks_H)
 
 
 class RememberLatents:
@@ -194,11 +202,23 @@ class RememberLatents:
 
 
 def attend_remembered(
-    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, seq: CachedSequence, window: int
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    seq: CachedSequence,
+    window: int,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attend to the keys and values of all slots that a call sees."""
     view = seq.view(window, q_BHTD.dtype)
-    return sdpa(q_BHTD, k_BKSD, v_BKSD, view.bias, is_causal=view.is_causal)
+    if sinks_H is None:
+        return sdpa(q_BHTD, k_BKSD, v_BKSD, view.bias, is_causal=view.is_causal)
+    mask = None if view.bias is None else view.bias == 0
+    out_BHTD, lse_BHT = kernels.attend_block(
+        q_BHTD.contiguous(), k_BKSD, v_BKSD, causal=view.is_causal, mask=mask
+    )
+    return kernels.add_sinks(out_BHTD, lse_BHT, sinks_H)[0].to(q_BHTD.dtype)
 
 
 def _remember(

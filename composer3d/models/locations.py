@@ -15,6 +15,7 @@ class Location(NamedTuple):
         shape: the shape of each of these tensors.
         is_stack: whether our tensor is the stack of these tensors, with the expert as its first
             dim.
+        is_transposed: whether the last two dims of our tensor are the other way round there.
         rows: (begin, end) of the matrix in the file, or of each matrix if it holds several, if our
             tensor is that part of it; None: our tensor is the whole.
     """
@@ -22,6 +23,7 @@ class Location(NamedTuple):
     names: tuple[str, ...]
     shape: tuple[int, ...]
     is_stack: bool = False
+    is_transposed: bool = False
     rows: tuple[int, int] | None = None
 
     @property
@@ -32,6 +34,8 @@ class Location(NamedTuple):
         if self.rows is not None:
             begin, end = self.rows
             return (*self.shape[: self.row_dim], end - begin, *self.shape[self.row_dim + 1 :])
+        if self.is_transposed:
+            return (*self.shape[:-2], *self.shape[:-3:-1])
         return self.shape
 
     @property

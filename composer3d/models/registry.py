@@ -28,6 +28,7 @@ OURS: Mapping[str, str] = {
     "moe": "composer3d.models.moe.architecture:ARCHITECTURE",
     "olmo2": "composer3d.models.olmo2.architecture:ARCHITECTURE",
     "granite": "composer3d.models.granite.architecture:ARCHITECTURE",
+    "gpt_oss": "composer3d.models.gpt_oss.architecture:ARCHITECTURE",
     "deepseek": "composer3d.models.deepseek.architecture:ARCHITECTURE",
     "phi3": "composer3d.models.phi3.architecture:ARCHITECTURE",
     "gemma3": "composer3d.models.gemma3.architecture:ARCHITECTURE",

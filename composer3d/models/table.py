@@ -112,8 +112,8 @@ class Row(NamedTuple):
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it has two dims, or three with that of the experts."""
-        return len(self.shape) > 1
+        """Whether it has two dims beside that of the experts."""
+        return len(self.shape) - (self.style == "experts") > 1
 
     @property
     def module(self) -> str:

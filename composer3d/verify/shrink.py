@@ -591,7 +591,12 @@ def _shape(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Model:
 
     # Try 12 feed-forward rows per tp rank first, then more, then fewer.
     rows_per_rank = (*range(12, 12 + 4 * shards), *range(11, 0, -1))
-    small = best((replace(small, ffn=mesh.tp * rows) for rows in rows_per_rank), "feed-forward")
+    widths = [mesh.tp * rows for rows in rows_per_rank]
+    if model.experts and "expert_ffn" not in _field_names(model):
+        # It is the width of experts, too.
+        unit = _expert_unit(full, mesh)
+        widths = [width for width in widths if width % unit == 0] or [unit]
+    small = best((replace(small, ffn=width) for width in widths), "feed-forward")
 
     # Take at least 256 tokens, the number of bytes, if the full vocabulary has as many. Without tp,
     # one token more stands for a vocabulary that tp does not divide.
@@ -611,15 +616,27 @@ def _expert_shards(full: Recipe, mesh: MeshTable) -> int:
     return mesh.efsdp if full.model.experts and full.parallel.zero else 1
 
 
+def _expert_unit(full: Recipe, mesh: MeshTable) -> int:
+    """The width of a small expert is a multiple of this.
+
+    Four elements: so that a float32 proof runs the kernel of training.
+    """
+    return math.lcm(_expert_shards(full, mesh), 4)
+
+
 def _expert_sizes(full: Recipe, mesh: MeshTable) -> dict[str, Any]:
-    """The fields of a shape with experts; empty if ``full`` has none, or not these fields."""
+    """The fields of a shape with experts that it has; empty if ``full`` has none of them."""
     model: Any = full.model
-    if not model.experts or not {"experts_per_token", "moe_every"} <= _field_names(model):
+    names = _field_names(model)
+    if not model.experts or "experts_per_token" not in names:
         return {}
-    groups = min(4, model.expert_groups)
-    chosen_groups = min(model.groups_per_token, groups)
-    if model.groups_per_token < model.expert_groups:
-        chosen_groups = min(2, model.groups_per_token, groups - 1)
+    all_groups, groups_per_token = (
+        getattr(model, name, 1) for name in ("expert_groups", "groups_per_token")
+    )
+    groups = min(4, all_groups)
+    chosen_groups = min(groups_per_token, groups)
+    if groups_per_token < all_groups:
+        chosen_groups = min(2, groups_per_token, groups - 1)
     per_token = min(2, model.experts_per_token)
 
     several = model.experts > full.mesh.ep
@@ -629,24 +646,25 @@ def _expert_sizes(full: Recipe, mesh: MeshTable) -> dict[str, Any]:
         least = max(4, 2 * mesh.ep if several else mesh.ep, 2 * groups if several else groups)
         experts = -(-least // unit) * unit
 
-    dense_layers = min(1, model.dense_layers)
+    all_dense = getattr(model, "dense_layers", 0)
+    dense_layers = min(1, all_dense)
     layers_per_stage = full.model.n_layers // _count_stages(full, full.mesh.pp)
-    if mesh.pp > 1 and model.dense_layers >= layers_per_stage:
+    if mesh.pp > 1 and all_dense >= layers_per_stage:
         # A pipeline rank without experts. Small stages have as many layers (``_layers``).
         dense_layers = _layers_of_stage(full, layers_per_stage)
 
-    # A multiple of 4 elements, so that a float32 proof runs the kernel of training.
-    width = math.lcm(_expert_shards(full, mesh), 4)
-    return {
+    width = _expert_unit(full, mesh)
+    sizes = {
         "experts": experts,
         "experts_per_token": per_token,
         "expert_groups": groups,
         "groups_per_token": chosen_groups,
         "expert_ffn": width * -(-10 // width),
-        "shared_ffn": 10 * mesh.tp if model.shared_ffn else 0,
+        "shared_ffn": 10 * mesh.tp if getattr(model, "shared_ffn", 0) else 0,
         "dense_layers": dense_layers,
-        "moe_every": min(2, model.moe_every),
+        "moe_every": min(2, getattr(model, "moe_every", 1)),
     }
+    return {name: size for name, size in sizes.items() if name in names}
 
 
 def _field_names(shape: Model) -> set[str]:

@@ -86,7 +86,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "SmolLM3",
         {"use_sliding_window": True, "sliding_window": 7, **_layers(4, 2)},
     ),
-    "olmo 3": ("Olmo3", {"num_hidden_layers": 5, "sliding_window": 6}),
+    "olmo 3, yarn": (
+        "Olmo3",
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 6,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 6}),
     "qwen 2 moe": (
         "Qwen2Moe",
@@ -106,6 +117,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LATENTS, "q_lora_rank": None, "routed_scaling_factor": 1.5, "rope_parameters": _YARN},
     ),
     "deepseek 3": ("DeepseekV3", {**_LATENTS, "q_lora_rank": 40, "n_group": 4, "topk_group": 2}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 7,
+            "swiglu_limit": 0.5,
+        },
+    ),
     "granite 3": (
         "Granite",
         {

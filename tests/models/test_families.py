@@ -13,6 +13,7 @@ from composer3d.convert.convert import convert
 from composer3d.facts.errors import CheckpointError
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.gemma3 import huggingface as gemma3
+from composer3d.models.gpt_oss import huggingface as gpt_oss
 from composer3d.models.granite import huggingface as granite
 from composer3d.models.llama import huggingface as llama
 from composer3d.models.locations import Location
@@ -54,6 +55,18 @@ def _layers(count: int, every: int) -> dict[str, Any]:
     return {"num_hidden_layers": count, "layer_types": layer_types}
 
 
+_YARN: dict[str, Any] = {
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    }
+}
+
+
 def _by_kind(local_theta: float = 2e4, **stretch: Any) -> dict[str, Any]:
     """Positions with another base by the kind of layer; ``stretch`` is that of full layers."""
     plain = {"rope_type": "default", "rope_theta": 2e4}
@@ -83,6 +96,17 @@ _TOO_DEEP = (
     "num_hidden_layers = 1000000000 must be from 1 to 10_000",
 )
 *_TYPES, _LAST_TYPE = huggingface_model_types()
+_GPT_OSS_YARN = {
+    **{"rope_type": "yarn", "rope_theta": 2e4, "factor": 8.0, "truncate": False},
+    **{"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 64},
+}
+_GPT_OSS: dict[str, Any] = {
+    "head_dim": 16,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "sliding_window": 7,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 2e4},
+}
 FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         "llama",
@@ -121,13 +145,6 @@ FAMILIES: dict[str, Family] = {
                 "head_dim": 32,
                 "rope_parameters": _by_kind(),
             },
-            "YaRN in full layers": {
-                **_layers(4, 2),
-                "sliding_window": 5,
-                "rope_parameters": _by_kind(
-                    rope_type="yarn", factor=8.0, original_max_position_embeddings=32
-                ),
-            },
             "another base, and a stretch of full layers": {
                 **_layers(6, 3),
                 "sliding_window": 5,
@@ -139,13 +156,26 @@ FAMILIES: dict[str, Family] = {
                     original_max_position_embeddings=16,
                 ),
             },
+            "yarn, in its older form": {**_layers(4, 2), "sliding_window": 5, **_YARN},
+            "yarn with another base, bounds and factor": {
+                **_layers(4, 4),
+                "sliding_window": 9,
+                "rope_parameters": _by_kind(
+                    rope_type="yarn",
+                    factor=4.0,
+                    original_max_position_embeddings=64,
+                    beta_fast=8.0,
+                    beta_slow=2.0,
+                    attention_factor=1.5,
+                ),
+            },
         },
         {
             "biases": _NO_BIASES,
             "another activation": _SILU,
             "a size out of range": _TOO_DEEP,
-            "a key of YaRN that transformers does not read": (
-                {"rope_parameters": _by_kind(rope_type="yarn", factor=2.0, truncate=False)},
+            "a stretch that transformers would round": (
+                {"rope_scaling": _YARN["rope_scaling"] | {"truncate": False}},
                 "truncate = false is not supported; it must be true or absent",
             ),
             "no width": (
@@ -236,6 +266,50 @@ FAMILIES: dict[str, Family] = {
             "no logits": (
                 {"logits_scaling": 0},
                 "logits_scaling = 0 must be above 0 and at most 1_000_000",
+            ),
+            "another activation": _SILU,
+            "a size out of range": _TOO_DEEP,
+        },
+    ),
+    "gpt_oss": Family(
+        "gpt_oss",
+        gpt_oss,
+        {
+            "grouped": {**_GPT_OSS, "num_hidden_layers": 4},
+            "tied, clamped, full layers only": {
+                **_GPT_OSS,
+                **_TIED,
+                "swiglu_alpha": 1.2,
+                "swiglu_limit": 0.5,
+                "sliding_window": 128,
+                "layer_types": ["full_attention"] * 3,
+            },
+            "windows in two of three layers": {
+                **_GPT_OSS,
+                **_layers(5, 3),
+                "sliding_window": 5,
+                "num_experts_per_tok": 2,
+                "rms_norm_eps": 1e-3,
+                "rope_parameters": _GPT_OSS_YARN,
+            },
+        },
+        {
+            "no biases": (
+                {"attention_bias": False},
+                "attention_bias = false is not supported; it must be true or absent",
+            ),
+            "another quantization": (
+                {"quantization_config": {"quant_method": "fp8"}},
+                'quantization_config = {"quant_method": "fp8"} is not supported; it must be '
+                "false, null or absent",
+            ),
+            "a bound of text": (
+                {"swiglu_limit": "7"},
+                'swiglu_limit = "7" is not supported; it must be a number',
+            ),
+            "too many experts": (
+                {"num_local_experts": 2, "num_key_value_heads": 2},
+                "num_experts_per_tok = 4 must be at most num_local_experts = 2",
             ),
             "another activation": _SILU,
             "a size out of range": _TOO_DEEP,
@@ -402,7 +476,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def load_theirs(folder: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="eager"
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )
     return model.eval()
 
@@ -413,7 +487,7 @@ def load_ours(saved: Saved) -> tuple[Any, dict[str, Location]]:
     ours = architecture(FAMILIES[saved.family].architecture)
     tensors = load_file(saved.folder / "model.safetensors")
     places = ours.hf_locations(shape)
-    assert tensors.keys() == {place.names[0] for place in places.values()}
+    assert tensors.keys() == {name for place in places.values() for name in place.names}
     model = ours.build(shape, device="cpu", dtype=torch.float64)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -503,6 +577,16 @@ def test_absent_keys_have_the_defaults_of_transformers(family: str, tmp_path: Pa
         positions = {"full_attention": positions, "sliding_attention": positions | windowed}
     elif family == "phi3":
         positions["partial_rotary_factor"] = 1.0
+    elif family == "gpt_oss":
+        positions = {
+            "rope_type": shape.rope_scaling,
+            "rope_theta": shape.rope_theta,
+            "factor": shape.rope_factor,
+            "beta_fast": shape.rope_beta_fast,
+            "beta_slow": shape.rope_beta_slow,
+            "truncate": shape.rope_truncate,
+            "original_max_position_embeddings": shape.rope_context,
+        }
     assert theirs.rope_parameters == positions
     if family != "granite":
         windows = [shape.window_of(layer) for layer in range(shape.n_layers)]

@@ -141,13 +141,24 @@ _OF_EXPERTS: dict[str, Bounds | tuple[object, ...]] = {
     "balance_loss": Bounds(0, 1000),
     "z_loss": Bounds(0, 1000),
 }
+_OF_LATENTS: dict[str, Bounds | tuple[object, ...]] = {
+    "query_rank": Bounds(0, 2**20),
+    "kv_rank": Bounds(1, 2**20),
+    "rope_dim": Bounds(2, 2**14),
+    "value_dim": Bounds(1, 2**14),
+    "rope_score_mscale": Bounds(0, 1000),
+}
 
 WRITTEN = {
     f"{table}.{name}": allowed
-    for table, keys in {**TABLES, "model": TABLES["model"] | _OF_EXPERTS}.items()
+    for table, keys in {**TABLES, "model": TABLES["model"] | _OF_EXPERTS | _OF_LATENTS}.items()
     for name, allowed in keys.items()
 }
-ENTRIES = {**entries_of({"model": model_table("moe")}), **FIELDS}
+ENTRIES = {
+    **entries_of({"model": model_table("moe")}),
+    **entries_of({"model": model_table("deepseek")}),
+    **FIELDS,
+}
 
 
 def test_every_number_and_every_choice_is_written_here() -> None:

@@ -34,7 +34,11 @@ def test_axes_are_the_keys_of_the_mesh_in_order() -> None:
 
 
 # The keys of all architectures of composer3d.
-ALL_FIELDS = {**entries_of({"model": model_table("moe")}), **FIELDS}
+ALL_FIELDS = {
+    **entries_of({"model": model_table("moe")}),
+    **entries_of({"model": model_table("deepseek")}),
+    **FIELDS,
+}
 
 
 def test_rules_name_keys_of_the_schema() -> None:

@@ -24,9 +24,25 @@ def visible_keys(
     return visible
 
 
-def attend(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, visible: Tensor) -> Tensor:
-    """Attention of all heads, (B, H, T, D); ``visible`` is that of ``visible_keys``."""
+def attend(
+    q_BHTD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    visible: Tensor,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Attention of all heads, (B, H, T, D).
+
+    Args:
+        visible: that of ``visible_keys``.
+        sinks_H: a score of each head that each softmax has, and that no value follows.
+    """
     repeat = q_BHTD.shape[1] // k_BKTD.shape[1]
     k_BHTD, v_BHTD = (x.repeat_interleave(repeat, dim=1) for x in (k_BKTD, v_BKTD))
     scores = q_BHTD @ k_BHTD.mT / math.sqrt(q_BHTD.shape[-1])
-    return scores.masked_fill(~visible[:, None], -math.inf).softmax(-1) @ v_BHTD
+    scores = scores.masked_fill(~visible[:, None], -math.inf)
+    if sinks_H is None:
+        return scores.softmax(-1) @ v_BHTD
+    sinks_BHT1 = sinks_H[:, None, None].expand(*scores.shape[:3], 1)
+    weights = torch.cat((scores, sinks_BHT1), dim=-1).softmax(-1)[..., :-1]
+    return weights @ v_BHTD

@@ -62,7 +62,7 @@ SHAPES: Mapping[str, RotaryShape] = {
         rope_beta_fast=20.0,
         rope_beta_slow=3.0,
         rope_truncate=False,
-        rope_attention_factor=0.7,
+        rope_attention_factor=2.0,
         head_dim=20,
     ),
     "with norms": replace(_LLAMA, n_kv_heads=1, head_dim=12, qk_norm=True),
@@ -96,6 +96,16 @@ SHAPES: Mapping[str, RotaryShape] = {
         full_every=2,
         rope_factor=8.0,
         rope_context=64,
+    ),
+    "with norms over all heads, windows and yarn": Olmo2Shape(
+        *(24, 3, 4, 2, 40, 31, 1e2, 1e-3),
+        window=3,
+        full_every=3,
+        rope_scaling="yarn",
+        rope_factor=8.0,
+        rope_context=512,
+        head_dim=16,
+        rope_attention_factor=1.5,
     ),
     "with multipliers": GraniteShape(
         *(24, 2, 4, 2, 40, 31, 1e2, 1e-3),
@@ -234,7 +244,7 @@ def plain_row(shape: RotaryShape, weights: Mapping[str, Tensor], row: Row) -> Ro
     turns = rotations(shape, row.positions)
     is_gemma = isinstance(shape, Gemma3Shape)
     theta = shape.rope_local_theta if is_gemma else shape.rope_theta
-    of_windows = replace(shape, rope_theta=theta, rope_factor=1.0)
+    of_windows = replace(shape, rope_theta=theta, rope_factor=1.0, rope_attention_factor=None)
     turns_of_windows = rotations(of_windows, row.positions)
     has_multipliers = isinstance(shape, GraniteShape)
     factor = shape.residual_multiplier if has_multipliers else 1.0

@@ -99,7 +99,7 @@ def attention(rehearse: bool) -> dict[str, Any]:
     documents = (torch.arange(tokens) // (tokens // 16))[None]
 
     def over_ring(q: Tensor, k: Tensor, v: Tensor, documents: Any, window: int) -> Tensor:
-        out: Tensor = attend_in_rounds(q, k, v, documents, window, "ring", False, "")[0]
+        out: Tensor = attend_in_rounds(q, k, v, None, documents, window, "ring", False, "")[0]
         return out
 
     cases: dict[str, tuple[Callable[..., Tensor], float]] = {

@@ -13,31 +13,40 @@ from torch import Tensor, nn
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.layers.rope import Rope, rotate, shared_rope_table
 
-# attend(q_BHTD, k_BKTD, v_BKTD, *, seq, window) -> out_BHTD
+# attend(q_BHTD, k_BKTD, v_BKTD, *, seq, window, sinks_H=None) -> out_BHTD
 Attend = Callable[..., Tensor]
 
 
 def attend_sdpa(
-    q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, seq: SequenceInfo, window: int
+    q_BHTD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    *,
+    seq: SequenceInfo,
+    window: int,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention over whole sequences on one device.
 
     This is the default of the seam ``attend``. A query attends to the keys of its own document up
     to its own position. With ``window`` above 0, it attends only to the last ``window`` of these
-    keys, its own included. With documents or a window below T, it builds a mask of T x T.
+    keys, its own included. With documents or a window below T, it builds a mask of T x T, and with
+    sinks a bias of H x T x T.
 
     Args:
         q_BHTD, k_BKTD, v_BKTD: queries, keys and values. H is a multiple of K; query head h reads
             key-value head h // (H / K).
         seq: only its ``documents_BT`` are read.
         window: the sliding window in tokens; 0 means no window.
+        sinks_H: a score of each query head that takes part in the softmax of each query, and to
+            which no value belongs (Xiao et al. 2024, arXiv 2309.17453; gpt-oss). None: none.
 
     Returns:
         The output (B, H, T, D).
     """
     length, documents_BT = q_BHTD.shape[2], seq.documents_BT
     has_window = 0 < window < length
-    if documents_BT is None and not has_window:
+    if documents_BT is None and not has_window and sinks_H is None:
         return sdpa(q_BHTD, k_BKTD, v_BKTD)
     mask = torch.ones(length, length, dtype=torch.bool, device=q_BHTD.device).tril()
     if window:
@@ -45,7 +54,13 @@ def attend_sdpa(
     if documents_BT is not None:
         same_B1TT = documents_BT[:, None, :, None] == documents_BT[:, None, None, :]
         mask = mask & same_B1TT.to(mask.device)
-    return sdpa(q_BHTD, k_BKTD, v_BKTD, bias_of(mask, q_BHTD.dtype), is_causal=False)
+    bias = bias_of(mask, q_BHTD.dtype)
+    if sinks_H is not None:
+        # One more key, of which every query sees the sink as its score. Its value is 0.
+        k_BKTD, v_BKTD = F.pad(k_BKTD, (0, 0, 0, 1)), F.pad(v_BKTD, (0, 0, 0, 1))
+        sinks_BHT1 = sinks_H.to(bias.dtype)[:, None, None].expand(*q_BHTD.shape[:3], 1)
+        bias = torch.cat((bias.expand(*q_BHTD.shape[:3], length), sinks_BHT1), dim=-1)
+    return sdpa(q_BHTD, k_BKTD, v_BKTD, bias, is_causal=False)
 
 
 def bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -84,6 +99,35 @@ def sdpa(
     )
 
 
+class PerHead(nn.Module):
+    """A number for each query head: ``per_head(x_BTC)`` returns it, whatever ``x_BTC`` is.
+
+    A module of its own, with the style "column", so that tensor parallelism cuts it like the heads.
+    """
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads))
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return self.weight
+
+
+class StreamBias(nn.Module):
+    """A bias of what a layer adds to the residual stream: ``bias(x_BTC) -> x_BTC``.
+
+    A module of its own, with the style "norm": the outputs of a "row" layer are summed over ranks,
+    and a bias within would be summed as well.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return x_BTC + self.weight
+
+
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) with rotary positions.
 
@@ -100,6 +144,8 @@ class Attention(nn.Module):
         query_scale: factor of the queries after the rotation. ``attend`` divides scores by sqrt(D).
         is_rotary: whether queries and keys are rotated. Without that, only the mask of ``attend``
             tells positions apart (Kazemnejad et al. 2023, arXiv 2305.19466; SmolLM3).
+        has_sinks: whether each query head has a sink (see ``attend_sdpa``), as in gpt-oss.
+        out_bias: whether the output projection has a bias.
     """
 
     def __init__(
@@ -115,6 +161,8 @@ class Attention(nn.Module):
         window: int = 0,
         query_scale: float = 1.0,
         is_rotary: bool = True,
+        has_sinks: bool = False,
+        out_bias: bool = False,
     ) -> None:
         super().__init__()
         self.rope = rope  # blocks with equal settings share one table of a micro-batch
@@ -126,6 +174,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(dim, n_kv_heads * width, bias=bias)
         self.wv = nn.Linear(dim, n_kv_heads * width, bias=bias)
         self.wo = nn.Linear(n_heads * width, dim, bias=False)
+        self.out_bias = StreamBias(dim) if out_bias else nn.Identity()
+        self.sinks = PerHead(n_heads) if has_sinks else None
         self.q_norm = nn.RMSNorm(width, eps=norm_eps) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(width, eps=norm_eps) if qk_norm else nn.Identity()
         self.attend: Attend = attend_sdpa
@@ -148,7 +198,11 @@ class Attention(nn.Module):
             q, k = rotate(q, table), rotate(k, table)
         if self.query_scale != 1:
             q = q * self.query_scale
+        sinks = {} if self.sinks is None else {"sinks_H": self.sinks(x_BTC)}
         out_BHTD = self.attend(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seq=seq, window=self.window
+            *(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)),
+            seq=seq,
+            window=self.window,
+            **sinks,
         )
-        return self.wo(out_BHTD.transpose(1, 2).flatten(2))
+        return self.out_bias(self.wo(out_BHTD.transpose(1, 2).flatten(2)))

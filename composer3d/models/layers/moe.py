@@ -82,6 +82,7 @@ class Router(nn.Module):
             Other experts count as worse than any.
         group_best: how good a group is: the sum of its "two" best scores (DeepSeek-V3), or the best
             "one" (DeepSeek-V2).
+        has_logit_bias: add a bias to the logits, which is trained (gpt-oss).
         has_bias: add a bias to the scores for the choice, not for the weights. It gets no gradient.
         bias_rate: how far it moves in a step (see ``bias_move``).
         balance_loss: coefficient of the balance loss (see ``_balance_loss``).
@@ -89,6 +90,7 @@ class Router(nn.Module):
 
     Attributes:
         weight: (E, C).
+        logit_bias: (E), or None.
         bias: (E), or None.
         statistics: of the current step.
         sequence_ranks, sum_over_sequence, own_documents: the seams of parallelisms that cut
@@ -109,6 +111,7 @@ class Router(nn.Module):
         groups: int = 1,
         groups_per_token: int = 1,
         group_best: Literal["two", "one"] = "two",
+        has_logit_bias: bool = False,
         has_bias: bool = False,
         bias_rate: float = 0.0,
         balance_loss: float = 0.0,
@@ -121,6 +124,7 @@ class Router(nn.Module):
         self.group_best = group_best
         self.bias_rate, self.balance_loss, self.z_loss = bias_rate, balance_loss, z_loss
         self.weight = nn.Parameter(torch.empty(experts, dim))
+        self.logit_bias = nn.Parameter(torch.empty(experts)) if has_logit_bias else None
         self.bias = nn.Parameter(torch.empty(experts), requires_grad=False) if has_bias else None
         self.statistics = RouterStatistics()
         self.sequence_ranks = 1
@@ -130,7 +134,8 @@ class Router(nn.Module):
     def forward(self, x_BTC: Tensor, seq: SequenceInfo) -> Routing:
         wide = torch.promote_types(x_BTC.dtype, torch.float32)
         x_NC = x_BTC.flatten(0, 1)
-        logits_NE = F.linear(x_NC.to(wide), self.weight.to(wide))
+        bias = None if self.logit_bias is None else self.logit_bias.to(wide)
+        logits_NE = F.linear(x_NC.to(wide), self.weight.to(wide), bias)
         if self.scores == "softmax":
             scores_NE = probabilities_NE = logits_NE.softmax(-1)
         else:
@@ -367,6 +372,18 @@ def grouped_product(rows_MK: Tensor, weight_EJK: Tensor, groups: Groups) -> Tens
     return torch.cat([F.linear(x, weight) for x, weight in groups.pairs(rows_MK, weight_EJK)])
 
 
+def add_row_bias(rows_MJ: Tensor, bias_EJ: Tensor, groups: Groups) -> Tensor:
+    """Add to each row the bias of its expert.
+
+    The bias is multiplied by columns of ones: so the gradient of each expert's bias is summed by
+    the kernel that multiplies, in an order that does not change, and never in float8.
+    """
+    columns = _ROW_BYTES // rows_MJ.element_size()  # the fewest that the kernel takes
+    ones_MK = rows_MJ.new_ones(len(rows_MJ), columns)
+    bias_EJK = F.pad(bias_EJ[..., None], (0, columns - 1))
+    return rows_MJ + grouped_product(ones_MK, bias_EJK, groups)
+
+
 def _has_grouped_kernel(rows_MK: Tensor, weight_EJK: Tensor) -> bool:
     """Whether ``grouped_mm`` takes the dtype and the strides; float64 always takes the loop."""
     size = rows_MK.element_size()
@@ -398,12 +415,16 @@ class Experts(nn.Module):
 
         ``exchange`` is what the seam of this name has returned.
         """
-        w1, w2, w3 = (self.own_part(weight) for weight in (self.w1, self.w2, self.w3))
+        own = {name: self.own_part(value) for name, value in self.named_parameters(recurse=False)}
         exchanged = exchange(rows_MC)
         groups = Groups(exchanged.tokens_E)
-        return exchanged.send_back(
-            expert_ffn(exchanged.rows_MC, groups, w1, w2, w3, product=self.product)
-        )
+        return exchanged.send_back(self.compute(exchanged.rows_MC, groups, **own))
+
+    def compute(
+        self, rows_MC: Tensor, groups: Groups, *, w1: Tensor, w2: Tensor, w3: Tensor
+    ) -> Tensor:
+        """Compute the rows of this rank's experts with its parts of the parameters, by name."""
+        return expert_ffn(rows_MC, groups, w1, w2, w3, product=self.product)
 
 
 def expert_ffn(

@@ -6,7 +6,7 @@ from composer3d.models.table import Constant, Normal, ParameterTable, Row
 # The initial values of GPT-2, and of norms.
 NORMAL = Normal(0.02)
 ONES = Constant(1.0)
-_ZEROS = Constant(0.0)
+ZEROS = Constant(0.0)
 
 
 def table(shape: ModelShape) -> ParameterTable:
@@ -90,7 +90,7 @@ def projection_rows(shape: RotaryShape, *, has_bias: bool = False) -> list[Row]:
         )
         if has_bias:
             bias = weight._replace(
-                name=f"attn.w{letter}.bias", shape=weight.shape[:1], init=_ZEROS, is_rotary=False
+                name=f"attn.w{letter}.bias", shape=weight.shape[:1], init=ZEROS, is_rotary=False
             )
             rows.append(bias._replace(hf=f"{hf}.{letter}_proj.bias"))
     rows.append(

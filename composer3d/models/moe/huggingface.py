@@ -21,6 +21,7 @@ from composer3d.facts.text import short_json
 from composer3d.models.llama.huggingface import (
     FULL,
     SLIDING,
+    Shape,
     complete_config,
     decoder_keys,
     decoder_problems,
@@ -281,12 +282,17 @@ def expert_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> lis
 make_shape = partial(checked_shape, MoeShape, find_problems=expert_problems)
 
 
+def untrained(shape: Shape) -> Shape:
+    """Return a shape in which the fields that training alone reads have their defaults."""
+    defaults = {entry.name: entry.default for entry in fields(shape)}
+    changes: dict[str, Any] = {name: defaults[name] for name in shape.training_fields}
+    return replace(shape, **changes)
+
+
 def canonical(shape: MoeShape) -> MoeShape:
     """Return the same shape for all shapes whose config.json would describe the same model."""
-    changes: dict[str, Any] = {
-        entry.name: entry.default for entry in fields(shape) if entry.name in shape.training_fields
-    }
-    changes["expert_ffn"] = shape.expert_width
+    shape = untrained(shape)
+    changes: dict[str, Any] = {"expert_ffn": shape.expert_width}
     if shape.model_type == "mixtral":  # it has one width only
         changes["ffn"] = shape.expert_width
     layers = _describe_layers([shape.has_experts(layer) for layer in range(shape.n_layers)])

@@ -9,8 +9,8 @@ from composer3d.models.shape import is_nth
 
 
 @dataclass(frozen=True)
-class ExpertsShape(RotaryShape):
-    """Sizes of a decoder in which most feed-forward layers are mixtures of experts.
+class RoutedShape(RotaryShape):
+    """Sizes of a decoder in which feed-forward layers are mixtures of experts.
 
     The coefficients of the balance are a part of it, because published configurations name them.
     Training alone reads them (``training_fields``).
@@ -20,6 +20,36 @@ class ExpertsShape(RotaryShape):
     experts_per_token: int = key(
         2, "experts that compute each token (top-k)", between(1, MOST_EXPERTS)
     )
+    balance_loss: float = key(
+        0.0,
+        "coefficient of the balance loss, summed over layers, which is 1 for equal shares; 0: none",
+        between(0, 1_000),
+    )
+    z_loss: float = key(
+        0.0,
+        "coefficient of the router's z-loss, mean(logsumexp(logits)^2); 0: none",
+        between(0, 1_000),
+    )
+
+    @property
+    def training_fields(self) -> tuple[str, ...]:
+        """The coefficients of the balance."""
+        return ("balance_loss", "z_loss")
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a block has experts, by its number, counted from 0."""
+        return True
+
+    @property
+    def moe_layers(self) -> int:
+        """The number of blocks with experts."""
+        return sum(map(self.has_experts, range(self.n_layers)))
+
+
+@dataclass(frozen=True)
+class ExpertsShape(RoutedShape):
+    """A ``RoutedShape`` with dense blocks, shared experts and other routers."""
+
     expert_ffn: int | None = key(
         None, "width of an expert; absent: ffn", between(1, 4 * MOST_WIDTH)
     )
@@ -59,21 +89,11 @@ class ExpertsShape(RotaryShape):
         False, "balance without a loss: a bias of each expert in the choice, moved after each step"
     )
     bias_rate: float = key(1e-3, "how far router_bias moves in a step", between(0, 1))
-    balance_loss: float = key(
-        0.0,
-        "coefficient of the balance loss, summed over layers, which is 1 for equal shares; 0: none",
-        between(0, 1_000),
-    )
-    z_loss: float = key(
-        0.0,
-        "coefficient of the router's z-loss, mean(logsumexp(logits)^2); 0: none",
-        between(0, 1_000),
-    )
 
     @property
     def training_fields(self) -> tuple[str, ...]:
-        """The coefficients of the balance."""
-        return ("bias_rate", "balance_loss", "z_loss")
+        """The coefficients of the balance, and the rate of the biases."""
+        return ("bias_rate", *super().training_fields)
 
     @property
     def expert_width(self) -> int:
@@ -83,11 +103,6 @@ class ExpertsShape(RotaryShape):
     def has_experts(self, layer: int) -> bool:
         """Whether a block has experts, by its number, counted from 0."""
         return layer >= self.dense_layers and is_nth(layer, self.moe_every)
-
-    @property
-    def moe_layers(self) -> int:
-        """The number of blocks with experts."""
-        return sum(map(self.has_experts, range(self.n_layers)))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from composer3d.facts.errors import CheckpointError
 from composer3d.models.llama.huggingface import (
     FULL,
     KEYS,
@@ -102,11 +103,18 @@ def make_config(
         carried: the config.json that came with the model. If it describes this shape, all its other
             keys are kept. Otherwise only the ids of special tokens and ``max_position_embeddings``
             are kept.
+
+    Raises:
+        CheckpointError: transformers computes no such shape.
     """
     is_same = partial(describes, shape=shape, parse=parse_config, canonical=canonical)
     if not shape.window:
         own = decoder_keys(shape, "olmo2")
         return complete_config(own, shape, dtype, carried or {}, is_same)
+    if shape.rope_factor != 1 and shape.rope_scaling == "yarn" and not shape.rope_truncate:
+        raise CheckpointError(
+            "Hugging Face's olmo3 has no rope_truncate = false; convert to torch or dcp"
+        )
     own = decoder_keys(shape, "olmo3")
     own |= {"sliding_window": shape.window, "layer_types": layer_types_of(shape)}
     # The newer form, beside the older one: transformers 5 reads a base of all layers only here.

@@ -16,7 +16,12 @@ class Olmo2Shape(WindowedShape):
 
 # debug-olmo2 and debug-olmo3 are our own. The other numbers are those of the config.json that is
 # published with each model.
-_OLMO_3: dict[str, Any] = {"window": 4096, "full_every": 4}
+_OLMO_3: dict[str, Any] = {
+    "window": 4096,
+    "full_every": 4,
+    "rope_scaling": "yarn",
+    "rope_factor": 8.0,
+}
 PRESETS: dict[str, Olmo2Shape] = {
     # dim, n_layers, n_heads, n_kv_heads, ffn, vocab, rope_theta, norm_eps
     "debug-olmo2": Olmo2Shape(64, 4, 4, 2, 160, 256, 1e4, 1e-6),

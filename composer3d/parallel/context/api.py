@@ -65,12 +65,19 @@ def make_attend(
     """Return a function for the seam ``attend``. See ``ring_attention`` for the arguments."""
 
     def attend(
-        q_BHnD: Tensor, k_BKnD: Tensor, v_BKnD: Tensor, *, seq: SequenceInfo, window: int
+        q_BHnD: Tensor,
+        k_BKnD: Tensor,
+        v_BKnD: Tensor,
+        *,
+        seq: SequenceInfo,
+        window: int,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         return ring_attention(
             q_BHnD,
             k_BKnD,
             v_BKnD,
+            sinks_H=sinks_H,
             group=group,
             documents=seq.documents_BT,
             window=window,
@@ -90,6 +97,7 @@ def ring_attention(
     causal: bool = True,
     documents: Tensor | None = None,
     window: int = 0,
+    sinks_H: Tensor | None = None,
     method: Method = "ring",
     balanced: bool = True,
 ) -> Tensor:
@@ -105,6 +113,9 @@ def ring_attention(
             the CPU. A document is a run of equal numbers, and a query sees only the keys of its own
             document.
         window: a causal query sees the last ``window`` keys up to its own; 0: all of them.
+        sinks_H: a score of each query head that takes part in the softmax of each query, and to
+            which no value belongs. It enters once, after all keys. Its gradient is this rank's part
+            of a sum over ``group``. None: none.
         method: "ring", "allgather" or "ulysses". The result is the same, apart from rounding.
         balanced: whether parts are in balanced (zigzag) order.
 
@@ -133,6 +144,11 @@ def ring_attention(
     """
     size = 1 if group is None else group.size()
     _check(q_BHnD, k_BKnD, v_BKnD, documents, size, method, balanced)
+    if sinks_H is not None and sinks_H.shape != q_BHnD.shape[1:2]:
+        raise ValueError(
+            f"sinks_H is {tuple(sinks_H.shape)}; it must have a number for each of the "
+            f"{q_BHnD.shape[1]} query heads"
+        )
     if window < 0 or (window and not causal):
         raise ValueError(
             f"window = {window} with causal = {causal}: it must be 0, or with causal = True the "
@@ -144,14 +160,14 @@ def ring_attention(
         q = q.contiguous()
     if window >= q.shape[2] * size:
         window = 0
-    if size == 1 and documents is None and window == 0:
+    if size == 1 and documents is None and window == 0 and sinks_H is None:
         # torch chooses the kernel: on a GPU it may be cuDNN's.
         return sdpa(q, k, v, is_causal=causal)
     if group is not None and size > 1 and method == "ulysses":
-        return _ulysses(q, k, v, group, causal, documents, window, balanced)
+        return _ulysses(q, k, v, sinks_H, group, causal, documents, window, balanced)
     group_name = group.group_name if group is not None and size > 1 else ""
     sees = (window or NO_WINDOW) if causal else NOT_CAUSAL
-    return attend_in_rounds(q, k, v, documents, sees, method, balanced, group_name)[0]
+    return attend_in_rounds(q, k, v, sinks_H, documents, sees, method, balanced, group_name)[0]
 
 
 def _check(
@@ -193,6 +209,7 @@ def _ulysses(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks_H: Tensor | None,
     group: dist.ProcessGroup,
     causal: bool,
     documents: Tensor | None,
@@ -205,7 +222,15 @@ def _ulysses(
     received = _exchange(torch.cat(by_rank, 2), group.group_name)
     whole = join_parts(received, 2, balanced)
     q, k, v = whole.split([x.shape[1] // size for x in (q, k, v)], 1)
-    out = ring_attention(q, k, v, group=None, causal=causal, documents=documents, window=window)
+    own_sinks_H = None if sinks_H is None else sinks_H.chunk(size)[group.rank()]
+    out = ring_attention(
+        *(q, k, v),
+        group=None,
+        causal=causal,
+        documents=documents,
+        window=window,
+        sinks_H=own_sinks_H,
+    )
     parts = parts_of_all_ranks(out, 2, size, balanced)
     return _exchange(parts, group.group_name).movedim(0, 1).flatten(1, 2)
 

@@ -111,6 +111,35 @@ def attend_block_backward(
     return attend_reference_backward(grad, q, k, v, out, lse, causal=causal, mask=mask)
 
 
+def add_sinks(out: Tensor, lse: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Add a score without a value to the softmax of each query.
+
+    It must be added once, to the output and logsumexp of whole rows. The backward of a block is
+    right with what this returns: the score's own weight times its value, 0, adds nothing.
+
+    Args:
+        out, lse: of whole rows. Each query must see a key.
+        sinks_H: the score of each query head.
+
+    Returns:
+        The output, in the dtype of ``lse`` or of ``out`` if that is wider, and the logsumexp.
+    """
+    sinks_H1 = sinks_H.to(lse.dtype)[:, None]
+    return out * torch.sigmoid(lse - sinks_H1)[..., None], torch.logaddexp(lse, sinks_H1)
+
+
+def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks_H: Tensor) -> Tensor:
+    """Return the gradient of ``sinks_H``, in its dtype.
+
+    Args:
+        grad: the gradient of ``out``.
+        out, lse: what ``add_sinks`` has returned.
+    """
+    weight_BHT = (sinks_H.to(lse.dtype)[:, None] - lse).exp()
+    row_dot_BHT = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -(weight_BHT * row_dot_BHT).sum((0, 2)).to(sinks_H.dtype)
+
+
 def least(dtype: torch.dtype) -> float:
     """Return the logsumexp with which merging begins: so small that it changes nothing.
 

@@ -108,6 +108,7 @@ def attend_in_rounds(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks_H: Tensor | None,
     documents: Tensor | None,
     window: int,
     method: str,
@@ -118,6 +119,7 @@ def attend_in_rounds(
 
     Args:
         q, k, v: this rank's parts. The last dim of q is contiguous.
+        sinks_H: a score of each query head that has no value, or None.
         documents: integers (B, T), of the whole sequence, or None.
         window: as in ``tiles``.
         method: "ring" or "allgather".
@@ -126,7 +128,7 @@ def attend_in_rounds(
 
     Returns:
         ``out``, (B, H, n, D) in the dtype of q, and ``lse``, the logsumexp of each query's scores,
-        (B, H, n) in the wide dtype. Only ``out`` has a gradient.
+        with its sink, (B, H, n) in the wide dtype. Only ``out`` has a gradient.
 
     Collectives:
         ring: (size - 1) sends of keys and values to the next rank. The next ones are sent while a
@@ -159,6 +161,8 @@ def attend_in_rounds(
             # Free this block's output before the next one is allocated.
             del block_out, block_lse
     assert out is not None, "a query sees its own key"
+    if sinks_H is not None:
+        out, lse = kernels.add_sinks(out, lse, sinks_H)
     return _in_memory_BTHD(out, q.dtype), lse.contiguous()
 
 
@@ -354,20 +358,22 @@ def _(grad: Tensor, saved: Sequence[Tensor], *_: Any) -> tuple[Tensor, ...]:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, documents, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output, documents)
+    q, k, v, sinks_H, documents, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *output, sinks_H, documents)
     ctx.mark_non_differentiable(output[1])
     # Autograd would fill zeros for a gradient of ``lse``, which backward ignores.
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    *saved, documents = ctx.saved_tensors
+    *saved, sinks_H, documents = ctx.saved_tensors
+    *_, out, lse = saved
     if grad is None:
         # Other ranks may have a gradient: this one must send and receive as they do.
-        grad = torch.zeros_like(saved[3])
+        grad = torch.zeros_like(out)
     dq, dk, dv = _attend_in_rounds_backward(grad, saved, documents, *ctx.settings)
-    return dq, dk, dv, None, None, None, None, None
+    dsinks_H = None if sinks_H is None else kernels.sinks_gradient(grad, out, lse, sinks_H)
+    return dq, dk, dv, dsinks_H, None, None, None, None, None
 
 
 attend_in_rounds.register_autograd(_differentiate, setup_context=_save_for_backward)

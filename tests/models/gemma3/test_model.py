@@ -108,7 +108,7 @@ def test_the_scale_of_scores(scalar: int | None, scale: float) -> None:
 
 
 def test_the_factor_of_the_embedding_is_rounded_as_the_published_one_was() -> None:
-    """In bfloat16 the root of 1152 is 34; products with 33.94 would be rounded to others."""
+    """In bfloat16, the root of 1152 is 34; products with 33.94 would be other numbers."""
     shape = replace(PRESETS["gemma3-1b"], vocab=64, n_layers=1)
     tokens_BT = torch.arange(64)[None]
     for dtype, factor in ((torch.bfloat16, 34.0), (torch.float64, 1152**0.5)):

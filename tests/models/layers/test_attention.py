@@ -28,6 +28,31 @@ def documents_and_positions() -> tuple[Tensor, Tensor]:
     return number_documents(ends_BT)
 
 
+@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize("window", [0, 6])
+def test_sinks_take_a_part_of_each_softmax(window: int, has_documents: bool) -> None:
+    documents_BT, positions_BT = documents_and_positions()
+    if not has_documents:
+        documents_BT = None
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(ROWS, heads, LENGTH, 8, generator=generator, dtype=torch.float64)
+        for heads in (4, 2, 2)
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v, torch.tensor([-1.0, 0.0, 2.0, 9.0]).double())]
+    visible = visible_keys(LENGTH, documents_BT=documents_BT, window=window)
+    seq = SequenceInfo(positions_BT, documents_BT)
+    outputs = [
+        attend(*leaves[:3], visible, leaves[3]),
+        attend_sdpa(*leaves[:3], seq=seq, window=window, sinks_H=leaves[3]),
+        make_attend(None)(*leaves[:3], seq=seq, window=window, sinks_H=leaves[3]),
+    ]
+    expected, *others = ([out, *torch.autograd.grad(out.sin().sum(), leaves)] for out in outputs)
+    for results in others:
+        for actual, wanted in zip(results, expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("window", [0, 6])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(

@@ -149,6 +149,8 @@ def take(location: Location, tensors: dict[str, Tensor]) -> Tensor:
     if location.is_stack:
         return torch.stack([tensors[name] for name in location.names])
     (name,) = location.names
+    if location.is_transposed:
+        return tensors[name].mT
     if location.rows is None:
         return tensors[name]
     begin, end = location.rows

@@ -45,19 +45,20 @@ class Mask(NamedTuple):
     documents: Tensor | None = None
     window: int = 0
     causal: bool = True
+    sinks_H: Tensor | None = None
 
 
 PLAIN = Mask()
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Mask = PLAIN) -> list[Tensor]:
-    """The output and the gradients of q, k and v: the softmax of all scores behind a mask."""
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    """The output, and the gradients of q, k, v and sinks, of the softmax of all scores."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, mask.sinks_H) if x is not None]
     visible = visible_keys(
         q.shape[2], documents_BT=mask.documents, window=mask.window, is_causal=mask.causal
     )
-    out = attend(q, k, v, visible)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+    out = attend(*leaves[:3], visible, *leaves[3:])
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
 def composed(
@@ -78,6 +79,9 @@ def composed(
         for x in (q, k, v, grad)
     ]
     leaves = [x.requires_grad_() for x in shards]
+    sinks_H = None
+    if mask.sinks_H is not None:
+        sinks_H = mask.sinks_H.detach().to(dtype).requires_grad_()
     documents = mask.documents
     if documents is not None:
         # The padding belongs to the last document.
@@ -89,15 +93,20 @@ def composed(
         causal=mask.causal,
         documents=documents,
         window=mask.window,
+        sinks_H=sinks_H,
         method=method,
         balanced=balanced,
     )
     assert out.dtype == dtype
-    results = [out.detach(), *torch.autograd.grad(out, leaves, grad_shard)]
-    return [
+    sinks = [] if sinks_H is None else [sinks_H]
+    gradients = torch.autograd.grad(out, [*leaves, *sinks], grad_shard)
+    whole = [
         ownership.unshard_sequence(shard, 2, group, balanced=balanced, length=length)
-        for shard in results
+        for shard in (out.detach(), *gradients[:3])
     ]
+    for gradient in gradients[3:]:
+        dist.all_reduce(gradient, group=group)
+    return [*whole, *gradients[3:]]
 
 
 def group_of_all() -> dist.ProcessGroup:

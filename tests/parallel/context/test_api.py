@@ -55,6 +55,8 @@ def check_values(method: str, heads: list[tuple[int, int]]) -> int:
             all_documents = [None]
             all_documents += [random_documents(tokens, value) for value in probabilities]
             masks = [Mask(*values) for values in product(all_documents, windows)]
+            sinks_H = torch.linspace(-2, 3, query_heads, dtype=torch.float64)
+            masks += [mask._replace(sinks_H=sinks_H) for mask in (masks[0], masks[-1])]
             if tokens % (2 * size) == 0:
                 masks += [Mask(documents, 0, causal=False) for documents in all_documents]
             for mask, balanced in product(masks, (True, False)):
@@ -184,12 +186,16 @@ def check_one_rank() -> None:
 
         q, k, v = (x.clone().requires_grad_() for x in whole[:3])
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+        sinks_H = torch.randn(4, dtype=torch.float64, requires_grad=True)
         for documents, window in product((None, random_documents(6, 0.3)), (0, 3)):
+            sinks = sinks_H if window else None
             operator = torch.ops.composer3d.ring_attention.default
             backward = torch.ops.composer3d.ring_attention_backward.default
             options = (window, "ring", True, "")  # method, balanced, group
-            torch.library.opcheck(operator, (q, k, v, documents, *options), test_utils=checks)
-            out, lse = operator(q, k, v, documents, *options)
+            torch.library.opcheck(
+                operator, (q, k, v, sinks, documents, *options), test_utils=checks
+            )
+            out, lse = operator(q, k, v, sinks, documents, *options)
             assert not lse.requires_grad
             saved = [x.detach() for x in (q, k, v, out, lse)]
             arguments = (whole[3], saved, documents, *options)

@@ -77,7 +77,7 @@ def count_merges(method: str) -> tuple[int, Counter[str]]:
         assert attend is not None
         name = group.group_name if size > 1 else ""
         with OperatorNames() as operators:
-            attend(q, k, v, None, 0, method, True, name)
+            attend(q, k, v, None, None, 0, method, True, name)
         return size, operators.counts
 
 

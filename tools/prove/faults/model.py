@@ -87,7 +87,7 @@ def stretch_all_blocks_but_the_first(right: Any, self: Any, layer: int, rope: Ro
     return right(self, layer, rope.unstretched() if layer == 0 else rope)
 
 
-@found_by("generation", "^tokens of the yarn model")
+@found_by("generation", "^tokens of the yarn, other bounds model")
 @fault_by(_change_table)
 def forget_the_attention_factor_of_new_tokens(
     rope: Rope, positions: Tensor, dtype: torch.dtype

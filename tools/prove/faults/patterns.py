@@ -8,6 +8,7 @@ from typing import Any
 
 from composer3d.generate import cache
 from composer3d.models.layers.attention import Attention
+from composer3d.models.layers.rope import Rope
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.shape import DecoderShape
 from composer3d.parallel.pipeline import stage_cut
@@ -82,6 +83,13 @@ def rotate_where_no_block_does(right: Any, self: Any, x: Any, *, seq: Any) -> An
     """Attention: queries and keys are rotated in every block."""
     self.is_rotary = True
     return right(self, x, seq=seq)
+
+
+@found_by("model", "^logits of the with norms over all heads and windows model")
+@fault_of(Rope, Rope.unstretched)
+def stretch_blocks_with_windows(_: Any, self: Rope) -> Rope:
+    """OLMo 3: the positions of blocks with a window are stretched, too."""
+    return self
 
 
 @found_by("generation", _WINDOWED)

@@ -15,6 +15,7 @@ from tools.prove.faults import (  # noqa: F401
     patterns,
     pipeline,
     resume,
+    sinks,
     values,
     windows,
 )

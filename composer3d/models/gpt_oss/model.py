@@ -1,0 +1,85 @@
+"""The gpt-oss decoder: gpt-oss-120b and gpt-oss-20b (OpenAI 2025, arXiv 2508.10925).
+
+Beside the names of ``models.moe``, a block has ``attn.sinks.weight`` (a number for each head),
+``attn.out_bias.weight``, biases of ``wq``, ``wk`` and ``wv``, ``moe.router.logit_bias``, and in
+``moe.experts`` the biases ``b1`` and ``b2``. ``w1`` has the rows of gate and up projection in
+turns, as the published files have them.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from composer3d.models.contract import SequenceInfo
+from composer3d.models.gpt_oss.shape import GptOssShape
+from composer3d.models.layers.attention import Attention
+from composer3d.models.layers.moe import Experts, Groups, MoE, Router, add_row_bias
+from composer3d.models.layers.rope import Rope
+from composer3d.models.llama.model import RotaryDecoder
+from composer3d.models.moe.model import ExpertsBlock
+
+
+class GptOssExperts(Experts):
+    """E feed-forward layers with biases and a clamped gate: ``experts(rows, exchange)``.
+
+    Attributes:
+        w1, b1: (E, 2 F, C) and (E, 2 F): rows 0, 2, 4 ... are the gate projection, the others the
+            up projection.
+        w2, b2: (E, C, F) and (E, C), the down projection.
+    """
+
+    def __init__(self, shape: GptOssShape) -> None:
+        super().__init__(shape.experts, shape.dim, shape.ffn)
+        del self.w3
+        self.w1 = nn.Parameter(torch.empty(shape.experts, 2 * shape.ffn, shape.dim))
+        self.b1 = nn.Parameter(torch.empty(shape.experts, 2 * shape.ffn))
+        self.b2 = nn.Parameter(torch.empty(shape.experts, shape.dim))
+        self.slope, self.limit = shape.gate_slope, shape.gate_limit
+
+    def compute(self, rows_MC: Tensor, groups: Groups, **own: Tensor) -> Tensor:
+        """Compute the rows of this rank's experts with its parts of the parameters, by name."""
+        inner = add_row_bias(self.product(rows_MC, own["w1"], groups), own["b1"], groups)
+        gate_MF = inner[:, ::2].clamp(max=self.limit)
+        up_MF = inner[:, 1::2].clamp(min=-self.limit, max=self.limit)
+        gated_MF = (up_MF + 1) * (gate_MF * torch.sigmoid(self.slope * gate_MF))
+        return add_row_bias(self.product(gated_MF, own["w2"], groups), own["b2"], groups)
+
+
+class GptOssBlock(ExpertsBlock):
+    """One pre-norm decoder block with experts: ``block(h_BTC, seq) -> h_BTC``."""
+
+    def __init__(self, shape: GptOssShape, rope: Rope, layer: int) -> None:
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.attn = Attention(
+            dim=shape.dim,
+            n_heads=shape.n_heads,
+            n_kv_heads=shape.n_kv_heads,
+            rope=rope,
+            bias=True,
+            window=shape.window_of(layer),
+            has_sinks=True,
+            out_bias=True,
+        )
+        self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        router = Router(
+            dim=shape.dim,
+            experts=shape.experts,
+            per_token=shape.experts_per_token,
+            has_logit_bias=True,
+            balance_loss=shape.balance_loss,
+            z_loss=shape.z_loss,
+        )
+        self.moe = MoE(router, GptOssExperts(shape), None)
+
+    def prepare(self, seq: SequenceInfo, dtype: torch.dtype) -> None:
+        self.attn.prepare(seq, dtype)
+
+
+class GptOss(RotaryDecoder):
+    """A gpt-oss of one ``GptOssShape``. ``RotaryDecoder`` documents its arguments."""
+
+    shape: GptOssShape
+
+    def make_block(self, layer: int, rope: Rope) -> GptOssBlock:
+        """Build a block by its number in the whole model."""
+        return GptOssBlock(self.shape, rope, layer)
