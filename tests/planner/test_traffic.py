@@ -285,6 +285,7 @@ CASES = [
     Case(MOE, f"{NO_DP} mesh.tp=4 mesh.ep=2"),
     Case(MOE, f"mesh.tp=1 mesh.ep=1 {WITHOUT_PP} parallel.zero=1 {BF16}"),
     Case(MOE, f"{MUON} mesh.pp=1 mesh.ep=2 mesh.tp=4 mesh.dp_replicate=2 {NO_DP} parallel.zero=0"),
+    Case(DENSE, "model.architecture=gemma3 model.preset=debug-gemma3 model.tied=true"),
 ]
 
 
