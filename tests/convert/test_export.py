@@ -14,7 +14,7 @@ import torch
 
 from composer3d import cli
 from composer3d.checkpoint import manifest as manifests
-from composer3d.convert.assets import make_assets
+from composer3d.convert.assets import _longest_sequence, make_assets
 from composer3d.convert.convert import convert
 from composer3d.facts.tokenizer_file import make_byte_tokenizer
 from composer3d.recipe.resolve import load
@@ -340,6 +340,8 @@ def test_the_longest_sequence(tmp_path: Path) -> None:
             json.loads(make_assets(recipe, 0, None)["config.json"])["max_position_embeddings"]
             == longest
         )
+    # A model of the last kind computes no more, whatever its files said before.
+    assert _longest_sequence(recipe, {"max_position_embeddings": 500}) == 100
 
 
 def test_a_checkpoint_without_assets_converts_with_a_note(trained: Path, tmp_path: Path) -> None:

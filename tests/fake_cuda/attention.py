@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from composer3d.dryrun.memory import MemoryLedger
 from composer3d.models.contract import SequenceInfo
-from composer3d.models.llama.model import Block, rope_of
+from composer3d.models.llama.model import Block
+from composer3d.models.llama.rope import rope_of
 from composer3d.models.llama.shape import ModelShape
 from composer3d.parallel.context.api import Method, make_attend
 from composer3d.runtime.torch_private import fake_world

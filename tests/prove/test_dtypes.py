@@ -32,13 +32,14 @@ DENSE = [
     "model.qkv_bias=true data.global_batch=8",
     "mesh.cp=2 parallel.cp_method=ulysses model.window=20 data.global_batch=2",
     "mesh.dp_shard=2 parallel.zero=2 precision.reduce=bfloat16 data.global_batch=4",
+    "model.architecture=gemma3 model.preset=debug-gemma3 mesh.tp=2 data.global_batch=2",
 ]
 EXPERTS = [
     "data.global_batch=2 model.expert_ffn=96",
     "mesh.tp=2 mesh.ep=2 model.router=sigmoid model.router_bias=true model.shared_ffn=48 "
     "data.global_batch=2",
 ]
-ON_GPU = (DENSE[0], DENSE[3], DENSE[6], EXPERTS[1])
+ON_GPU = (DENSE[0], DENSE[3], DENSE[6], DENSE[8], EXPERTS[1])
 
 
 def operations_of_one(jobs: Sequence[Job]) -> set[Operation]:

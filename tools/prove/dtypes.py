@@ -246,10 +246,13 @@ NARROW = (
         "the dtype of the stream is precision.compute: each layer adds to it once",
     ),
     Narrow(
-        "gates, and rotations of queries and keys",
-        ("silu", "mul.Tensor", "addcmul"),
+        "gates, rotations of queries and keys, and factors of queries and embeddings",
+        ("silu", "gelu", "mul.Tensor", "addcmul"),
         (
             "models/layers/ffn.py:*",
+            "models/*/model.py:*FeedForward.forward",
+            "models/*/model.py:*First.forward",
+            "models/layers/attention.py:Attention.forward",
             "models/layers/moe.py:expert_ffn",
             "models/layers/rope.py:rotate",
         ),
@@ -257,8 +260,11 @@ NARROW = (
     ),
     Narrow(
         "the derivatives of that",
-        ("mul.Tensor", "mul.Scalar", "silu_backward"),
-        ("node:MulBackward*", "node:AddcmulBackward*", "node:SiluBackward*"),
+        ("mul.Tensor", "mul.Scalar", "silu_backward", "gelu_backward"),
+        (
+            *("node:MulBackward*", "node:AddcmulBackward*"),
+            *("node:SiluBackward*", "node:GeluBackward*"),
+        ),
         "the same",
     ),
     Narrow(

@@ -18,6 +18,51 @@ from composer3d.models.llama.model import RotaryDecoder
 from composer3d.models.moe.model import ExpertsBlock
 
 
+class _Sinks(nn.Module):
+    """The sink of each query head: ``sinks(x_BTC)`` returns them, whatever ``x_BTC`` is.
+
+    A module of its own, with the style "column", so that tensor parallelism cuts it like the heads.
+    """
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads))
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return self.weight
+
+
+class _StreamBias(nn.Module):
+    """A bias of what a layer adds to the residual stream: ``bias(x_BTC) -> x_BTC``.
+
+    A module of its own, with the style "norm": the outputs of a "row" layer are summed over ranks,
+    and a bias within would be summed as well.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return x_BTC + self.weight
+
+
+class GptOssAttention(Attention):
+    """Attention with sinks (see ``attend_sdpa``) and a bias of each projection."""
+
+    def __init__(self, shape: GptOssShape, rope: Rope, layer: int) -> None:
+        super().__init__(
+            dim=shape.dim,
+            n_heads=shape.n_heads,
+            n_kv_heads=shape.n_kv_heads,
+            rope=rope,
+            bias=True,
+            window=shape.window_of(layer),
+        )
+        self.out_bias = _StreamBias(shape.dim)
+        self.sinks = _Sinks(shape.n_heads)
+
+
 class GptOssExperts(Experts):
     """E feed-forward layers with biases and a clamped gate: ``experts(rows, exchange)``.
 
@@ -50,16 +95,7 @@ class GptOssBlock(ExpertsBlock):
     def __init__(self, shape: GptOssShape, rope: Rope, layer: int) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.attn = Attention(
-            dim=shape.dim,
-            n_heads=shape.n_heads,
-            n_kv_heads=shape.n_kv_heads,
-            rope=rope,
-            bias=True,
-            window=shape.window_of(layer),
-            has_sinks=True,
-            out_bias=True,
-        )
+        self.attn = GptOssAttention(shape, rope, layer)
         self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         router = Router(
             dim=shape.dim,

@@ -99,35 +99,6 @@ def sdpa(
     )
 
 
-class PerHead(nn.Module):
-    """A number for each query head: ``per_head(x_BTC)`` returns it, whatever ``x_BTC`` is.
-
-    A module of its own, with the style "column", so that tensor parallelism cuts it like the heads.
-    """
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(heads))
-
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        return self.weight
-
-
-class StreamBias(nn.Module):
-    """A bias of what a layer adds to the residual stream: ``bias(x_BTC) -> x_BTC``.
-
-    A module of its own, with the style "norm": the outputs of a "row" layer are summed over ranks,
-    and a bias within would be summed as well.
-    """
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim))
-
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        return x_BTC + self.weight
-
-
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) with rotary positions.
 
@@ -144,8 +115,6 @@ class Attention(nn.Module):
         query_scale: factor of the queries after the rotation. ``attend`` divides scores by sqrt(D).
         is_rotary: whether queries and keys are rotated. Without that, only the mask of ``attend``
             tells positions apart (Kazemnejad et al. 2023, arXiv 2305.19466; SmolLM3).
-        has_sinks: whether each query head has a sink (see ``attend_sdpa``), as in gpt-oss.
-        out_bias: whether the output projection has a bias.
     """
 
     def __init__(
@@ -161,8 +130,6 @@ class Attention(nn.Module):
         window: int = 0,
         query_scale: float = 1.0,
         is_rotary: bool = True,
-        has_sinks: bool = False,
-        out_bias: bool = False,
     ) -> None:
         super().__init__()
         self.rope = rope  # blocks with equal settings share one table of a micro-batch
@@ -174,8 +141,9 @@ class Attention(nn.Module):
         self.wk = nn.Linear(dim, n_kv_heads * width, bias=bias)
         self.wv = nn.Linear(dim, n_kv_heads * width, bias=bias)
         self.wo = nn.Linear(n_heads * width, dim, bias=False)
-        self.out_bias = StreamBias(dim) if out_bias else nn.Identity()
-        self.sinks = PerHead(n_heads) if has_sinks else None
+        # What gpt-oss has besides: it puts modules here.
+        self.out_bias: nn.Module = nn.Identity()
+        self.sinks: nn.Module | None = None
         self.q_norm = nn.RMSNorm(width, eps=norm_eps) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(width, eps=norm_eps) if qk_norm else nn.Identity()
         self.attend: Attend = attend_sdpa

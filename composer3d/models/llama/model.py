@@ -15,28 +15,8 @@ from composer3d.models.layers.attention import Attention
 from composer3d.models.layers.ffn import FeedForward
 from composer3d.models.layers.head import Head
 from composer3d.models.layers.rope import Rope
+from composer3d.models.llama.rope import rope_of
 from composer3d.models.llama.shape import ModelShape, RotaryShape
-
-
-def rope_of(shape: RotaryShape) -> Rope:
-    """Return the settings of the rotary positions of a shape.
-
-    An architecture whose heads or blocks differ replaces ``head_dim``, or ``factor`` and
-    ``attention_factor`` by 1 in blocks that are not stretched.
-    """
-    return Rope(
-        head_dim=shape.head_width,
-        theta=shape.rope_theta,
-        scaling=shape.rope_scaling,
-        factor=shape.rope_factor,
-        low_freq=shape.rope_low_freq,
-        high_freq=shape.rope_high_freq,
-        context=shape.rope_context,
-        beta_fast=shape.rope_beta_fast,
-        beta_slow=shape.rope_beta_slow,
-        truncate=shape.rope_truncate,
-        attention_factor=shape.attention_factor,
-    )
 
 
 class First(nn.Module):

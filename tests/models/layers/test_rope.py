@@ -9,7 +9,8 @@ from torch import Tensor
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.layers import rope as rope_module
 from composer3d.models.layers.rope import Rope, rope_table, rotate, shared_rope_table
-from composer3d.models.llama.model import Llama, rope_of
+from composer3d.models.llama.model import Llama
+from composer3d.models.llama.rope import rope_of
 from composer3d.models.llama.shape import PRESETS, ModelShape
 from tests.models.layers.labels import random
 from tests.reference import rotation

@@ -37,15 +37,20 @@ KINDS: dict[str, dict[str, Any]] = {
         "truncate": False,
     },
     "yarn, other scores": {**_YARN, "attention_factor": 0.8, "beta_fast": 8},
-    # The ramp ends before it begins to fall, and is a step.
-    "yarn, a step": {**_YARN, "original_max_position_embeddings": 6, "beta_slow": 0.9},
+    "yarn, a step at the first pair": {**_YARN, "original_max_position_embeddings": 6},
+    # The slowest pair still turns more than once.
+    "yarn, a ramp beyond the last pair": {
+        **_YARN,
+        "original_max_position_embeddings": 1000,
+        "rope_theta": 10.0,
+    },
 }
 
 
 def make_folder(folder: Path, family: str, kind: str) -> Path:
     """Save a random model in float64 with transformers."""
     torch.manual_seed(1)
-    rope = {**KINDS[kind], "rope_theta": 1e4}
+    rope = {"rope_theta": 1e4, **KINDS[kind]}
     # "dynamic" positions are not stretched up to the length of the sequences.
     settings = SMALL | {"rope_parameters": rope, "max_position_embeddings": TOKENS[1]}
     config = transformers.AutoConfig.for_model(family, **settings, pad_token_id=None)

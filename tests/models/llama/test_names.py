@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from composer3d.facts.errors import CheckpointError
 from composer3d.models.layers.rope import rope_table, rotate
 from composer3d.models.llama import names
-from composer3d.models.llama.model import rope_of
+from composer3d.models.llama.rope import rope_of
 from composer3d.models.llama.shape import PRESETS, ModelShape
 from composer3d.models.llama.table import table
 from tests.models.names_in_files import hf_names
