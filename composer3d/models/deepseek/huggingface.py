@@ -10,7 +10,7 @@ layers are no part of this model, nor of that of transformers. A config.json tha
 """
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,11 @@ from composer3d.models.llama.huggingface import (
     without_usual_head_dim,
 )
 from composer3d.models.llama.huggingface_rope import rope_keys
-from composer3d.models.moe.huggingface import expert_problems, parse_number_of_experts
+from composer3d.models.moe.huggingface import (
+    canonical_experts,
+    expert_problems,
+    parse_number_of_experts,
+)
 from composer3d.models.untrusted import Requirements, checked_shape, is_number, is_size
 
 __all__ = ["MODEL_TYPES", "canonical", "make_config", "make_shape", "parse_config", "read_shape"]
@@ -222,15 +226,10 @@ make_shape = partial(checked_shape, DeepseekShape, find_problems=_find_problems)
 
 def canonical(shape: DeepseekShape) -> DeepseekShape:
     """Return the same shape for all shapes whose config.json would describe the same model."""
-    changes: dict[str, Any] = {
-        entry.name: entry.default for entry in fields(shape) if entry.name in shape.training_fields
-    }
-    changes["expert_ffn"] = shape.expert_width
-    if shape.expert_groups == 1:
-        changes["group_best"] = DeepseekShape.group_best
+    changes: dict[str, Any] = {"expert_ffn": shape.expert_width}
     if shape.query_scale == 1:
         changes["rope_score_mscale"] = DeepseekShape.rope_score_mscale
-    return replace(llama.canonical(shape), **changes)
+    return replace(llama.canonical(canonical_experts(shape)), **changes)
 
 
 def make_config(

@@ -14,7 +14,7 @@ recipe sets it.
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from composer3d.facts.errors import CheckpointError
 from composer3d.facts.text import short_json
@@ -36,7 +36,7 @@ from composer3d.models.llama.huggingface import (
 )
 from composer3d.models.llama.huggingface import KEYS as DECODER_KEYS
 from composer3d.models.llama.huggingface import canonical as canonical_decoder
-from composer3d.models.moe.shape import MoeShape
+from composer3d.models.moe.shape import ExpertsShape, MoeShape
 from composer3d.models.untrusted import Requirements, checked_shape, is_size
 
 # For each model_type, the defaults of keys. All types have others than Llama.
@@ -81,6 +81,8 @@ _KEYS = {
     "shared_ffn": "shared_expert_intermediate_size",
     "renormalise": "norm_topk_prob",
 }
+
+WithExperts = TypeVar("WithExperts", bound=ExpertsShape)
 
 MODEL_TYPES = tuple(_DEFAULTS)  # the values of model_type that this module reads
 
@@ -289,9 +291,17 @@ def untrained(shape: Shape) -> Shape:
     return replace(shape, **changes)
 
 
+def canonical_experts(shape: WithExperts) -> WithExperts:
+    """Return the same shape for all whose experts compute the same, as far as a file tells."""
+    shape = untrained(shape)
+    if shape.expert_groups > 1:
+        return shape
+    return replace(shape, group_best=ExpertsShape.group_best)
+
+
 def canonical(shape: MoeShape) -> MoeShape:
     """Return the same shape for all shapes whose config.json would describe the same model."""
-    shape = untrained(shape)
+    shape = canonical_experts(shape)
     changes: dict[str, Any] = {"expert_ffn": shape.expert_width}
     if shape.model_type == "mixtral":  # it has one width only
         changes["ffn"] = shape.expert_width

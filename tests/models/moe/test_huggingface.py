@@ -210,6 +210,7 @@ def test_equal_models_have_one_canonical_shape() -> None:
     assert hf.canonical(shape) == hf.canonical(
         replace(shape, expert_ffn=shape.ffn, ffn=7, head_dim=16, z_loss=0.5)
     )
+    assert hf.canonical(shape) == hf.canonical(replace(shape, group_best="one"))
     assert hf.canonical(shape) != hf.canonical(replace(shape, expert_ffn=shape.ffn + 1))
     qwen = replace(shape, qk_norm=True, moe_every=2)
     assert hf.canonical(qwen) == hf.canonical(replace(qwen, dense_layers=1, balance_loss=0.1))
