@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[str, str]] = {
         '"num_key_value_heads": 3',
         "num_key_value_heads = 3 must divide num_attention_heads = 4",
     ),
-    "kinds of others": ('"layer_types": ["full_attention"]', "sliding_attention for each layer"),
+    "kinds of others": ('"layer_types": ["full_attention"]', '"full_attention" for each layer'),
     "digits": (f'"vocab_size": {HUGE}', "(it holds an integer of 401 digits)"),
     "size": ('"x": "' + "x" * (1 << 20) + '"', "is larger than 1,048,576 bytes"),
 }

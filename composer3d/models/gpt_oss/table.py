@@ -29,24 +29,28 @@ def table(shape: GptOssShape) -> ParameterTable:
 
 
 def _mixture_rows(shape: GptOssShape) -> list[Row]:
-    """Return the parameters of a router and its experts. Those of experts are in pairs of rows."""
+    """Return the parameters of a router and its experts, each with a bias."""
     dim, experts, width = shape.dim, shape.experts, shape.ffn
     router = Row("moe.router.weight", (experts, dim), "router", NORMAL)
     w1 = Row("moe.experts.w1", (experts, 2 * width, dim), "experts", NORMAL, float8=True)
     w2 = Row(
         "moe.experts.w2", (experts, dim, width), "experts", into_the_stream(shape), float8=True
     )
-    rows = []
-    for weight, bias, hf in (
-        (router, "moe.router.logit_bias", ("router.weight", "router.bias")),
-        (w1, "moe.experts.b1", ("experts.gate_up_proj", "experts.gate_up_proj_bias")),
-        (w2, "moe.experts.b2", ("experts.down_proj", "experts.down_proj_bias")),
-    ):
-        of_weight, of_bias = hf
-        rows.append(weight._replace(hf=f"{_MIXTURE}.{of_weight}"))
-        rows.append(
+    pairs = (
+        (router, "moe.router.logit_bias", "router.weight", "router.bias"),
+        (w1, "moe.experts.b1", "experts.gate_up_proj", "experts.gate_up_proj_bias"),
+        (w2, "moe.experts.b2", "experts.down_proj", "experts.down_proj_bias"),
+    )
+    weights, biases = [], []
+    for weight, bias, weight_in_files, bias_in_files in pairs:
+        weights.append(weight._replace(hf=f"{_MIXTURE}.{weight_in_files}"))
+        biases.append(
             weight._replace(
-                name=bias, shape=weight.shape[:-1], init=ZEROS, hf=f"{_MIXTURE}.{of_bias}"
+                name=bias,
+                shape=weight.shape[:-1],
+                init=ZEROS,
+                hf=f"{_MIXTURE}.{bias_in_files}",
             )
         )
-    return rows
+    # The order of the modules.
+    return [weights[0], biases[0], *weights[1:], *biases[1:]]
