@@ -61,6 +61,15 @@ OLMO_2 = (
     "model.n_layers=4",
     "data.seq_len=2048",
 )
+GPT_OSS = (
+    "model.architecture=gpt_oss",
+    "model.preset=gpt-oss-20b",
+    "model.vocab=4096",
+    "model.n_layers=4",
+    "model.dim=1024",
+    "model.ffn=1024",
+    "data.seq_len=2048",
+)
 GEMMA_3 = (
     "run.device=cuda",
     "model.architecture=gemma3",
@@ -164,6 +173,9 @@ CASES: dict[str, tuple[str, ...]] = {
     "gemma3-full": (*GEMMA_3, FSDP, BF16, FULL, "data.micro_batch=4", batch(32)),
     "gemma3-large-head": (*GEMMA_3, FSDP, BF16, FULL, "model.vocab=262144", batch(8)),
     "olmo2-selective": (*OLMO_2, *TP4, BF16, SELECTIVE, batch(2)),
+    "gpt-oss": (*GPT_OSS, FSDP, "mesh.ep=4", BF16, batch(8)),
+    "gpt-oss-tp-full": (*GPT_OSS, *TP4, "mesh.ep=8", BF16, FULL, batch(2)),
+    "gpt-oss-selective": (*GPT_OSS, FSDP, "mesh.ep=8", BF16, SELECTIVE, batch(8)),
     "latents": (*DEEPSEEK, FSDP, BF16, batch(8)),
     "latents-tp": (*DEEPSEEK, "mesh.tp=4", "mesh.dp_shard=2", "mesh.ep=8", BF16, batch(2)),
     "latents-tp-full": (

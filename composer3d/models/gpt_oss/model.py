@@ -6,6 +6,8 @@ Beside the names of ``models.moe``, a block has ``attn.sinks.weight`` (a number 
 turns, as the published files have them.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -83,10 +85,42 @@ class GptOssExperts(Experts):
     def compute(self, rows_MC: Tensor, groups: Groups, **own: Tensor) -> Tensor:
         """Compute the rows of this rank's experts with its parts of the parameters, by name."""
         inner = add_row_bias(self.product(rows_MC, own["w1"], groups), own["b1"], groups)
-        gate_MF = inner[:, ::2].clamp(max=self.limit)
-        up_MF = inner[:, 1::2].clamp(min=-self.limit, max=self.limit)
-        gated_MF = (up_MF + 1) * (gate_MF * torch.sigmoid(self.slope * gate_MF))
+        gated_MF = _ClampedGate.apply(inner, self.slope, self.limit)
         return add_row_bias(self.product(gated_MF, own["w2"], groups), own["b2"], groups)
+
+
+class _ClampedGate(torch.autograd.Function):
+    """Multiply the clamped gate and up projection of each row: (M, 2 F) to (M, F).
+
+    Only the input is kept for backward, which computes the rest again: autograd would keep six
+    tensors of the width F beside it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inner: Tensor, slope: float, limit: float) -> Tensor:
+        ctx.save_for_backward(inner)
+        ctx.slope, ctx.limit = slope, limit
+        gate, up = _clamped(inner, limit)
+        return (up + 1) * (gate * torch.sigmoid(slope * gate))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (inner,) = ctx.saved_tensors
+        (grad,) = grads
+        gate, up = _clamped(inner, ctx.limit)
+        share = torch.sigmoid(ctx.slope * gate)
+        slope_of_gate = share * (1 + ctx.slope * gate * (1 - share))
+        grad_inner = torch.empty_like(inner)
+        is_free = inner[:, ::2] <= ctx.limit
+        torch.mul(grad * (up + 1) * slope_of_gate, is_free, out=grad_inner[:, ::2])
+        is_free = inner[:, 1::2].abs() <= ctx.limit
+        torch.mul(grad * gate * share, is_free, out=grad_inner[:, 1::2])
+        return grad_inner, None, None
+
+
+def _clamped(inner: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """Return the gate and the up projection, which ``inner`` has in turns."""
+    return inner[:, ::2].clamp(max=limit), inner[:, 1::2].clamp(min=-limit, max=limit)
 
 
 class GptOssBlock(ExpertsBlock):
