@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -109,6 +109,21 @@ def model_of(shape: DecoderShape, params: str, architecture: str | None = None) 
     if architecture != DEFAULT:
         values["model.architecture"] = architecture
     return {**values, "model.head_dim": shape.head_width, "precision.params": params}
+
+
+def with_later_fields(
+    values: Mapping[str, Any], shape: DecoderShape | type[DecoderShape]
+) -> dict[str, Any]:
+    """Return ``Manifest.model`` with each field of ``shape`` that has come since it was written.
+
+    Such a field has a default with which the model is what it was before.
+    """
+    later = {
+        f"model.{entry.name}": entry.default
+        for entry in fields(shape)
+        if entry.name not in MODEL_KEYS and entry.default is not MISSING
+    }
+    return {**later, **values}
 
 
 def write(folder: Path, manifest: Manifest) -> None:

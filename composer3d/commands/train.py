@@ -205,7 +205,8 @@ def step_of_finished_run(recipe: Recipe) -> int | None:
     if manifest.step < recipe.run.steps or not is_whole:
         return None
     model = manifests.model_of(recipe.model, recipe.precision.params)
-    if any(manifest.model.get(key) != value for key, value in model.items()):
+    then = manifests.with_later_fields(manifest.model, recipe.model)
+    if any(then.get(key) != value for key, value in model.items()):
         return None
     if any(key == "run.seed" or key.startswith(("data.", "model.")) for key in changed_keys):
         return None

@@ -1062,9 +1062,10 @@ def _open_with_our_names(source: Source, manifest: Manifest) -> None:
             "--recipe FILE"
         )
     source.architecture = architecture
-    shape_fields = fields(registry.architecture(architecture).shape)
+    shape = registry.architecture(architecture).shape
+    then = manifests.with_later_fields(manifest.model, shape)
     with reading(f"{source.path}: the shape of its model"):
-        values = {entry.name: manifest.model[f"model.{entry.name}"] for entry in shape_fields}
+        values = {entry.name: then[f"model.{entry.name}"] for entry in fields(shape)}
     try:
         source.shape = source.huggingface.make_shape(values)
     except CheckpointError as error:
@@ -1085,13 +1086,14 @@ def _open_with_own_model(source: Source, manifest: Manifest, own: OwnModel) -> N
     source.shape = cast(ModelShape, own.shape)
     dtype = manifest.model.get("precision.params", "float32")
     expected = manifests.model_of(own.shape, dtype, own.architecture)
-    for key in sorted(expected.keys() | manifest.model.keys()):
+    then = manifests.with_later_fields(manifest.model, own.shape)
+    for key in sorted(expected.keys() | then.keys()):
         if key.removeprefix("model.") in own.shape.training_fields:
             continue
-        if expected.get(key) != manifest.model.get(key):
+        if expected.get(key) != then.get(key):
             source.is_other_model = True
             source.problems.append(
-                f"{source.path} has {key} = {short_json(manifest.model.get(key))}, but the recipe "
+                f"{source.path} has {key} = {short_json(then.get(key))}, but the recipe "
                 f"has {short_json(expected.get(key))}; give the recipe of its run"
             )
     source.match_to_model(

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from composer3d.checkpoint import Store
-from composer3d.checkpoint.manifest import FILE, Manifest, model_of
+from composer3d.checkpoint.manifest import FILE, Manifest, model_of, with_later_fields
 from composer3d.convert.assets import FOLDER as ASSETS
 from composer3d.data import BatchesAhead
 from composer3d.facts.errors import CheckpointError, DataError
@@ -215,7 +215,7 @@ def _warn_of_refused_restarts(recipe: Recipe) -> None:
 
 def _require_same_model(path: Path, manifest: Manifest, recipe: Recipe) -> None:
     now = {"model.architecture": DEFAULT} | model_of(recipe.model, recipe.precision.params)
-    then = {"model.architecture": DEFAULT} | manifest.model
+    then = {"model.architecture": DEFAULT} | with_later_fields(manifest.model, recipe.model)
     training_fields = recipe.model.training_fields
     lines = [
         f"{path} was made with {key} = {then.get(key)}, but the recipe says {value}"

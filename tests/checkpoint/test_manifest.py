@@ -325,6 +325,22 @@ def test_origin_of_the_first_weights_does_not_change_the_model() -> None:
     assert model_of(shape, "float32") != model_of(shape, "bfloat16")
 
 
+def test_fields_that_came_later_have_the_defaults_with_which_a_model_is_the_same() -> None:
+    """What a checkpoint of composer3d said of its model before rotary stretches had kinds."""
+    shape = PRESETS["llama3.1-8b"]
+    now = manifests.model_of(shape, "float32")
+    later = {key for key in now if "rope_" in key and "rope_theta" not in key} - {
+        *("model.rope_factor", "model.rope_low_freq", "model.rope_high_freq", "model.rope_context")
+    }
+    later |= {"model.full_every", "model.nope_every"}
+    assert len(later) == 7
+    then = {key: value for key, value in now.items() if key not in later}
+    assert manifests.with_later_fields(then, shape) == now
+    assert manifests.with_later_fields(now | {"model.window": 7}, shape)["model.window"] == 7
+    # A field without a default has always been there.
+    assert "model.dim" not in manifests.with_later_fields({}, type(shape))
+
+
 def test_differences_of_tensors_are_named() -> None:
     expected = {
         "same": TensorSpec((1,), "float32"),

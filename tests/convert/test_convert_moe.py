@@ -142,6 +142,18 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report["model"]["router_bias"] is True
 
 
+def test_a_checkpoint_of_before_a_field_came_is_whole(tmp_path: Path) -> None:
+    folder = make_dcp(tmp_path / "a", QWEN_3)
+    manifest = manifests.read(folder)
+    later = ("rope_scaling", "rope_beta_fast", "full_every", "shared_gate", "group_best")
+    model = {key: manifest.model[key] for key in manifest.model if key[6:] not in later}
+    assert len(model) == len(manifest.model) - len(later)
+    manifests.write(folder, replace(manifest, model=model))
+    report = inspect(folder)
+    assert report["whole"]
+    assert report["model"]["rope_scaling"] == "llama3"
+
+
 EXPERT = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
 OTHER = EXPERT.replace("experts.3", "experts.0")
 GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
