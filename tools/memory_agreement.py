@@ -174,7 +174,6 @@ CASES: dict[str, tuple[str, ...]] = {
     "gemma3-large-head": (*GEMMA_3, FSDP, BF16, FULL, "model.vocab=262144", batch(8)),
     "olmo2-selective": (*OLMO_2, *TP4, BF16, SELECTIVE, batch(2)),
     "gpt-oss": (*GPT_OSS, FSDP, "mesh.ep=4", BF16, batch(8)),
-    "gpt-oss-tp-full": (*GPT_OSS, *TP4, "mesh.ep=8", BF16, FULL, batch(2)),
     "gpt-oss-selective": (*GPT_OSS, FSDP, "mesh.ep=8", BF16, SELECTIVE, batch(8)),
     "latents": (*DEEPSEEK, FSDP, BF16, batch(8)),
     "latents-tp": (*DEEPSEEK, "mesh.tp=4", "mesh.dp_shard=2", "mesh.ep=8", BF16, batch(2)),

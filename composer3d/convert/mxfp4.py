@@ -21,7 +21,9 @@ _BIAS = 127  # of the exponent that a scale is
 
 # The number of each code: a sign, two bits of exponent and one of mantissa.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_NUMBERS = torch.tensor([sign * size for sign in (1.0, -1.0) for size in _MAGNITUDES])
+_NUMBERS = torch.tensor(
+    [sign * size for sign in (1.0, -1.0) for size in _MAGNITUDES], dtype=torch.bfloat16
+)
 
 
 def without_blocks(tensors: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
@@ -60,11 +62,15 @@ def _read(blocks: ReadableTensor, scales: ReadableTensor, box: Box) -> Tensor:
     experts, columns, rows = box or (slice(None),) * 3
     begin, end, _ = columns.indices(scales.spec.shape[2] * _GROUP)
     groups = slice(begin // _GROUP, -(-end // _GROUP))
-    part = (experts, rows, groups)
-    codes = blocks.read()[part]
-    exponents = scales.read()[part].to(torch.int32) - _BIAS
-    # The first number of two is in the lower half of a byte.
-    pairs = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
-    numbers = torch.ldexp(_NUMBERS.to(torch.bfloat16)[pairs.int()], exponents[..., None])
+    of_blocks = blocks.read()[experts, rows, groups]
+    of_scales = scales.read()[experts, rows, groups]
+    numbers = torch.empty(*of_scales.shape, _GROUP, dtype=torch.bfloat16)
+    # One expert after the other: what is between takes several times as much as the numbers.
+    for codes, scale, into in zip(of_blocks, of_scales, numbers, strict=True):
+        # The first number of two is in the lower half of a byte.
+        into[..., ::2] = _NUMBERS[(codes & 0xF).int()]
+        into[..., 1::2] = _NUMBERS[(codes >> 4).int()]
+        exponents = scale.to(torch.int32) - _BIAS
+        torch.ldexp(into, exponents[..., None], out=into)
     first = groups.start * _GROUP
     return numbers.flatten(-2)[..., begin - first : end - first].mT

@@ -20,6 +20,9 @@ from composer3d.models.layers.attention import bias_of, sdpa
 from composer3d.parallel.context import kernels
 from composer3d.planner.memory import GIB
 
+# The most queries whose scores are in memory at a time, of all heads and in float32.
+_MASKED_QUERIES = 128
+
 
 class KeyValueCache:
     """What all modules of a model that attend keep of up to ``rows`` sequences.
@@ -214,9 +217,27 @@ def attend_remembered(
     view = seq.view(window, q_BHTD.dtype)
     if sinks_H is None:
         return sdpa(q_BHTD, k_BKSD, v_BKSD, view.bias, is_causal=view.is_causal)
-    mask = None if view.bias is None else view.bias == 0
+    if view.bias is None:
+        return _attend_with_sinks(q_BHTD, k_BKSD, v_BKSD, sinks_H, is_causal=view.is_causal)
+    # With a mask, a GPU builds all scores of a call: so a call has few queries.
+    parts = zip(
+        q_BHTD.split(_MASKED_QUERIES, 2), (view.bias == 0).split(_MASKED_QUERIES, 2), strict=True
+    )
+    outs = [_attend_with_sinks(q, k_BKSD, v_BKSD, sinks_H, mask=mask) for q, mask in parts]
+    return torch.cat(outs, 2)
+
+
+def _attend_with_sinks(
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    sinks_H: Tensor,
+    *,
+    is_causal: bool = False,
+    mask: Tensor | None = None,
+) -> Tensor:
     out_BHTD, lse_BHT = kernels.attend_block(
-        q_BHTD.contiguous(), k_BKSD, v_BKSD, causal=view.is_causal, mask=mask
+        q_BHTD.contiguous(), k_BKSD, v_BKSD, causal=is_causal, mask=mask
     )
     return kernels.add_sinks(out_BHTD, lse_BHT, sinks_H)[0].to(q_BHTD.dtype)
 

@@ -22,7 +22,8 @@ def rates_of(name: str, n_dims: int, optim: OptimTable) -> Rates:
     """Return the rates of a parameter.
 
     Without a group in ``optim.groups``, parameters with two dims or more have ``weight_decay``.
-    Vectors, such as norm weights and biases, have none.
+    Vectors, such as norm weights and biases, have none. The biases of experts are no vectors: one
+    parameter has those of all experts.
 
     Args:
         name: the global name of the parameter.

@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from composer3d.facts.errors import CheckpointError, DeviceError, PlanError
+from composer3d.generate import cache
 from composer3d.generate.cache import CachedSequence, KeyValueCache
 from composer3d.generate.generator import Completion, Generator
 from composer3d.generate.load import load_model, open_checkpoint
 from composer3d.generate.sampling import Sampling
 from composer3d.models.deepseek.shape import PRESETS
+from composer3d.models.gpt_oss import plan as gpt_oss_plan
+from composer3d.models.gpt_oss import shape as gpt_oss
 from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.registry import architecture, resolve
@@ -93,6 +96,22 @@ def test_the_cache_changes_nothing(window: int, full_every: int, prefill_tokens:
     )
     tokens = [completion.tokens for completion in found]
     assert tokens == tokens_without_cache(window, full_every)
+
+
+@pytest.mark.parametrize("queries", [1, 3, 128])
+def test_sinks_are_seen_whatever_the_parts_of_a_call(
+    monkeypatch: pytest.MonkeyPatch, queries: int
+) -> None:
+    monkeypatch.setattr(cache, "_MASKED_QUERIES", queries)
+    shape = replace(gpt_oss.PRESETS["debug-gpt-oss"], window=4)
+    model = random_model("gpt_oss", shape, torch.float64)
+    head: Any = model.last.head.weight  # type: ignore[union-attr]
+    expected = [greedy(model, prompt, 24, head) for prompt in prompts()]
+    plan = gpt_oss_plan.sharding_plan(shape)
+    found = Generator(model, plan, device=CPU).generate(
+        prompts(), max_tokens=24, batch=3, prefill_tokens=64
+    )
+    assert [completion.tokens for completion in found] == expected
 
 
 @pytest.mark.parametrize("window", [0, 4])

@@ -367,27 +367,43 @@ GroupedProduct = Callable[[Tensor, Tensor, Groups], Tensor]
 
 def grouped_product(rows_MK: Tensor, weight_EJK: Tensor, groups: Groups) -> Tensor:
     """The default of the seam ``product``: a product in the dtype of the operands."""
-    if _has_grouped_kernel(rows_MK, weight_EJK):
+    if _has_grouped_kernel(rows_MK.element_size(), *weight_EJK.shape[1:]):
         return F.grouped_mm(rows_MK, weight_EJK.mT, offs=groups.ends_E)
     return torch.cat([F.linear(x, weight) for x, weight in groups.pairs(rows_MK, weight_EJK)])
 
 
 def add_row_bias(rows_MJ: Tensor, bias_EJ: Tensor, groups: Groups) -> Tensor:
-    """Add to each row the bias of its expert.
-
-    The bias is multiplied by columns of ones: so the gradient of each expert's bias is summed by
-    the kernel that multiplies, in an order that does not change, and never in float8.
-    """
-    columns = _ROW_BYTES // rows_MJ.element_size()  # the fewest that the kernel takes
-    ones_MK = rows_MJ.new_ones(len(rows_MJ), columns)
-    bias_EJK = F.pad(bias_EJ[..., None], (0, columns - 1))
-    return rows_MJ + grouped_product(ones_MK, bias_EJK, groups)
+    """Add to each row the bias of its expert. An expert without rows gets a gradient of zeros."""
+    return _AddRowBias.apply(rows_MJ, bias_EJ, groups)
 
 
-def _has_grouped_kernel(rows_MK: Tensor, weight_EJK: Tensor) -> bool:
-    """Whether ``grouped_mm`` takes the dtype and the strides; float64 always takes the loop."""
-    size = rows_MK.element_size()
-    return size < 8 and all(width * size % _ROW_BYTES == 0 for width in weight_EJK.shape[1:])
+class _AddRowBias(torch.autograd.Function):
+    """Backward sums the rows of each expert: that of an index would add in any order on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_MJ: Tensor, bias_EJ: Tensor, groups: Groups) -> Tensor:
+        ctx.groups = groups
+        expert_M = torch.repeat_interleave(groups.tokens_E, output_size=len(rows_MJ))
+        return rows_MJ + bias_EJ[expert_M]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_MJ,) = grads
+        return grad_MJ, _sum_of_rows(grad_MJ, ctx.groups), None
+
+
+def _sum_of_rows(rows_MJ: Tensor, groups: Groups) -> Tensor:
+    """Sum the rows of each expert: (E, J)."""
+    if _has_grouped_kernel(rows_MJ.element_size(), rows_MJ.shape[1]):
+        columns = _ROW_BYTES // rows_MJ.element_size()  # the fewest that the kernel takes
+        ones_MK = rows_MJ.new_ones(len(rows_MJ), columns)
+        return F.grouped_mm(rows_MJ.mT, ones_MK, offs=groups.ends_E)[..., 0]
+    return torch.stack([rows.sum(0) for rows in rows_MJ.split(groups.sizes)])
+
+
+def _has_grouped_kernel(element_size: int, *widths: int) -> bool:
+    """Whether ``grouped_mm`` takes elements and rows so long; float64 always takes the loop."""
+    return element_size < 8 and all(width * element_size % _ROW_BYTES == 0 for width in widths)
 
 
 class Experts(nn.Module):

@@ -170,7 +170,9 @@ def test_grouped_kernel_agrees_with_the_loop(tokens: list[int]) -> None:
     results = []
     for dtype in (torch.float32, torch.float64):
         rows, w1, w2, w3 = (value.to(dtype, copy=True).requires_grad_() for value in values)
-        assert moe._has_grouped_kernel(rows, w1) == (dtype == torch.float32)
+        assert moe._has_grouped_kernel(rows.element_size(), *w1.shape[1:]) == (
+            dtype == torch.float32
+        )
         out = expert_ffn(rows, Groups(torch.tensor(tokens)), w1, w2, w3)
         (out * torch.arange(out.numel()).view_as(out)).sum().backward()
         grads = [tensor.grad for tensor in (rows, w1, w2, w3)]
