@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from composer3d.facts.errors import CheckpointError, DeviceError, PlanError
-from composer3d.generate import cache
+from composer3d.generate import cache as caches
 from composer3d.generate.cache import CachedSequence, KeyValueCache
 from composer3d.generate.generator import Completion, Generator
 from composer3d.generate.load import load_model, open_checkpoint
@@ -102,7 +102,7 @@ def test_the_cache_changes_nothing(window: int, full_every: int, prefill_tokens:
 def test_sinks_are_seen_whatever_the_parts_of_a_call(
     monkeypatch: pytest.MonkeyPatch, queries: int
 ) -> None:
-    monkeypatch.setattr(cache, "_MASKED_QUERIES", queries)
+    monkeypatch.setattr(caches, "_MASKED_QUERIES", queries)
     shape = replace(gpt_oss.PRESETS["debug-gpt-oss"], window=4)
     model = random_model("gpt_oss", shape, torch.float64)
     head: Any = model.last.head.weight  # type: ignore[union-attr]
