@@ -294,6 +294,10 @@ FAMILIES: dict[str, Family] = {
             },
         },
         {
+            "all tokens see all": (
+                {"is_causal": False},
+                "is_causal = false is not supported; it must be true or absent",
+            ),
             "no biases": (
                 {"attention_bias": False},
                 "attention_bias = false is not supported; it must be true or absent",
@@ -621,6 +625,14 @@ def test_presets_survive_a_config(family: str, preset: str) -> None:
     hf, ours = FAMILIES[family].hf, architecture(FAMILIES[family].architecture)
     shape = ours.presets[preset]
     assert hf.parse_config(hf.make_config(shape, "bfloat16")) == shape
+
+
+def test_a_gpt_oss_with_empty_positions_is_not_stretched(tmp_path: Path) -> None:
+    config = MINIMAL | {"model_type": "gpt_oss", "num_key_value_heads": 2, "rope_parameters": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert theirs.rope_parameters["rope_type"] == "default"
+    assert gpt_oss.read_shape(tmp_path).rope_factor == 1
 
 
 def test_a_granite_that_divides_scores_as_usual_says_so_in_its_config() -> None:

@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
+from composer3d.models.registry import OURS
 from composer3d.recipe.resolve import load
 from composer3d.recipe.rules import RANGES, RULES, settle, violations
 from composer3d.recipe.schema import AXES, MeshTable, Recipe, model_table
@@ -35,9 +36,10 @@ def test_axes_are_the_keys_of_the_mesh_in_order() -> None:
 
 # The keys of all architectures of composer3d.
 ALL_FIELDS = {
-    **entries_of({"model": model_table("moe")}),
-    **entries_of({"model": model_table("deepseek")}),
     **FIELDS,
+    **{
+        key: each for name in OURS for key, each in entries_of({"model": model_table(name)}).items()
+    },
 }
 
 

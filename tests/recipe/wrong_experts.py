@@ -7,7 +7,16 @@ MOE = '[model]\narchitecture = "moe"\npreset = "debug-moe"\n'
 # Lines 1 to 3: 4 heads of 24, of which 8 are rotated; latents of 32 and 24; values of 20.
 LATENTS = '[model]\narchitecture = "deepseek"\npreset = "debug-deepseek"\n'
 
+# Lines 1 to 3: dim 64, width of an expert 48, 8 experts.
+GPT_OSS = '[model]\narchitecture = "gpt_oss"\npreset = "debug-gpt-oss"\n'
+
 EXPERTS = [
+    Wrong("more experts of a token than experts, gpt-oss", GPT_OSS + "experts_per_token = 9\n"),
+    Wrong("a router of gpt-oss that learns nothing", GPT_OSS + "experts_per_token = 1\n"),
+    Wrong(
+        "float8, experts of gpt-oss",
+        GPT_OSS + 'ffn = 40\n[precision]\ncompute = "bfloat16"\nmatmul = "float8"\n',
+    ),
     Wrong("fewer keys than heads, with latents", LATENTS + "n_kv_heads = 2\n"),
     Wrong("a factor of scores without YaRN", LATENTS + "rope_score_mscale = 0.707\n"),
     Wrong("parts wider than a head", LATENTS + "rope_dim = 24\nvalue_dim = 25\n"),

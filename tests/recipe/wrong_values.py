@@ -34,7 +34,7 @@ MODEL = [
     Wrong("full blocks without a window", TINY + "full_every = 2\n"),
     Wrong("only full blocks", TINY + "window = 8\nfull_every = 1\nnope_every = -1\n"),
     Wrong("rope without a middle", TINY + "rope_low_freq = 4\n"),
-    Wrong("a stretch of nothing", TINY + 'rope_scaling = "yarn"\nrope_low_freq = 2\n'),
+    Wrong("a bound of another stretch", TINY + 'rope_scaling = "yarn"\nrope_low_freq = 2\n'),
     Wrong(
         "a linear stretch with the keys of others",
         TINY

@@ -127,6 +127,9 @@ def _parse_latents(config: Mapping[str, Any], checks: Requirements) -> dict[str,
     widths = {key: config.get(key, default) for key, default in _DEFAULT_WIDTHS.items()}
     for key, width in widths.items():
         require(is_size(width), key, width, "a positive integer")
+    rotated, width = widths["qk_rope_head_dim"], config.get("head_dim")
+    # transformers takes the number of rotated pairs from head_dim.
+    require(width in (None, rotated), "head_dim", width, f"{rotated}, null or absent")
     query_rank = config.get("q_lora_rank", _DEFAULT_RANK_OF_QUERIES)
     rule = "a positive integer or null"
     require(query_rank is None or is_size(query_rank), "q_lora_rank", query_rank, rule)

@@ -25,6 +25,7 @@ from composer3d.models.llama.huggingface import (
     positions_by_kind,
     read_config,
     require_model_type,
+    require_truncated_ramp,
     without_usual_head_dim,
 )
 from composer3d.models.shape import is_nth
@@ -128,6 +129,7 @@ def make_config(
             f"transformers has no Gemma 3 of which n_heads = {shape.n_heads} does not divide "
             f"dim = {shape.dim}; convert to torch or dcp"
         )
+    require_truncated_ramp(shape, "gemma3_text")
     own = decoder_keys(shape, "gemma3_text")
     del own["hidden_act"]
     key, activation = _ACTIVATION

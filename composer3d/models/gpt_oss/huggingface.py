@@ -82,7 +82,7 @@ def parse_config(config: Any) -> GptOssShape:
     """
     require_model_type(config, MODEL_TYPES)
     config = _without_mxfp4(_DEFAULTS | config)
-    if not config.get("rope_scaling") and not config.get("rope_parameters"):
+    if not config.get("rope_scaling") and config.get("rope_parameters") is None:
         config["rope_parameters"] = _DEFAULT_STRETCH
     checks = Requirements()
     values = parse_decoder(

@@ -216,6 +216,8 @@ def parse_decoder(
     uses_window = config.get("use_sliding_window", False)
     for key, value in (("tie_word_embeddings", tied), ("use_sliding_window", uses_window)):
         require(type(value) is bool, key, value, "true, false or absent")
+    is_causal = config.get("is_causal", True)
+    require(is_causal is True, "is_causal", is_causal, "true or absent")
     for key in (*_UNSUPPORTED, *unsupported):
         require(not config.get(key), key, config.get(key), "false, null or absent")
     values |= parse_rope(config, checks, rope_theta)
@@ -524,6 +526,14 @@ def complete_config(
         if key.endswith("_token_id") or key == "max_position_embeddings"
     }
     return {**kept, **written, **own}
+
+
+def require_truncated_ramp(shape: RotaryShape, model_type: str) -> None:
+    """Raise CheckpointError if a model_type whose YaRN begins at a whole pair has no such shape."""
+    if shape.rope_factor != 1 and shape.rope_scaling == "yarn" and not shape.rope_truncate:
+        raise CheckpointError(
+            f"Hugging Face's {model_type} has no rope_truncate = false; convert to torch or dcp"
+        )
 
 
 def describes(

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from composer3d.facts.errors import CheckpointError
 from composer3d.models.llama.huggingface import (
     FULL,
     KEYS,
@@ -24,6 +23,7 @@ from composer3d.models.llama.huggingface import (
     positions_by_kind,
     read_config,
     require_model_type,
+    require_truncated_ramp,
     without_usual_head_dim,
 )
 from composer3d.models.olmo2.shape import Olmo2Shape
@@ -111,10 +111,7 @@ def make_config(
     if not shape.window:
         own = decoder_keys(shape, "olmo2")
         return complete_config(own, shape, dtype, carried or {}, is_same)
-    if shape.rope_factor != 1 and shape.rope_scaling == "yarn" and not shape.rope_truncate:
-        raise CheckpointError(
-            "Hugging Face's olmo3 has no rope_truncate = false; convert to torch or dcp"
-        )
+    require_truncated_ramp(shape, "olmo3")
     own = decoder_keys(shape, "olmo3")
     own |= {"sliding_window": shape.window, "layer_types": layer_types_of(shape)}
     # The newer form, beside the older one: transformers 5 reads a base of all layers only here.

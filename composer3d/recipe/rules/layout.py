@@ -460,6 +460,8 @@ def float8_has_sizes_of_kernels(recipe: Recipe) -> Iterator[Breach]:
     ]
     if getattr(model, "moe_layers", 0) < model.n_layers:  # otherwise, no block has a dense layer
         sizes.append((model.ffn, tp, "<model.ffn> over <mesh.tp>"))
+    elif "expert_ffn" not in type(model).__dataclass_fields__:
+        sizes.append((model.ffn, 1, "<model.ffn>"))  # the width of experts, which tp does not cut
     for rows, cuts, keys in sizes:
         # Other rules report a tp that does not divide the heads or the feed-forward layers.
         if rows % cuts == 0 and rows // cuts % FLOAT8_MULTIPLE:

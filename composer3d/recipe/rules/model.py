@@ -11,7 +11,6 @@ from composer3d.recipe.rules.rule import (
     must_be_above,
     must_be_at_most,
     only_used_with,
-    remove,
     rule,
     use,
 )
@@ -79,16 +78,20 @@ def groups_divide_experts(recipe: Recipe) -> Iterator[str]:
         yield f"<model.expert_groups> must divide <model.experts>; {way_out}"
 
 
+@rule("model.experts_per_token", "model.experts")
+def a_token_has_no_more_experts_than_there_are(recipe: Recipe) -> Iterator[str]:
+    """A token chooses different experts."""
+    if 0 < recipe.model.experts < recipe.model.experts_per_token:
+        yield "<model.experts_per_token> must be at most <model.experts>"
+
+
 @rule("model.experts_per_token", "model.experts", "model.expert_groups", "model.groups_per_token")
 def tokens_find_experts(recipe: Recipe) -> Iterator[str]:
     """The groups that a token chooses hold at least as many experts as it uses."""
     model: Any = recipe.model
     groups, chosen = model.expert_groups, model.groups_per_token
     # Other rules report these.
-    if model.experts % groups or chosen > groups:
-        return
-    if model.experts_per_token > model.experts:
-        yield "<model.experts_per_token> must be at most <model.experts>"
+    if model.experts % groups or chosen > groups or model.experts_per_token > model.experts:
         return
     group_size = model.experts // groups
     if model.experts_per_token > chosen * group_size:
@@ -134,6 +137,18 @@ def routers_learn(recipe: Recipe) -> Iterator[Breach]:
         )
 
 
+@rule("model.experts_per_token", "model.gate_limit")
+def routers_of_gpt_oss_learn(recipe: Recipe) -> Iterator[Breach]:
+    """The same for gpt-oss, whose weights of a token always add up to 1."""
+    model: Any = recipe.model
+    if model.experts_per_token == 1:
+        yield breach(
+            "<model.experts_per_token> makes every weight 1, so that the loss teaches the router "
+            "nothing",
+            use("model.experts_per_token", 2),
+        )
+
+
 @rule("model.bias_rate", "model.router_bias")
 def bias_rate_needs_a_bias(recipe: Recipe) -> Iterator[Breach]:
     """A router without a bias moves none."""
@@ -144,18 +159,6 @@ def bias_rate_needs_a_bias(recipe: Recipe) -> Iterator[Breach]:
             "<model.bias_rate> is not used with <model.router_bias>",
             KeyChange("model.bias_rate", (default,), "remove it"),
             use("model.router_bias", True),
-        )
-
-
-@rule("model.rope_scaling", "model.rope_factor")
-def a_way_to_stretch_has_a_factor(recipe: Recipe) -> Iterator[Breach]:
-    """Without a factor, no way to stretch positions changes them."""
-    model: Any = recipe.model
-    if model.rope_scaling != "llama3" and model.rope_factor == 1:
-        yield breach(
-            "<model.rope_scaling> stretches nothing with <model.rope_factor>",
-            "use model.rope_factor above 1",
-            remove("model.rope_scaling"),
         )
 
 
@@ -234,12 +237,13 @@ RULES: tuple[Rule, ...] = (
     heads_hold_their_parts,
     groups_divide_experts,
     must_be_at_most("model.groups_per_token", "model.expert_groups"),
+    a_token_has_no_more_experts_than_there_are,
     tokens_find_experts,
     some_layer_has_experts,
     gate_needs_a_shared_expert,
     routers_learn,
+    routers_of_gpt_oss_learn,
     bias_rate_needs_a_bias,
-    a_way_to_stretch_has_a_factor,
     only_used_with("model.rope_low_freq", "model.rope_scaling", ["llama3"]),
     only_used_with("model.rope_high_freq", "model.rope_scaling", ["llama3"]),
     only_used_with("model.rope_context", "model.rope_scaling", ["llama3", "dynamic", "yarn"]),
