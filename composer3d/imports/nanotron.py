@@ -80,7 +80,14 @@ def _set_stretch(made: Translation) -> None:
     known = {}
     if scaling in ("llama3", "linear", "yarn"):
         known = {STRETCH_KEYS[field]: f"model.{field}" for field in STRETCH_FIELDS[scaling]}
-    if "factor" not in options or options.keys() - known.keys() - {"rope_type", "type"}:
+    factor, scores = (made.real(options.get(key, "")) for key in ("factor", "attention_factor"))
+    is_known = factor is not None and options.keys() <= known.keys() | {"rope_type", "type"}
+    if is_known and factor == 1 and scores in (None, 1):
+        # A factor of 1 stretches nothing, so the other values do not matter.
+        made.harmless += [made.settings[name].shown for name in options.values()]
+        made.ignore(*options.values())
+        return
+    if not is_known or factor == 1:
         made.ask(
             "positions are not stretched; set model.rope_scaling and the keys of its kind",
             *options.values(),

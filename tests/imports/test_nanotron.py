@@ -78,6 +78,26 @@ def test_a_change(tmp_path: Path, old: str, new: str, line: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("stretch", "is_open"),
+    [
+        ("{type: linear, factor: 1.0}", False),
+        ("{type: yarn, factor: 1, beta_fast: 8, attention_factor: 1.0}", False),
+        ("{type: yarn, factor: 1, attention_factor: 1.2}", True),
+        ("{type: dynamic, factor: 2}", True),
+        ("{type: linear, factor: null}", True),
+    ],
+)
+def test_what_stretches_nothing_is_dropped(tmp_path: Path, stretch: str, is_open: bool) -> None:
+    text = NANOTRON.replace("is_llama_config: true", f"rope_scaling: {stretch}")
+    made = imported(tmp_path, "x.yaml", text)
+    model = made.resolved.recipe.model
+    assert (model.rope_scaling, model.rope_factor, model.rope_beta_fast) == ("llama3", 1, 32)
+    assert bool(made.made.open) is is_open
+    dropped = [line for line in made.made.harmless if "rope_scaling" in line]
+    assert bool(dropped) is not is_open
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         (NANOTRON.replace("dtype: bfloat16", "dtype: float16"), "no float16"),
