@@ -100,6 +100,22 @@ def _set_stretch(made: Translation) -> None:
         if name in options:
             made.move(key, options[name])
     made.ignore(*options.values())
+    if "rope_context" in STRETCH_FIELDS[scaling] and "model.rope_context" not in made.values:
+        _infer_context(made, scaling, kinds)
+
+
+def _infer_context(made: Translation, scaling: str, kinds: list[str]) -> None:
+    """Set the context before a stretch that does not say it, as ``huggingface_rope`` reads it."""
+    word = f"{_MODEL}.max_position_embeddings"
+    longest = made.number(word) if scaling == "yarn" else None
+    if longest is not None:
+        made.take("model.rope_context", longest, word, note="the context before the stretch")
+        return
+    made.ask(
+        "no context before the stretch; set model.rope_context, or the recipe has its default",
+        *kinds,
+        ours="model.rope_context",
+    )
 
 
 def _set_layout(made: Translation, gpus: int | None) -> None:
