@@ -3,6 +3,7 @@
 import re
 from math import lcm
 
+from composer3d.facts.ranges import MOST_LAYERS
 from composer3d.imports.layout import StatedLayout, read_layout, read_world, set_layout
 from composer3d.imports.literal import Unread
 from composer3d.imports.shared import padded, read_dtype, set_dtype, take_betas
@@ -257,34 +258,47 @@ def _set_positions(made: Translation) -> None:
         made.take("model.rope_scaling", "linear", word)
         made.take("model.rope_factor", factor, word)
     made.ignore(word)
-    window = made.get("window_size")
-    if window is not None:
-        numbers = [int(text) for text in re.findall(r"-?[0-9]{1,9}", str(window.value))]
-        if len(numbers) == 2 and numbers[0] >= 0 and numbers[1] <= 0:
-            made.take("model.window", numbers[0] + 1, "window_size")
-        else:
-            made.ask(
-                "only causal windows (w, 0) are there: attention sees all",
-                "window_size",
-                ours="model.window",
-            )
-        skips = made.get("window_attn_skip_freq")
-        text = str(skips.value).lower() if skips is not None else "none"
-        if text.isdecimal() and 1 < int(text[:6]) == int(text):
-            made.take("model.full_every", int(text), "window_attn_skip_freq")
-        elif text not in ("0", "none"):
-            made.ask(
-                "a pattern of layers that see all, which model.full_every lacks",
-                "window_attn_skip_freq",
-                ours="model.full_every",
-            )
-    made.ignore("window_attn_skip_freq")
+    _set_window(made)
     word = "untie_embeddings_and_output_weights"
     untied = made.flag(word)
     if word in made.settings:
         made.take("model.tied", not untied, word)
     elif made.model is None:
         made.assume("model.tied", True, "no --untie-embeddings-and-output-weights")
+
+
+def _set_window(made: Translation) -> None:
+    """Set the window of attention, and which layers have none."""
+    window, word = made.get("window_size"), "window_attn_skip_freq"
+    if window is None:
+        made.ignore(word)
+        return
+    numbers = [int(text) for text in re.findall(r"-?[0-9]{1,9}", str(window.value))]
+    if len(numbers) == 2 and numbers[0] >= 0 and numbers[1] <= 0:
+        made.take("model.window", numbers[0] + 1, "window_size")
+    else:
+        made.ask(
+            "only causal windows (w, 0) are there: attention sees all",
+            "window_size",
+            ours="model.window",
+        )
+    set_by_user = made.override("model.window")
+    skips = made.get(word)
+    if skips is None or not (made.value("model.window") if set_by_user is None else set_by_user):
+        made.ignore(word)  # without a window, all layers see all
+        return
+    text = str(skips.value).lower()
+    # The digits are counted first: Python refuses to parse thousands of them.
+    every = int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
+    if 1 < every <= MOST_LAYERS:
+        made.take("model.full_every", every, word)
+    elif text not in ("0", "none"):
+        made.ask(
+            "a pattern of layers that see all, which model.full_every lacks",
+            word,
+            ours="model.full_every",
+        )
+    made.ignore(word)
 
 
 def _note_other_layers(made: Translation, is_gated: bool) -> None:

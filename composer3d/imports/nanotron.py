@@ -80,7 +80,14 @@ def _set_stretch(made: Translation) -> None:
     known = {}
     if scaling in ("llama3", "linear", "yarn"):
         known = {STRETCH_KEYS[field]: f"model.{field}" for field in STRETCH_FIELDS[scaling]}
-    if "factor" not in options or options.keys() - known.keys() - {"rope_type", "type"}:
+    factor, scores = (made.real(options.get(key, "")) for key in ("factor", "attention_factor"))
+    is_known = factor is not None and options.keys() <= known.keys() | {"rope_type", "type"}
+    if is_known and factor == 1 and scores in (None, 1):
+        # A factor of 1 stretches nothing, so the other values do not matter.
+        made.harmless += [made.settings[name].shown for name in options.values()]
+        made.ignore(*options.values())
+        return
+    if not is_known or factor == 1:
         made.ask(
             "positions are not stretched; set model.rope_scaling and the keys of its kind",
             *options.values(),
@@ -93,6 +100,22 @@ def _set_stretch(made: Translation) -> None:
         if name in options:
             made.move(key, options[name])
     made.ignore(*options.values())
+    if "model.rope_context" in {*known.values()} - made.values.keys():
+        _infer_context(made, kinds, is_yarn=scaling == "yarn")
+
+
+def _infer_context(made: Translation, kinds: list[str], *, is_yarn: bool) -> None:
+    """Set the context before a stretch that does not say it, as ``huggingface_rope`` reads it."""
+    word = f"{_MODEL}.max_position_embeddings"
+    longest = made.number(word) if is_yarn else None
+    if longest is not None:
+        made.take("model.rope_context", longest, word, note="the context before the stretch")
+        return
+    made.ask(
+        "no context before the stretch; set model.rope_context, or the recipe has its default",
+        *kinds,
+        ours="model.rope_context",
+    )
 
 
 def _set_layout(made: Translation, gpus: int | None) -> None:

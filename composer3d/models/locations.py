@@ -40,8 +40,8 @@ class Location(NamedTuple):
 
     @property
     def row_dim(self) -> int:
-        """The dim of the tensor in the file that counts the rows of a matrix."""
-        return len(self.shape) - 2
+        """The dim of the tensor in the file that counts rows of a matrix: a vector has only one."""
+        return max(0, len(self.shape) - 2)
 
 
 def hf_locations(table: ParameterTable) -> dict[str, Location]:

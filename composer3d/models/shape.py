@@ -84,6 +84,11 @@ class DecoderShape:
         return False
 
     @property
+    def has_sinks(self) -> bool:
+        """Whether each query head has a sink: a score in its softmax that has no value."""
+        return False
+
+    @property
     def experts(self) -> int:
         """The number of experts of a layer; 0: no layer has experts."""
         return 0

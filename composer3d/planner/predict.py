@@ -220,6 +220,7 @@ def _sizes(model: Model) -> Sizes:
     feed_forward = [row for row in kinds[0] if not is_attention(row) and row.is_matrix]
     inner = sum(row.style == "column" for row in feed_forward)
     expert_blocks = getattr(model, "moe_layers", model.n_layers) if model.experts else 0
+    norms = [row for row in kinds[0] if row.style == "norm" and not is_attention(row)]
     return Sizes(
         layers=model.n_layers,
         dim=model.dim,
@@ -239,8 +240,9 @@ def _sizes(model: Model) -> Sizes:
         # A gate makes two matrices before the last one. Layers of experts alone have no columns.
         ffn_matrices=2 if inner == 1 else 3,
         latents=_latents(model),
-        norms=sum(row.style == "norm" and not is_attention(row) for row in kinds[0]),
-        norms_after=kinds[0][-1].style == "norm",
+        norms=len({row.module for row in norms}),  # a LayerNorm has two rows
+        # What a norm before a layer returns is read by the layer's products.
+        norms_after=any(row.is_unread for row in norms),
         wide_norms=getattr(model, "wide_norms", False),
         norms_over_heads=any(row.style in NORMS_OVER_HEADS for row in kinds[0]),
         tied=model.tied,

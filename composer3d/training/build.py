@@ -235,7 +235,7 @@ def _open_ledger(folder: Path, claim: Claim | None, *, steps_done: int) -> Ledge
 
 
 def _log_choices(recipe: Recipe, device: torch.device) -> None:
-    """Log the kernel of attention if sequences are cut over cp, or queries do not see all keys.
+    """Log the kernel of attention if torch does not compute it on whole sequences.
 
     Log the package that has it if it is none of torch's own. Warn of choices that may cost time.
     """
@@ -266,14 +266,15 @@ def describe_attention(recipe: Recipe, device: torch.device) -> str | None:
     """
     cp, parallel = recipe.mesh.cp, recipe.parallel
     has_window = any(0 < window < recipe.data.seq_len for window in recipe.model.windows)
-    sees_all = recipe.data.packing == "none" and not has_window
-    if cp == 1 and sees_all:
+    # ``ring_attention`` leaves only these scores to torch, without documents, windows and sinks.
+    is_plain = recipe.data.packing == "none" and not has_window and not recipe.model.has_sinks
+    if cp == 1 and is_plain:
         return None
     if cp == 1:
         place = "whole sequences"
     else:
         place = f"{parallel.cp_method} over cp {cp}, {parallel.cp_balance}"
-    if parallel.cp_method == "ulysses" and sees_all:
+    if parallel.cp_method == "ulysses" and is_plain:
         return f"{place}; its kernel: scaled_dot_product_attention of torch"
     dtype = getattr(torch, recipe.precision.computes_in)
     queries = torch.empty(0, recipe.model.head_width, dtype=dtype, device=device)

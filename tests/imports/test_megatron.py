@@ -378,6 +378,13 @@ OURS = (
         ("'window_size': (127, 0), 'window_attn_skip_freq': 1", ["window_attn_skip_freq"]),
         ("'window_size': (127, 0), 'window_attn_skip_freq': [1, 0]", ["window_attn_skip_freq"]),
         ("'window_attn_skip_freq': 2", []),  # without a window it does nothing
+        ("'window_size': (-1, 0), 'window_attn_skip_freq': 4", ["window_size"]),
+        ("'window_size': (127, 0), 'window_attn_skip_freq': 10001", ["window_attn_skip_freq"]),
+        pytest.param(
+            f"'window_size': (127, 0), 'window_attn_skip_freq': '{'1' * 5_000}'",
+            ["window_attn_skip_freq"],
+            id="digits that Python does not parse",
+        ),
         ("'window_size': (127, 127)", ["window_size"]),
         ("'multi_latent_attention': True, 'kv_lora_rank': 512", None),
         ("'mtp_num_layers': 1", ["mtp_num_layers"]),
@@ -422,6 +429,19 @@ def test_what_decides_and_is_not_expressed_is_open(
     accepted = imported(tmp_path, "x.txt", text, gpus=8, accept=found)
     assert accepted.made.open == {}
     assert accepted.resolved.recipe == made.resolved.recipe
+
+
+@pytest.mark.parametrize(
+    ("window", "sets", "full_every"),
+    [("(127, 0)", "model.window=0", 0), ("(-1, 0)", "model.window=64", 4)],
+)
+def test_the_window_that_the_user_sets_decides_on_its_pattern(
+    window: str, sets: str, full_every: int, tmp_path: Path
+) -> None:
+    text = f"config = {{{OURS}, 'window_size': {window}, 'window_attn_skip_freq': 4}}"
+    made = imported(tmp_path, "x.txt", text, [sets], gpus=8)
+    assert made.resolved.recipe.model.full_every == full_every
+    assert made.made.open == {}
 
 
 def test_a_gated_layer_keeps_its_width(tmp_path: Path) -> None:

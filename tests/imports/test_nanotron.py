@@ -78,6 +78,60 @@ def test_a_change(tmp_path: Path, old: str, new: str, line: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("stretch", "is_open"),
+    [
+        ("{type: linear, factor: 1.0}", False),
+        ("{type: yarn, factor: 1, beta_fast: 8, attention_factor: 1.0}", False),
+        ("{type: yarn, factor: 1, attention_factor: 1.2}", True),
+        ("{type: dynamic, factor: 2}", True),
+        ("{type: linear, factor: null}", True),
+    ],
+)
+def test_what_stretches_nothing_is_dropped(tmp_path: Path, stretch: str, is_open: bool) -> None:
+    text = NANOTRON.replace("is_llama_config: true", f"rope_scaling: {stretch}")
+    made = imported(tmp_path, "x.yaml", text)
+    model = made.resolved.recipe.model
+    assert (model.rope_scaling, model.rope_factor, model.rope_beta_fast) == ("llama3", 1, 32)
+    assert bool(made.made.open) is is_open
+    dropped = [line for line in made.made.harmless if "rope_scaling" in line]
+    assert bool(dropped) is not is_open
+
+
+@pytest.mark.parametrize(
+    ("stretch", "sets", "context", "is_open"),
+    [
+        ("{type: yarn, factor: 4.0}", (), 32768, False),
+        (
+            "{type: yarn, factor: 4.0, original_max_position_embeddings: 4096}",
+            (),
+            4096,
+            False,
+        ),
+        # transformers would take the longest length, and warn that it is too long.
+        ("{type: llama3, factor: 4.0}", (), 8192, True),
+        ("{type: llama3, factor: 4.0}", ("model.rope_context=2048",), 2048, False),
+        ("{type: linear, factor: 4.0}", (), 8192, False),  # it has no use for a context
+    ],
+)
+def test_the_context_before_a_stretch(
+    tmp_path: Path, stretch: str, sets: tuple[str, ...], context: int, is_open: bool
+) -> None:
+    rope = f"max_position_embeddings: 32768\n    rope_scaling: {stretch}"
+    text = NANOTRON.replace("is_llama_config: true", rope)
+    made = imported(tmp_path, "x.yaml", text, sets)
+    assert made.resolved.recipe.model.rope_context == context
+    assert bool(made.made.open) is is_open
+
+
+def test_yarn_of_a_model_of_unknown_length_is_open(tmp_path: Path) -> None:
+    rope = "rope_scaling: {rope_type: yarn, factor: 4.0}"
+    made = imported(tmp_path, "x.yaml", NANOTRON.replace("is_llama_config: true", rope)).made
+    ((point, line),) = made.open.items()
+    assert point.endswith("rope_type")
+    assert "no context before the stretch; set model.rope_context" in line
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         (NANOTRON.replace("dtype: bfloat16", "dtype: float16"), "no float16"),

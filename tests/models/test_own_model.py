@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from composer3d import cli
+from composer3d.planner.predict import sizes_of
+from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from tests.generate.jobs import answer_of, run_command
 from tools.prove.paths import ROOT
@@ -144,6 +146,28 @@ def test_its_layout_and_plan_say_what_is_known(
     assert cli.main(["plan", "gpt.toml", "--gpus", "2", "--top", "1"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("The architecture is your own: parameters and messages ")
+
+
+def test_its_norms_are_counted_by_module_and_placed_by_what_reads_them(
+    elsewhere: Path, recipe: Path
+) -> None:
+    """A LayerNorm has two parameters; and a norm of the input may be registered last."""
+    sizes = sizes_of(load(recipe, may_import=True).recipe)
+    assert (sizes.norms, sizes.norms_after) == (2, False)
+
+    reordered = CODE.replace(
+        "self.mlp_norm, self.mlp = nn.LayerNorm(shape.dim), MLP(shape)",
+        "self.mlp, self.mlp_norm = MLP(shape), nn.LayerNorm(shape.dim)",
+    )
+    assert reordered != CODE
+    recipe.write_text(install(elsewhere, "reordered_models", reordered))
+    assert sizes_of(load(recipe, may_import=True).recipe) == sizes
+
+    after = reordered.replace("self.mlp(self.mlp_norm(h_BTC))", "self.mlp_norm(self.mlp(h_BTC))")
+    assert after != reordered
+    recipe.write_text(install(elsewhere, "post_norm_models", after))
+    sizes = sizes_of(load(recipe, may_import=True).recipe)
+    assert (sizes.norms, sizes.norms_after) == (2, True)
 
 
 SENT = {

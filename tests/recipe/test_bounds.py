@@ -45,8 +45,8 @@ TABLES: dict[str, dict[str, Bounds | tuple[object, ...]]] = {
         "rope_high_freq": Bounds(0, 1e6, is_above=True),
         "rope_context": Bounds(1, _TOKENS),
         "rope_scaling": ("llama3", "linear", "dynamic", "yarn"),
-        "rope_beta_fast": Bounds(0, 1e6, is_above=True),
-        "rope_beta_slow": Bounds(0, 1e6, is_above=True),
+        "rope_beta_fast": Bounds(1e-6, 1e6),
+        "rope_beta_slow": Bounds(1e-6, 1e6),
         "rope_attention_factor": Bounds(0, 1e3, is_above=True),
     },
     "mesh": dict.fromkeys(("pp", "dp_replicate", "cp", "tp", "ep"), _AXIS)

@@ -51,6 +51,10 @@ MODEL = [
         TINY + 'rope_scaling = "yarn"\nrope_factor = 2\nrope_beta_slow = 33\n',
     ),
     Wrong(
+        "yarn down to nothing",
+        TINY + 'rope_scaling = "yarn"\nrope_factor = 4\nrope_beta_slow = 1e-310\n',
+    ),
+    Wrong(
         "dynamic and long",
         TINY + 'rope_scaling = "dynamic"\nrope_factor = 2\nrope_context = 63\n'
         "[data]\nseq_len = 64\n",

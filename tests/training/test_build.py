@@ -107,6 +107,22 @@ def test_attention_is_described_as_it_is_computed(
     assert describe_attention(recipe, torch.device("cpu")) == description
 
 
+@pytest.mark.parametrize(
+    ("sets", "place"),
+    [
+        ([], "whole sequences"),
+        (["mesh.cp=2", "parallel.cp_method=ulysses"], "ulysses over cp 2, zigzag"),
+    ],
+)
+def test_attention_with_sinks_is_none_of_torch(tmp_path: Path, sets: list[str], place: str) -> None:
+    (tmp_path / "r.toml").write_text(
+        '[run]\nname = "a"\n[data]\nseq_len = 64\n'
+        '[model]\narchitecture = "gpt_oss"\npreset = "debug-gpt-oss"\nwindow = 64\n'
+    )
+    recipe = load(tmp_path / "r.toml", sets).recipe
+    assert describe_attention(recipe, torch.device("cpu")) == f"{place}; its kernel: CPU flash"
+
+
 def test_float8_with_tp_is_doubted(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text(
         '[run]\nname = "a"\n[model]\npreset = "debug-tiny"\n[data]\nseq_len = 64\n'

@@ -21,6 +21,11 @@ class GptOssShape(RoutedShape, WindowedShape):
         7.0, "bound of an expert's gate and up projection, before they multiply", above(0, 1_000)
     )
 
+    @property
+    def has_sinks(self) -> bool:
+        """Whether each query head has a sink: always."""
+        return True
+
 
 # The published config.json of both has YaRN with a factor of 32, from 4,096 tokens.
 _GPT_OSS: dict[str, Any] = {

@@ -15,6 +15,9 @@ from composer3d.facts.ranges import (
 from composer3d.models.rotary import RopeScaling, YarnRamp, yarn_attention_factor, yarn_ramp
 from composer3d.models.shape import DecoderShape, is_nth
 
+# How often a pair turns at an end of YaRN's ramp, which is computed from 1 over this number.
+_TURNS = between(1e-6, 1_000_000)
+
 
 @dataclass(frozen=True)
 class RotaryShape(DecoderShape):
@@ -56,12 +59,12 @@ class RotaryShape(DecoderShape):
     rope_beta_fast: float = key(
         32.0,
         "yarn: pairs that turn more often in rope_context tokens are not stretched",
-        above(0, 1_000_000),
+        _TURNS,
     )
     rope_beta_slow: float = key(
         1.0,
         "yarn: pairs that turn less often in rope_context tokens are stretched in full",
-        above(0, 1_000_000),
+        _TURNS,
     )
     rope_truncate: bool = key(True, "yarn: stretch from a whole pair on, to a whole pair")
     rope_attention_factor: float | None = key(

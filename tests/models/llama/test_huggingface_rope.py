@@ -260,6 +260,13 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"rope_scaling": _OF_4 | {"beta_fast": 2, "beta_slow": 3}},
         ["beta_slow = 3 must be at most beta_fast = 2"],
     ),
+    "bounds of nothing": (
+        {"rope_scaling": _OF_4 | {"beta_fast": 1e-320, "beta_slow": 5e-324}},
+        [
+            "beta_fast = 1e-320 must be from 1e-06 to 1_000_000",
+            "beta_slow = 5e-324 must be from 1e-06 to 1_000_000",
+        ],
+    ),
     "no pair to stretch from": (
         {"rope_scaling": _OF_4 | {"original_max_position_embeddings": 1}},
         [
