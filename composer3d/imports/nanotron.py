@@ -100,14 +100,14 @@ def _set_stretch(made: Translation) -> None:
         if name in options:
             made.move(key, options[name])
     made.ignore(*options.values())
-    if "rope_context" in STRETCH_FIELDS[scaling] and "model.rope_context" not in made.values:
-        _infer_context(made, scaling, kinds)
+    if "model.rope_context" in {*known.values()} - made.values.keys():
+        _infer_context(made, kinds, is_yarn=scaling == "yarn")
 
 
-def _infer_context(made: Translation, scaling: str, kinds: list[str]) -> None:
+def _infer_context(made: Translation, kinds: list[str], *, is_yarn: bool) -> None:
     """Set the context before a stretch that does not say it, as ``huggingface_rope`` reads it."""
     word = f"{_MODEL}.max_position_embeddings"
-    longest = made.number(word) if scaling == "yarn" else None
+    longest = made.number(word) if is_yarn else None
     if longest is not None:
         made.take("model.rope_context", longest, word, note="the context before the stretch")
         return
