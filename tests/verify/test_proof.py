@@ -123,6 +123,7 @@ SOME = """
     keep_what_was_rolled_back draw_the_same_numbers_in_every_step
     turn_rotary_pairs_back round_to_half
     count_windows_from_the_stage rotate_every_block count_windows_from_zero see_windows_alone
+    forget_the_norm_of_remembered_latents
     add_one_twice_under_tp generate_from_a_small_embedding
 """
 PLANTED = [fault for fault in FAULTS if fault.plant.__name__ in SOME.split()]

@@ -20,7 +20,7 @@ from composer3d.models.llama.model import First, Last, RotaryDecoder
 
 
 class OffsetNorm(nn.RMSNorm):
-    """RMSNorm whose factor is 1 + weight: ``norm(x) -> x``, over the last dim of x.
+    """RMSNorm whose factor is 1 + weight, over the last dim: (..., C) to (..., C).
 
     It computes in float32 or wider, and rounds once at the end, as the published models do: in
     bfloat16, 1 + weight would lose most of a small weight.
@@ -35,7 +35,7 @@ class OffsetNorm(nn.RMSNorm):
 class GeluFeedForward(FeedForward):
     """GeGLU without biases (Shazeer 2020, arXiv 2002.05202): ``w2(gelu(w1(x)) * w3(x))``.
 
-    gelu is the approximation with tanh.
+    ``ffn(x_BTC)`` returns (B, T, C). gelu is the approximation with tanh.
     """
 
     def forward(self, x_BTC: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ def turn_the_other_way() -> None:
     attention.rotate = lambda x, table: right(x, (table[0], -table[1]))
 
 
-@found_by("model", "^logits of the with norms model")
+@found_by("model", "^logits of the yarn model")
 @fault_of(attention.Attention, attention.Attention.forward)
 def norm_after_the_rotation(right: Any, self: Any, x: Tensor, *, seq: Any) -> Tensor:
     """The norms of queries and keys are applied after the rotation, to other elements of a head."""
