@@ -95,14 +95,7 @@ read_shape = partial(read_config, parse=parse_config)
 def make_config(
     shape: Olmo2Shape, dtype: str, carried: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the content of a config.json for ``shape`` with weights of ``dtype``.
-
-    Args:
-        shape: the shape of the model.
-        dtype: the name of the dtype of the weights, such as "bfloat16".
-        carried: the config.json that came with the model. If it describes this shape, all its other
-            keys are kept. Otherwise only the ids of special tokens and ``max_position_embeddings``
-            are kept.
+    """Return a config.json for ``shape``, as ``models.llama.huggingface.make_config`` does.
 
     Raises:
         CheckpointError: transformers computes no such shape.
