@@ -27,7 +27,7 @@ from composer3d.recipe.schema import AXES, Recipe
 from composer3d.recipe.values import FIELDS, entries_of_recipe, value_of
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.verify.judge import ReferenceStats, Verdict, has_little_noise, judge
-from composer3d.verify.shrink import shrink
+from composer3d.verify.shrink import lost_kinds, shrink
 
 # Scores of a router are at most 1, and have a few roundings of 6e-8 in float32, 1e-16 in float64.
 _NEAR_TIE = {"float32": 1e-6, "float64": 1e-13}
@@ -86,7 +86,7 @@ def verify_layout(
         _prove(pool, folder, small, dtype, steps, worker_arguments) for small in small_recipes
     ]
     for verdict in verdicts:
-        verdict.layout += "".join(f", {words}" for words in _left_out(full))
+        verdict.layout += "".join(f", {words}" for words in _left_out(full, small_recipes))
     return max(verdicts, key=badness)
 
 
@@ -200,12 +200,17 @@ def _named_values(small: Recipe) -> Iterator[str]:
                 yield words.format(value_of(small, key))
 
 
-def _left_out(full: Recipe) -> Iterator[str]:
-    """Yield each key that the small recipes leave out, and why, as its row says it."""
+def _left_out(full: Recipe, small_recipes: Sequence[Recipe]) -> Iterator[str]:
+    """Yield what the small recipes leave out, and why.
+
+    These are keys, as their rows say it, and kinds of blocks.
+    """
     for key, entry in FIELDS.items():
         reason = entry.metadata["in_proof"].without
         if reason and value_of(full, key) != entry.default:
             yield f"without {entry.name}, {reason}"
+    for kind in lost_kinds(full, small_recipes):
+        yield f"without the blocks {kind}, which take too many layers"
 
 
 def choose_seed(

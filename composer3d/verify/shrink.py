@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
-from itertools import accumulate, combinations, product
+from itertools import combinations, product
 from typing import Any, Literal
 
 from composer3d.facts.errors import UserError
@@ -17,6 +17,7 @@ from composer3d.recipe.rules import settle, violations
 from composer3d.recipe.schema import AXES, MeshTable, Model, Recipe
 from composer3d.recipe.stages import stage_ranges
 from composer3d.recipe.values import FIELDS, divisors, value_of, variant
+from composer3d.verify.blocks import Blocks, Kind, by_stage, few_blocks, kinds_of_blocks
 
 LIMIT = 16  # processes on one machine
 HERE_LIMIT = 1024  # processes of a job that proves its own mesh; one process is the reference
@@ -28,6 +29,10 @@ _IN_PROOF: dict[str, InProof] = {
     for key, entry in FIELDS.items()
     if entry.metadata["in_proof"] is not AS_IT_IS
 }
+# If every N-th block is another one, a small stage may have this many layers to keep all kinds of
+# blocks, and one more where stages differ; or as many as make the second number in all stages.
+_MOST_OF_STAGE = 8
+_MOST_OF_MODEL = 32
 _LEAST_LATENT_HEAD = 6  # width of a small head with latents; of it, all but two are rotated
 _GIVING_WAY = [key for key, kept in _IN_PROOF.items() if kept.gives_way]
 
@@ -53,8 +58,11 @@ def shrink(full: Recipe) -> list[Recipe]:
     - the sequence: one token, or an odd number of tokens; packing;
     - the window: one token, at most one chunk of the sequence, or a window that reaches one chunk
       or several chunks back;
-    - blocks that differ by their number, in window, positions or experts: each kind in every stage,
-      or stages that lack one; and stages that all begin at the same place of the pattern or not;
+    - blocks that differ by their number, in window, positions or experts: every kind, and no other
+      (``lost_kinds`` are those that take more layers than a proof has time for); in each stage, the
+      kinds that a stage of ``full`` has; and whether all stages begin at the same place of the
+      pattern. Where fewer stages, or stages of at most 8 layers (or 32 in all), cannot have this,
+      the stages come as near to those of ``full`` as they can;
     - FSDP: one block of a unit or several, and one unit of a stage or several;
     - memory: chunks of the loss, activation checkpointing, compilation and offload;
     - float8 products, which are emulated in float64;
@@ -105,6 +113,14 @@ def shrink_on_own_mesh(full: Recipe) -> Recipe:
             "verify without --here"
         )
     return _shrink_to(full, full.mesh, _fsdp_cuts(full))
+
+
+def lost_kinds(full: Recipe, small_recipes: Iterable[Recipe]) -> list[Kind]:
+    """Return the kinds of blocks of ``full`` that none of the recipes of ``shrink`` has."""
+    kept = {
+        kind for small in small_recipes for kind in kinds_of_blocks(small.model, small.data.seq_len)
+    }
+    return sorted({*kinds_of_blocks(full.model, full.data.seq_len)} - kept)
 
 
 def _fsdp_cuts(recipe: Recipe) -> dict[str, Cut]:
@@ -332,11 +348,16 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
     seq_len, window = _sequence(full, mesh)
     sizes = {
         **_expert_sizes(full, mesh),
-        **_periods(full, _layers_of_stages(full) if stages is None else min(stages)),
         "n_layers": _layers(full, mesh) if stages is None else sum(stages),
         "window": window,
+        "full_every": 0,
+        "nope_every": 0,
     }
     shape = _resized(_shape(full, mesh, cuts), **sizes)
+    if not _has_kinds_of_blocks(full, mesh, shape, stages):
+        blocks = _blocks_of_all_kinds(full, mesh)
+        shape = _resized(shape, n_layers=sum(blocks.stages), **blocks.sizes)
+        stages = blocks.stages if mesh.pp > 1 else None
 
     values = {key: row.of(value_of(full, key)) for key, row in _IN_PROOF.items()}
     kept = variant(full, values)
@@ -382,19 +403,18 @@ def _count_stages(full: Recipe, pp: int) -> int:
 
 def _layers(full: Recipe, mesh: MeshTable) -> int:
     """Return few layers a stage, plus one layer if ``full`` cannot cut its layers evenly."""
-    per_stage = _layers_of_stages(full)
     extra = 1 if full.model.n_layers % _count_stages(full, full.mesh.pp) else 0
-    layers = _count_stages(full, mesh.pp) * per_stage + extra
-    # At least one layer with experts, after one without, and one of each other kind.
+    layers = _count_stages(full, mesh.pp) * _layers_of_stages(full) + extra
+    # At least one layer with experts, after one without.
     expert_sizes = _expert_sizes(full, mesh)
-    periods = {"moe_every": expert_sizes.get("moe_every", 1)} | _periods(full, per_stage)
-    return max(layers, expert_sizes.get("dense_layers", 0) + 1, *periods.values())
+    dense_layers = expert_sizes.get("dense_layers", 0)
+    return max(layers, dense_layers + 1, expert_sizes.get("moe_every", 1))
 
 
 def _layers_of_stages(full: Recipe) -> int:
     """Return the number of layers of a small stage, without an explicit cut of ``full``."""
     full_layers = max(1, full.model.n_layers // _count_stages(full, full.mesh.pp))
-    return _with_all_kinds(full, _layers_of_stage(full, full_layers))
+    return _layers_of_stage(full, full_layers)
 
 
 def _layers_of_stage(full: Recipe, layers: int) -> int:
@@ -407,96 +427,81 @@ def _layers_of_stage(full: Recipe, layers: int) -> int:
     return 1 + _IN_PROOF["parallel.fsdp_blocks"].of(size) if has_units else min(2, layers)
 
 
-def _period_keys(full: Recipe) -> dict[str, int]:
-    """Return the keys that make every N-th block of ``full`` another one, with N.
-
-    Empty if no key of windows or positions does.
-    """
-    model: Any = full.model
-    found = {name: getattr(model, name, 0) for name in ("full_every", "nope_every")}
-    if not 0 < model.window < full.data.seq_len:
-        found["full_every"] = 0
-    if any(found.values()):
-        found["moe_every"] = getattr(model, "moe_every", 0)
-    return {name: every for name, every in found.items() if 0 < every <= model.n_layers}
-
-
-def _periods_in_stages(full: Recipe) -> dict[int, int]:
-    """Return a small N for each N of which all stages of ``full`` have such a block.
-
-    The small ones are multiples of each other if those of ``full`` are.
-    """
-    least, small = min(map(len, stage_ranges(full))), {1: 1}
-    for every in sorted(set(_period_keys(full).values()) - {1}):
-        if every <= least:
-            divisor = max(few for other, few in small.items() if every % other == 0)
-            small[every] = (max(small.values()) // divisor + 1) * divisor
-    return small
-
-
-def _with_all_kinds(full: Recipe, few: int) -> int:
-    """Return the layers of a small stage: ``few``, or as many more as all kinds of blocks need."""
-    periods = _periods_in_stages(full)
-    # A block of several periods at once, too, if all stages have one.
-    has_common = math.lcm(*periods) <= min(map(len, stage_ranges(full)))
-    return max([few, *periods.values(), math.lcm(*periods.values()) if has_common else 0])
-
-
-def _periods(full: Recipe, per_stage: int) -> dict[str, int]:
-    """Return the keys that make every N-th block of a small recipe another one, with N.
-
-    ``per_stage`` is the number of layers of its smallest stage. If a stage of ``full`` lacks such a
-    block, a small one does, too.
-    """
-    small, names = _periods_in_stages(full), ("full_every", "nope_every")
-    kept = {name: small.get(every, per_stage + 1) for name, every in _period_keys(full).items()}
-    return dict.fromkeys(names, 0) | kept
-
-
 def _small_stages(full: Recipe, mesh: MeshTable) -> tuple[int, ...] | None:
     """Return the number of layers of each stage, or None without an explicit cut or a pipeline.
 
     A stage has few layers if it is as small as the smallest stage of ``full``, and one more
     otherwise. Few is one; if FSDP's units have several blocks, it is as ``_layers_of_stage`` says.
-
-    If every N-th block is another one, each small stage has all kinds of blocks that those of
-    ``full`` have, and the stages all begin at the same place of the period or not, as there. The
-    cut is always explicit then: a cut by parameters leaves few blocks beside the head.
     """
     stages = full.parallel.stages
-    if stages is None and _period_keys(full):
-        stages = tuple(map(len, stage_ranges(full)))
     if stages is None or mesh.pp == 1:
         return None
+    stages = _some_stages(stages, _count_stages(full, mesh.pp))
+    few = _layers_of_stage(full, min(stages)) if full.parallel.fsdp_blocks > 1 else 1
+    return _few_layers(stages, few)
+
+
+def _some_stages(stages: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Return ``count`` of the stages: all in their order, or else the largest and the smallest."""
+    return stages if len(stages) == count else (max(stages), *sorted(stages))[:count]
+
+
+def _few_layers(stages: tuple[int, ...], few: int) -> tuple[int, ...]:
+    """Return ``few`` layers for each stage of the smallest ones, and one more for the others."""
+    return tuple(few + 1 if layers > min(stages) else few for layers in stages)
+
+
+def _at_most(stages: tuple[int, ...], few: int) -> tuple[int, ...]:
+    """Return the layers of each stage, but ``few`` for those that have more."""
+    return tuple(min(layers, few) for layers in stages)
+
+
+def _has_kinds_of_blocks(
+    full: Recipe, mesh: MeshTable, shape: Model, stages: tuple[int, ...] | None
+) -> bool:
+    """Return whether a small model has the kinds of blocks of ``full``, in its stages, too.
+
+    With fewer stages than ``full``, only the kinds of all blocks are compared.
+    """
+    kinds = kinds_of_blocks(full.model, full.data.seq_len)
+    small_kinds = kinds_of_blocks(shape, full.data.seq_len)
+    if set(kinds) != set(small_kinds):
+        return False
     count = _count_stages(full, mesh.pp)
-    if len(stages) != count:
-        # This keeps the largest and the smallest stage.
-        stages = (max(stages), *sorted(stages))[:count]
-    few = 1
-    if full.parallel.fsdp_blocks > 1 or _period_keys(full):
-        few = _layers_of_stage(full, min(stages))
-    few = _with_all_kinds(full, few)
-
-    def small_stages(few: int) -> tuple[int, ...]:
-        return tuple(few + 1 if layers > min(stages) else few for layers in stages)
-
-    periods = _periods_in_stages(full)
-    places = [_begin_alike(map(len, stage_ranges(full)), every) for every in periods]
-    choices = map(small_stages, range(few, few + math.lcm(*periods.values())))
-    return next(
-        (
-            choice
-            for choice in choices
-            if [_begin_alike(choice, small) for small in periods.values()] == places
-        ),
-        small_stages(few),
-    )
+    if len(set(kinds)) == 1 or count == 1 or count != _count_stages(full, full.mesh.pp):
+        return True
+    small = replace(full, model=shape, mesh=mesh, parallel=replace(full.parallel, stages=stages))
+    return by_stage(small_kinds, _stages(small)) == by_stage(kinds, _stages(full))
 
 
-def _begin_alike(stages: Iterable[int], every: int) -> bool:
-    """Return whether stages of these numbers of blocks all begin at the same place of a period."""
-    *begins, _ = accumulate(stages, initial=0)
-    return all(begin % every == 0 for begin in begins)
+def _stages(recipe: Recipe) -> tuple[int, ...]:
+    """Return the number of layers of each stage, whether the recipe's cut is explicit or not."""
+    return tuple(map(len, stage_ranges(recipe)))
+
+
+def _blocks_of_all_kinds(full: Recipe, mesh: MeshTable) -> Blocks:
+    """Choose the blocks of a small model that has all kinds of blocks of ``full``.
+
+    With a pipeline, the cut is always explicit: a cut by parameters leaves few blocks beside the
+    head.
+    """
+    model, seq_len = full.model, full.data.seq_len
+    count = _count_stages(full, mesh.pp)
+    most = max(_MOST_OF_STAGE, _MOST_OF_MODEL // count)
+    if count == 1:
+        least = _layers(full, mesh)
+        numbers = range(least, max(least, min(most, model.n_layers)) + 1)
+        return few_blocks(model, seq_len, (model.n_layers,), tuple((layers,) for layers in numbers))
+
+    full_stages = _stages(full)
+    stages = _some_stages(full_stages, count)
+    least = _layers_of_stage(full, min(stages))
+    cuts = {_few_layers(stages, few) for few in range(least + 1, most + 1)}
+    # A stage that is shorter than others may lack kinds of blocks. It can stay as short.
+    cuts |= {_at_most(stages, few) for few in range(min(stages) + 1, most + 2)}
+    others = [cut for cut in cuts if sum(cut) <= model.n_layers]
+    others.sort(key=lambda cut: (sum(cut), cut))
+    return few_blocks(model, seq_len, full_stages, (_few_layers(stages, least), *others))
 
 
 def _sequence(full: Recipe, mesh: MeshTable) -> tuple[int, int]:

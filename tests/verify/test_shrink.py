@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from composer3d.facts.errors import RecipeError
 from composer3d.recipe.resolve import load
 from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import AXES, MeshTable, Recipe
 from composer3d.recipe.stages import stage_ranges
-from composer3d.verify.shrink import LIMIT, shrink
+from composer3d.verify.shrink import LIMIT, lost_kinds, shrink
 from tools.prove.paths import RECIPE as RECIPE_PATH
 
+MOE = "architecture=moe preset=debug-moe"
 BASE = load(str(RECIPE_PATH), [], check_files=False).recipe
 
 
@@ -243,12 +245,18 @@ def begin_alike(recipe: Recipe, name: str) -> bool:
         (1, "n_layers=4 nope_every=1", 2, (0, 1)),
         (1, "n_layers=32 window=16 full_every=4 nope_every=4", 2, (2, 2)),
         (1, "n_layers=32 window=16 full_every=2 nope_every=4", 4, (2, 4)),
-        (1, "n_layers=32 window=16 full_every=5 nope_every=4", 6, (3, 2)),
+        (1, "n_layers=32 window=16 full_every=5 nope_every=4", 6, (2, 3)),
         (4, "n_layers=32 window=16 full_every=4", 8, (2, 0)),
         (2, "n_layers=28 window=16 full_every=4", 6, (2, 0)),  # 14 is no multiple of 4
         (2, "n_layers=16 window=16 full_every=2 nope_every=3", 16, (2, 3)),
         (8, "n_layers=16 window=16 full_every=4", 16, (3, 0)),  # stages without a full block
-        (1, "architecture=moe preset=debug-moe n_layers=8 nope_every=4 moe_every=2", 4, (0, 4)),
+        (1, f"{MOE} n_layers=8 nope_every=4 moe_every=2", 4, (0, 4)),
+        # Dense blocks come before those with windows and experts, which are most of the model.
+        (1, f"{MOE} n_layers=32 dense_layers=1 window=16 full_every=4", 3, (2, 0)),
+        (1, f"{MOE} n_layers=32 dense_layers=1 nope_every=4", 3, (0, 2)),
+        # No stage has all kinds of blocks.
+        (8, "n_layers=24 window=16 full_every=6 nope_every=4", 24, (6, 4)),
+        (8, f"{MOE} n_layers=24 moe_every=3 window=16 full_every=4 nope_every=4", 24, (4, 4)),
     ],
 )
 def test_small_stages_have_the_kinds_of_blocks_of_the_full_ones(
@@ -262,6 +270,59 @@ def test_small_stages_have_the_kinds_of_blocks_of_the_full_ones(
     assert kinds_of_stages(small) == kinds_of_stages(full)
     for name in ("full_every", "nope_every"):
         assert begin_alike(small, name) == begin_alike(full, name)
+
+
+def patterns(count: int, pps: tuple[int, ...], seed: int) -> Iterator[Recipe]:
+    """Random legal recipes whose blocks differ by their number."""
+    draw = random.Random(seed)
+    while count:
+        sets = [f"mesh.pp={draw.choice(pps)}", f"model.n_layers={draw.randrange(4, 49)}"]
+        sets += [f"parallel.schedule={draw.choice(('GPipe', 'Interleaved1F1B'))}"]
+        sets += ["model.window=16", f"model.full_every={draw.choice((0, 2, 3, 4, 6))}"]
+        sets += [f"model.nope_every={draw.choice((0, 0, 2, 3, 4))}", "data.global_batch=64"]
+        if draw.random() < 0.5:
+            sets += [f"model.{each}" for each in MOE.split()]
+            sets += [f"model.moe_every={draw.choice((1, 2, 3))}"]
+            sets += [f"model.dense_layers={draw.randrange(4)}"]
+        try:
+            yield load(str(RECIPE_PATH), sets, check_files=False).recipe
+        except RecipeError:  # no experts, or more stages than layers
+            continue
+        count -= 1
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_small_recipes_have_the_kinds_of_blocks_of_the_full_ones(seed: int) -> None:
+    number_in_stages = 0
+    for full in patterns(150, (1, 1, 2, 4, 8), seed):
+        (small,) = shrink(full)
+        ours, theirs = kinds_of_stages(small), kinds_of_stages(full)
+        assert frozenset().union(*ours) == frozenset().union(*theirs), full
+        assert lost_kinds(full, [small]) == []
+        assert small.model.n_layers <= full.model.n_layers
+        if max(map(len, stage_ranges(full))) <= 8:
+            assert ours == theirs, full
+            number_in_stages += 1
+    assert number_in_stages > 60
+
+
+def test_fewer_stages_have_the_kinds_of_blocks_of_all() -> None:
+    for full in patterns(100, (8, 16), 3):
+        on_many = replace(full, mesh=replace(full.mesh, dp_shard=8))
+        smalls = shrink(on_many)
+        assert any(1 < small.mesh.pp < full.mesh.pp for small in smalls)
+        for small in smalls:
+            kinds = frozenset().union(*kinds_of_stages(small))
+            assert kinds == frozenset().union(*kinds_of_stages(full)), full
+
+
+def test_kinds_of_blocks_that_are_lost_are_told() -> None:
+    sets = [f"model.{each}" for each in f"{MOE} window=16 full_every=2 nope_every=4".split()]
+    full = load(str(RECIPE_PATH), sets, check_files=False).recipe
+    without = replace(full, model=replace(full.model, nope_every=0))
+    assert lost_kinds(full, [without, full]) == []
+    (lost,) = lost_kinds(full, [without])
+    assert str(lost) == "without a window, without positions, with experts"
 
 
 def test_stages_of_an_explicit_cut_have_all_kinds_of_blocks() -> None:
