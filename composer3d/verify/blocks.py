@@ -13,7 +13,7 @@ from composer3d.recipe.schema import Model
 _LONGEST_PERIOD = 12
 
 
-class Kind(NamedTuple):
+class Traits(NamedTuple):
     """What a block has; the blocks of a model can differ in this by their number."""
 
     window: bool
@@ -52,7 +52,7 @@ def _has_experts(model: Any, block: int, seq_len: int) -> bool:
     return model.experts > 0 and (not hasattr(model, "has_experts") or model.has_experts(block))
 
 
-# In the order of ``Kind``: the keys of a model that decide by a block's number whether it has
+# In the order of ``Traits``: the keys of a model that decide by a block's number whether it has
 # something, and the function that says so.
 _TRAITS: tuple[tuple[tuple[str, ...], Callable[[Any, int, int], bool]], ...] = (
     (("full_every",), _has_window),
@@ -61,10 +61,11 @@ _TRAITS: tuple[tuple[tuple[str, ...], Callable[[Any, int, int], bool]], ...] = (
 )
 
 
-def kinds_of_blocks(model: Model, seq_len: int) -> list[Kind]:
+def kinds_of_blocks(model: Model, seq_len: int) -> list[Traits]:
     """Return the kind of each block of a model. A window as long as ``seq_len`` is none."""
     return [
-        Kind(*(has(model, block, seq_len) for _, has in _TRAITS)) for block in range(model.n_layers)
+        Traits(*(has(model, block, seq_len) for _, has in _TRAITS))
+        for block in range(model.n_layers)
     ]
 
 

@@ -17,7 +17,7 @@ from composer3d.recipe.rules import settle, violations
 from composer3d.recipe.schema import AXES, MeshTable, Model, Recipe
 from composer3d.recipe.stages import stage_ranges
 from composer3d.recipe.values import FIELDS, divisors, value_of, variant
-from composer3d.verify.blocks import Blocks, Kind, by_stage, few_blocks, kinds_of_blocks
+from composer3d.verify.blocks import Blocks, Traits, by_stage, few_blocks, kinds_of_blocks
 
 LIMIT = 16  # processes on one machine
 HERE_LIMIT = 1024  # processes of a job that proves its own mesh; one process is the reference
@@ -115,7 +115,7 @@ def shrink_on_own_mesh(full: Recipe) -> Recipe:
     return _shrink_to(full, full.mesh, _fsdp_cuts(full))
 
 
-def lost_kinds(full: Recipe, small_recipes: Iterable[Recipe]) -> list[Kind]:
+def lost_kinds(full: Recipe, small_recipes: Iterable[Recipe]) -> list[Traits]:
     """Return the kinds of blocks of ``full`` that none of the recipes of ``shrink`` has."""
     kept = {
         kind for small in small_recipes for kind in kinds_of_blocks(small.model, small.data.seq_len)

@@ -7,8 +7,6 @@ Attention has ``blocks.7.attn.wkv_a.weight`` and ``kv_norm`` (the latent of keys
 The layers of multi-token prediction, which predict a second token in training, are left out.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
@@ -62,4 +60,4 @@ class Deepseek(RotaryDecoder):
     def make_block(self, layer: int, rope: Rope) -> DecoderBlock:
         """Build a block; ``DeepseekShape.has_experts`` says whether it has experts."""
         block = _ExpertsBlock if self.shape.has_experts(layer) else _DenseBlock
-        return block(self.shape, replace(rope, head_dim=self.shape.rope_dim))
+        return block(self.shape, rope)

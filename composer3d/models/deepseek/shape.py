@@ -5,7 +5,7 @@ from typing import Any
 
 from composer3d.facts.ranges import HEAD_DIM, MOST_WIDTH, between, key
 from composer3d.models.moe.shape import ExpertsShape
-from composer3d.models.rotary import YarnRamp, yarn_attention_factor, yarn_ramp
+from composer3d.models.rotary import yarn_attention_factor
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,9 @@ class DeepseekShape(ExpertsShape):
         return yarn_attention_factor(self.rope_factor, self.rope_score_mscale) ** 2
 
     @property
-    def yarn_ramp(self) -> YarnRamp | None:
-        """Which of the rotated pairs YaRN slows down; None: with these settings, it could not."""
-        return yarn_ramp(
-            head_dim=self.rope_dim,
-            theta=self.rope_theta,
-            context=self.rope_context,
-            beta_fast=self.rope_beta_fast,
-            beta_slow=self.rope_beta_slow,
-            truncate=self.rope_truncate,
-        )
+    def rotated_width(self) -> int:
+        """The numbers of a query, or of a key, that are rotated: its last ones."""
+        return self.rope_dim
 
     @property
     def plain_dim(self) -> int:

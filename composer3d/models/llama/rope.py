@@ -11,7 +11,7 @@ def rope_of(shape: RotaryShape) -> Rope:
     ``attention_factor`` by 1 in blocks that are not stretched.
     """
     return Rope(
-        head_dim=shape.head_width,
+        head_dim=shape.rotated_width,
         theta=shape.rope_theta,
         scaling=shape.rope_scaling,
         factor=shape.rope_factor,

@@ -81,10 +81,15 @@ class RotaryShape(DecoderShape):
         return self.rope_attention_factor or yarn_attention_factor(self.rope_factor)
 
     @property
+    def rotated_width(self) -> int:
+        """The numbers of a query, or of a key, that are rotated: all of a head."""
+        return self.head_width
+
+    @property
     def yarn_ramp(self) -> YarnRamp | None:
-        """Which pairs YaRN slows down; None: with these settings, it could not."""
+        """Which rotated pairs YaRN slows down; None: with these settings, it could not."""
         return yarn_ramp(
-            head_dim=self.head_width,
+            head_dim=self.rotated_width,
             theta=self.rope_theta,
             context=self.rope_context,
             beta_fast=self.rope_beta_fast,
