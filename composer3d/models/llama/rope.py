@@ -7,8 +7,7 @@ from composer3d.models.llama.shape import RotaryShape
 def rope_of(shape: RotaryShape) -> Rope:
     """Return the settings of the rotary positions of a shape.
 
-    An architecture whose heads or blocks differ replaces ``head_dim``, or ``factor`` and
-    ``attention_factor`` by 1 in blocks that are not stretched.
+    Blocks that are not stretched take ``Rope.unstretched`` of them.
     """
     return Rope(
         head_dim=shape.rotated_width,
