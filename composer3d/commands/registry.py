@@ -111,6 +111,10 @@ def parse(argv: Sequence[str]) -> Parsed:
     """
     first = next((word for word in argv if not word.startswith("-")), None)
     parser = make_parser([name for name in COMMANDS if name == first])
+    if sorted(argv) == ["--verbose", "--version"]:
+        # An action of argparse for one of them would not know of the other yet.
+        print(*import_module("composer3d.commands.versions").lines(), sep="\n")
+        parser.exit()
     values = vars(parser.parse_args(argv))
     name = values.pop("command")
     module = _module_of(name)
