@@ -72,7 +72,7 @@ def verify_layout(
     """
     try:
         full = load(recipe, list(sets), check_files=False, may_import=may_import).recipe
-        small_recipes = shrink(full)
+        return verify_recipe(pool, folder, full, dtype=dtype, steps=steps, **worker_arguments)
     except UserError as error:
         return Verdict(
             passed=False,
@@ -82,6 +82,17 @@ def verify_layout(
             refused=True,
             error=" | ".join(error.lines),
         )
+
+
+def verify_recipe(
+    pool: Pool, folder: Path, full: Recipe, *, dtype: str, steps: int, **worker_arguments: Any
+) -> Verdict:
+    """Prove the layout of a recipe, as ``verify_layout``. Errors of the ranks are in the verdict.
+
+    Raises:
+        UserError: the recipe cannot be made small.
+    """
+    small_recipes = shrink(full)
     verdicts = [
         _prove(pool, folder, small, dtype, steps, worker_arguments) for small in small_recipes
     ]
