@@ -25,10 +25,12 @@ from composer3d.parallel.executor import StepShape as StepShape
 from composer3d.parallel.stages import Stages as Stages
 from composer3d.recipe.schema import CheckpointTable as CheckpointTable
 from composer3d.recipe.schema import CompileTable as CompileTable
+from composer3d.recipe.schema import DataSource as DataSource
 from composer3d.recipe.schema import DataTable as DataTable
 from composer3d.recipe.schema import MemoryTable as MemoryTable
 from composer3d.recipe.schema import MeshTable as MeshTable
 from composer3d.recipe.schema import Model as Model
+from composer3d.recipe.schema import OptimGroup as OptimGroup
 from composer3d.recipe.schema import OptimTable as OptimTable
 from composer3d.recipe.schema import ParallelTable as ParallelTable
 from composer3d.recipe.schema import PrecisionTable as PrecisionTable

@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, get_args
 
 from composer3d.facts.errors import ModelError, RecipeError
 from composer3d.models import registry
@@ -113,9 +113,12 @@ def make_recipe(
             would not be exact, or could not run. There is a line for each problem.
         ValueError: there are two tables of one kind.
     """
-    kinds = {kind: name for name, kind in TABLES.items()}
+    kinds = {kind: name for name, kind in TABLES.items() if kind in get_args(Table)}
     named: dict[str, Mapping[str, Any]] = {"model": asdict(model)}
     for table in tables:
+        if type(table) not in kinds:
+            known = ", ".join(kind.__name__ for kind in kinds)
+            raise TypeError(f"a {type(table).__name__} is none of the tables {known}")
         name = kinds[type(table)]
         if name in named:
             raise ValueError(f"there are two tables of the kind {type(table).__name__}")
