@@ -48,8 +48,8 @@ from composer3d.training.library import Checkpoints as Checkpoints
 from composer3d.training.library import build_model as build_model
 from composer3d.training.library import open_batches as open_batches
 from composer3d.training.optim import learning_rate as learning_rate
-from composer3d.training.optimizers import Optimizer as Optimizer
 from composer3d.training.optimizers import build_stages_optimizer as build_stages_optimizer
+from composer3d.training.optimizers.contract import Optimizer as Optimizer
 from composer3d.training.step import compute_gradients as compute_gradients
 from composer3d.training.step import update as update
 from composer3d.training.step_values import StepValues as StepValues

@@ -111,6 +111,7 @@ def make_recipe(
     Raises:
         RecipeError: a value is wrong, or a rule of recipes refuses several together: such a layout
             would not be exact, or could not run. There is a line for each problem.
+        TypeError: something is none of the tables above.
         ValueError: there are two tables of one kind.
     """
     kinds = {kind: name for name, kind in TABLES.items() if kind in get_args(Table)}

@@ -14,6 +14,7 @@ from composer3d.checkpoint.manifest import Manifest, model_of
 from composer3d.convert.assets import make_assets
 from composer3d.convert.start import load_hf
 from composer3d.data import BatchesAhead
+from composer3d.facts.errors import MeshError
 from composer3d.parallel import Stages
 from composer3d.parallel.context import implementation
 from composer3d.recipe.schema import Recipe
@@ -35,12 +36,15 @@ def build_model(recipe: Recipe, mesh: Mesh) -> Stages:
 
     Args:
         recipe: the whole recipe.
-        mesh: the mesh of the job, of the sizes that the recipe says.
+        mesh: the mesh of the job, ``Mesh.build(recipe.mesh, device)``.
 
     Raises:
+        MeshError: the mesh has other sizes than the recipe, by which batches are cut.
         UserError: the model cannot be composed on this mesh, this device lacks what the recipe
             asks for, or the weights cannot be read.
     """
+    if mesh.sizes != recipe.mesh:
+        raise MeshError(f"the mesh is {mesh.sizes}, but the recipe has {recipe.mesh}")
     implementation.activate(recipe.parallel.attention_kernel, mesh.device)
     stages = build_stages(recipe, mesh)
     if recipe.model.hf is not None:

@@ -154,5 +154,5 @@ def test_a_file_is_read_with_overrides(tmp_path: Path) -> None:
     path = tmp_path / "x.toml"
     path.write_text('[model]\npreset = "debug-tiny"\n')
     assert load_recipe(path, ["mesh.tp=2"]) == make_recipe(TINY, MeshTable(tp=2))
-    with pytest.raises(RecipeError, match="x.toml: mesh"):
+    with pytest.raises(RecipeError, match=r"x\.toml: mesh"):
         load_recipe(path, ["mesh.tp=2"], world_size=3)

@@ -221,6 +221,16 @@ def test_what_this_machine_cannot_run_is_refused(
     assert isinstance(found.value.user_error, error)
 
 
+def compose_on_another_mesh(recipe: Recipe) -> None:
+    with pool_world() as device:
+        build_model(recipe, Mesh.build(MeshTable(dp_shard=1, cp=2), device))
+
+
+def test_a_mesh_of_other_sizes_than_the_recipe_is_refused(pool: Pool) -> None:
+    with pytest.raises(WorkerError, match=r"the mesh is MeshTable\(.*cp=2.* but the recipe has"):
+        pool.run(compose_on_another_mesh, {"recipe": recipe_of(DP)}, world_size=2)
+
+
 def first_weights(recipe: Recipe) -> dict[str, Tensor]:
     with pool_world() as device:
         stages = build_model(recipe, Mesh.build(recipe.mesh, device))
