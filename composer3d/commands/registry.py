@@ -73,6 +73,9 @@ COMMANDS = {
         "make a recipe of a configuration of Megatron-LM, DeepSpeed, torchtitan or nanotron",
     ),
     "report": _Command(_KEEP, "write one page about a run, or about two that it compares"),
+    "launch": _Command(
+        _TRAIN, "list, show and copy scripts that start a training on several machines"
+    ),
     "inspect": _Command(
         _KEEP, "report what a checkpoint or token files contain, and whether they are complete"
     ),
