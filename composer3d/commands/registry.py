@@ -72,7 +72,7 @@ COMMANDS = {
         _CHOOSE,
         "make a recipe of a configuration of Megatron-LM, DeepSpeed, torchtitan or nanotron",
     ),
-    "report": _Command(_KEEP, "write one page about a run, or about two that it compares"),
+    "report": _Command(_KEEP, "write one page about a run, or about several that it compares"),
     "launch": _Command(
         _TRAIN, "list, show and copy scripts that start a training on several machines"
     ),
