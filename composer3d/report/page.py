@@ -78,6 +78,7 @@ table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; vertical-align: top; padding: 4px 12px 4px 0;
   border-bottom: 1px solid var(--edge); }
 td { overflow-wrap: anywhere; min-width: 6.5em; }
+td:first-child { overflow-wrap: break-word; }
 td:last-child:nth-child(n+3) { min-width: 15em; }
 td.place { min-width: 0; white-space: nowrap; overflow-wrap: normal;
   font-variant-numeric: tabular-nums; }
@@ -445,15 +446,19 @@ def _marks(subjects: Sequence[Subject]) -> list[Mark]:
 
 def _levels(chart: _Chart, subjects: Sequence[Subject]) -> list[Level]:
     """Return the predictions of the planner for a chart of speed or memory."""
-    levels = []
+    predicted = {}
     for subject in subjects:
-        prefix = f"{subject.label} " if len(subjects) > 1 else ""
         forecast = subject.forecast
-        predicted = {"Speed": forecast.tokens_per_s, "Memory": forecast.memory_gib}
-        value = predicted.get(chart.title)
-        if value is not None:
-            levels.append(Level(f"{prefix}predicted", value))
-    return levels
+        of_charts = {"Speed": forecast.tokens_per_s, "Memory": forecast.memory_gib}
+        predicted[subject.label] = of_charts.get(chart.title)
+    if len(set(predicted.values())) == 1:
+        # The same line again for each run would hide that they agree.
+        predicted = {"": next(iter(predicted.values()))}
+    return [
+        Level(f"{label} predicted".strip(), value)
+        for label, value in predicted.items()
+        if value is not None
+    ]
 
 
 def _plan(subjects: Sequence[Subject]) -> list[str]:

@@ -100,6 +100,8 @@ def test_many_runs_are_compared(run: Path, capsys: pytest.CaptureFixture[str]) -
     for place in range(MOST_RUNS):
         assert f'<polyline class="c{place + 1}"' in text
     assert "<h2>lr-1: Layout" not in text
+    assert "<title>predicted: " in text  # one line, as nothing that it depends on differs
+    assert "lr-1 predicted" not in text
     assert text.count("<details>\n<summary>") == MOST_RUNS
     too_many = make_run(run.parent / "one-more")
     assert cli.main(["report", *map(str, [run, *others, too_many])]) == 2
