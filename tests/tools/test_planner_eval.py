@@ -212,6 +212,14 @@ def test_words_about_software_become_facts() -> None:
     assert not forced.routes_to_neighbours
 
 
+def test_parameters_in_16_bits_have_no_other_copy(tmp_path: Path) -> None:
+    narrow = {**ROW, "precision": "bf16; no master weights"}
+    shards, _ = read(write(tmp_path, narrow, {**narrow, "sharding": "FSDP2 no reshard"}, ROW))
+    # Two moments; with zero = 3 also the shard of the parameters, which is the master copy else.
+    assert [row.setup.precision.optimizer for row in shards] == [2 + 2 * 2, 2 * 2, 4 + 2 * 4]
+    assert [row.setup.precision.gradients for row in shards] == [2, 2, 4]
+
+
 def test_layers_that_do_not_divide_are_cut_as_the_software_does(tmp_path: Path) -> None:
     of_33 = {**ROW, "n_layers": "33", "pp": "4", "dp": "2", "framework": "Megatron-Core TE"}
     (usual,), _ = read(write(tmp_path, of_33))
