@@ -63,10 +63,14 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
+def prose_of(page: Path) -> str:
+    """The text without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
 def inline_code(page: Path) -> list[str]:
     """The texts between single backticks, outside of fenced blocks."""
-    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose_of(page))]
 
 
 def commands_of(page: Path) -> list[str]:
@@ -266,7 +270,7 @@ def headings(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", [*PAGES, CHANGELOG], ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text())
+    links = re.findall(r"\]\((?!https?:)([^)\s]+)\)", prose_of(page))
     broken = []
     for link in links:
         path, _, anchor = link.partition("#")
