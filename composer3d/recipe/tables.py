@@ -1,5 +1,6 @@
 """Make a recipe of tables in Python, instead of a file. No torch here."""
 
+import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -57,10 +58,10 @@ def preset(name: str, **changes: Any) -> Model:
         if shape is not None:
             values = {**_fields_of(shape), **changes}
             return _model(architecture, preset=name, **values)
-    known = ", ".join(
-        preset for name in registry.OURS for preset in registry.architecture(name).presets
-    )
-    raise ModelError(f"there is no preset {name!r}; the presets are {known}")
+    known = [preset for each in registry.OURS for preset in registry.architecture(each).presets]
+    similar = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {similar[0]!r}?" if similar else f"the presets are {', '.join(known)}"
+    raise ModelError(f"there is no preset {name!r}; {hint}")
 
 
 def own_model(architecture: str, **sizes: Any) -> Model:

@@ -72,7 +72,7 @@ def verify_layout(
     """
     try:
         full = load(recipe, list(sets), check_files=False, may_import=may_import).recipe
-        return verify_recipe(pool, folder, full, dtype=dtype, steps=steps, **worker_arguments)
+        small_recipes = shrink(full)
     except UserError as error:
         return Verdict(
             passed=False,
@@ -82,17 +82,28 @@ def verify_layout(
             refused=True,
             error=" | ".join(error.lines),
         )
+    return _prove_all(pool, folder, full, small_recipes, dtype, steps, worker_arguments)
 
 
-def verify_recipe(
-    pool: Pool, folder: Path, full: Recipe, *, dtype: str, steps: int, **worker_arguments: Any
-) -> Verdict:
+def verify_recipe(pool: Pool, folder: Path, full: Recipe, *, dtype: str, steps: int) -> Verdict:
     """Prove the layout of a recipe, as ``verify_layout``. Errors of the ranks are in the verdict.
 
     Raises:
         UserError: the recipe cannot be made small.
     """
-    small_recipes = shrink(full)
+    return _prove_all(pool, folder, full, shrink(full), dtype, steps, {})
+
+
+def _prove_all(
+    pool: Pool,
+    folder: Path,
+    full: Recipe,
+    small_recipes: Sequence[Recipe],
+    dtype: str,
+    steps: int,
+    worker_arguments: Mapping[str, Any],
+) -> Verdict:
+    """Prove the small recipes that stand for ``full``, and return the worst verdict."""
     verdicts = [
         _prove(pool, folder, small, dtype, steps, worker_arguments) for small in small_recipes
     ]

@@ -101,10 +101,16 @@ def test_what_a_recipe_may_not_have_is_refused_with_a_line_for_each() -> None:
     )
 
 
+def test_a_value_that_is_its_default_counts_as_not_given() -> None:
+    with pytest.raises(RecipeError, match=r"parallel\.sequence_parallel = true \(default\)"):
+        make_recipe(TINY, MeshTable(tp=4), DataTable(seq_len=30), ParallelTable(zero=1))
+
+
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda: preset("llama9"), ModelError, r"there is no preset 'llama9'; the presets are deb"),
+        (lambda: preset("mamba"), ModelError, r"there is no preset 'mamba'; the presets are debug"),
+        (lambda: preset("llama3-7b"), ModelError, r"'llama3-7b'; did you mean 'llama3-.*b'\?"),
         (lambda: preset("debug-tiny", layers=1), TypeError, "layers"),
         (lambda: own_model("x", dim=1), ModelError, r'there is no architecture "x"'),
         (lambda: own_model("no_such.module:A"), ModelError, "cannot be imported: ModuleNotFound"),
