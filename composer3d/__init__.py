@@ -40,7 +40,7 @@ def __getattr__(name: str) -> Any:
         present = _RENAMED[name]
         text = f"composer3d.{name} is now composer3d.{present}, and goes with the next version"
         warnings.warn(text, DeprecationWarning, stacklevel=2)
-        return globals().get(present) or __getattr__(present)
+        return getattr(import_module(__name__), present)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), name)

@@ -44,7 +44,8 @@ SHUTDOWN_S = 120.0
 REPORT_S = 10.0
 
 # A function at the top of a module, or its name as ``module:function``. With a name, this process
-# does not import what the function's module imports.
+# does not import what the function's module imports, and no process runs the main module of this
+# one.
 Task = Callable[..., Any] | str
 
 # What a rank returns to ``run_ranks`` after a LostPeersError. The job's exit status is then 1.
