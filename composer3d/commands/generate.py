@@ -94,12 +94,20 @@ class Options:
         default=0.0,
         help="divides the logits; 0, the default, always takes the most likely token",
     )
+    top_k: int = argument(
+        "--top-k",
+        metavar="K",
+        type=_whole,
+        default=0,
+        help="choose among the K most likely tokens; 0, the default: among all",
+    )
     top_p: float = argument(
         "--top-p",
         metavar="P",
         type=_probability,
         default=1.0,
-        help="choose among the most likely tokens that together have this probability; default: 1",
+        help="of these, choose among the most likely ones that together have this share of their "
+        "probability; default: 1",
     )
     seed: int = argument(
         "--seed", metavar="N", type=_whole, default=0, help="of random choices; default: 0"
@@ -120,6 +128,11 @@ class Options:
         "--no-special-tokens",
         action="store_true",
         help="take prompts without the tokens that the tokenizer adds, such as <s>",
+    )
+    chat: bool = argument(
+        "--chat",
+        action="store_true",
+        help="take each prompt as a message of a user, which the tokenizer's chat template renders",
     )
     dtype: str | None = model_dtype_option()
     device: str = device_option()
@@ -145,6 +158,8 @@ def run(options: Options) -> int:
         UserError: the checkpoint, the tokenizer, a prompt or the layout cannot be used.
     """
     read = read_prompts(options.prompt, options.prompts)
+    if options.chat and any(prompt.text is None for prompt in read):
+        raise UserError("--chat renders text, but a prompt is given as tokens; give text")
     if options.out is not None and os.path.lexists(options.out) and environment.rank() == 0:
         raise UserError(f"--out {one_line(options.out)}: the file exists; name another one")
 
@@ -158,11 +173,17 @@ def run(options: Options) -> int:
         recipe=job.own_recipe(options.recipe),
         prompts=tuple(read),
         max_tokens=options.max_tokens,
-        sampling=Sampling(temperature=options.temperature, top_p=options.top_p, seed=options.seed),
+        sampling=Sampling(
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed,
+        ),
         batch=options.batch,
         dtype=options.dtype,
         tokenizer=options.tokenizer,
         adds_special_tokens=not options.no_special_tokens,
+        is_chat=options.chat,
     )
     if environment.is_rank() or (options.tp or 1) > 1:
         return _run_ranks(
