@@ -150,6 +150,23 @@ def test_a_layout_of_experts_that_is_just_legal_is_accepted(good: dict[str, obje
     assert violations(changed(recipe, **good)) == []
 
 
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["model.preset=smollm3-3b", "model.n_layers=3"],
+        ["model.architecture=olmo2", "model.preset=debug-olmo3", "model.n_layers=3"],
+        ["model.architecture=gemma3", "model.preset=debug-gemma3"]
+        + ["model.window=0", "model.full_every=0"],
+        ["model.architecture=deepseek", "model.preset=deepseek-v2"]
+        + ["model.expert_groups=1", "model.groups_per_token=1"],
+        ["model.n_layers=4", "model.nope_every=4", "model.window=8", "model.full_every=4"],
+    ],
+    ids=" ".join,
+)
+def test_a_preset_may_have_a_key_that_does_nothing(sets: list[str]) -> None:
+    load(ROOT / "recipes" / "debug-1-single.toml", sets, check_files=False)
+
+
 def test_the_suggested_values_of_ep_are_legal() -> None:
     recipe = load(ROOT / "recipes" / "quickstart-moe.toml").recipe
     wrong = changed(recipe, mesh__ep=3)
