@@ -178,9 +178,7 @@ class _Rank:
         splits_backward: whether the gradients of weights are computed later.
     """
 
-    def __init__(
-        self, setup: Setup, number: int, blocks: _Blocks, matrices: BlockMatrices
-    ) -> None:
+    def __init__(self, setup: Setup, number: int, blocks: _Blocks, matrices: BlockMatrices) -> None:
         self.setup, self.number, self.matrices = setup, number, matrices
         layout, sizes, precision = setup.layout, setup.sizes, setup.precision
         self.narrow, self.wide = precision.gathered, precision.gradients

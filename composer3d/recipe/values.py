@@ -36,12 +36,13 @@ FIELDS = entries_of(TABLES)
 
 def entries_of_recipe(recipe: Recipe) -> Entries:
     """Return the fields of a recipe, by key. [model] has the fields of the architecture's shape."""
-    return entries_of_shape(type(recipe.model))
+    shape: Any = type(recipe.model)  # mypy takes a class of dataclasses for unhashable
+    return entries_of_shape(shape)
 
 
 @cache
-def entries_of_shape(shape: type[Model]) -> Entries:
-    """Return the fields of a recipe whose model has this shape, by key."""
+def entries_of_shape(shape: Any) -> Entries:
+    """Return the fields of a recipe whose table [model] is of this class, by key."""
     return FIELDS if shape is Model else entries_of({**TABLES, "model": shape})
 
 

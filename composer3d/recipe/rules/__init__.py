@@ -7,6 +7,7 @@ proposes is legal.
 
 from collections.abc import Collection
 from functools import cache
+from typing import Any
 
 from composer3d.facts.ranges import Range
 from composer3d.recipe.rules import data, layout, model, reliability, trained
@@ -39,8 +40,8 @@ RULES: tuple[Rule, ...] = (
 
 
 @cache
-def _ranges_of(shape: type[Model]) -> dict[str, Range]:
-    """Return the ranges of the keys of a recipe whose model has this shape."""
+def _ranges_of(shape: Any) -> dict[str, Range]:
+    """Return the ranges of the keys of a recipe whose table [model] is of this class."""
     return RANGES if shape is Model else _ranges(entries_of_shape(shape))
 
 
@@ -50,8 +51,9 @@ def violations(recipe: Recipe) -> list[Violation]:
     A rule is skipped if it reads a value outside of its range, ``mesh.dp_shard`` while that is
     still -1, or a key that the shape of the recipe's architecture lacks.
     """
+    shape: Any = type(recipe.model)  # mypy takes a class of dataclasses for unhashable
     broken_ranges = []
-    for key, allowed in _ranges_of(type(recipe.model)).items():
+    for key, allowed in _ranges_of(shape).items():
         value = value_of(recipe, key)
         if value is not None and not allowed.accepts(value):
             broken_ranges.append(Violation(key, Breach(f"<{key}> {allowed.requirement}")))
