@@ -66,7 +66,7 @@ class Prediction:
     @property
     def peak_gib(self) -> float:
         """The memory that the largest rank needs; ``fits`` compares it with the device's."""
-        return _needed_gib(self.memory)
+        return max(map(_needed_gib, self.memory))
 
 
 def predict(setup: Setup, constants: Constants = SHIPPED) -> Prediction:
@@ -79,24 +79,30 @@ def predict(setup: Setup, constants: Constants = SHIPPED) -> Prediction:
     time = predict_time(setup, constants)
     memory = tuple(predict_memory(setup, constants))
     return Prediction(
-        time=time,
-        memory=memory,
-        tokens_s=setup.step_tokens / (time.step_s * setup.layout.world_size),
-        fits=fits(setup, memory),
+        time=time, memory=memory, tokens_s=_tokens_s(setup, time), fits=fits(setup, memory)
     )
 
 
-def fits(setup: Setup, memory: tuple[RankMemory, ...]) -> bool:
-    """Return whether the largest rank fits its device."""
-    return _needed_gib(memory) <= setup.machine.hardware.memory_gib
+def predict_speed(setup: Setup) -> float:
+    """Predict the tokens per second and device alone, as ``predict`` does."""
+    return _tokens_s(setup, predict_time(setup))
 
 
-def _needed_gib(memory: tuple[RankMemory, ...]) -> float:
-    """Return what the largest rank allocates, with the least that CUDA's context takes.
+def _tokens_s(setup: Setup, time: StepTime) -> float:
+    return setup.step_tokens / (time.step_s * setup.layout.world_size)
+
+
+def fits(setup: Setup, memory: Iterable[RankMemory]) -> bool:
+    """Return whether every rank fits its device. Those after one that does not are not read."""
+    return all(_needed_gib(rank) <= setup.machine.hardware.memory_gib for rank in memory)
+
+
+def _needed_gib(rank: RankMemory) -> float:
+    """Return what a rank allocates, with the least that CUDA's context takes.
 
     The allocator's slack does not count: short of memory, it returns what it does not use.
     """
-    return max(rank.allocated_bytes for rank in memory) / GIB + _LEAST_CONTEXT_GIB
+    return rank.allocated_bytes / GIB + _LEAST_CONTEXT_GIB
 
 
 def mfu(setup: Setup, flops_per_token: float, tokens_s: float) -> float | None:

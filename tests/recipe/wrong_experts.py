@@ -55,6 +55,7 @@ EXPERTS = [
     Wrong("no layer with experts", MOE + "moe_every = 5\ndense_layers = 4\n"),
     Wrong("a router that learns nothing", MOE + "experts_per_token = 1\n"),
     Wrong("a rate without a bias", MOE + "bias_rate = 0.5\n"),
+    Wrong("a choice of one group", MOE + 'group_best = "one"\n'),
     Wrong("ep, ranks", MOE + "[mesh]\nep = 4\ndp_shard = 2\n"),
     Wrong("ep of a dense model", TINY + "[mesh]\nep = 2\ndp_shard = 2\n"),
     Wrong("ep, experts", MOE + "experts = 6\n[mesh]\nep = 4\ndp_shard = 4\n"),
