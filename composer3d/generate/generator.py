@@ -279,7 +279,7 @@ class Generator:
         """Run the model, and return the logits (B, V) after the last token of each row."""
         model = self._model
         tokens_BT = tokens_BT.to(self._device)
-        h_BTC = hidden(model.first, model.blocks, tokens_BT, seq)
+        h_BTC = hidden(model, tokens_BT, seq)
         if not needs_logits:
             return None
         model.last(h_BTC[:, -1:], seq, torch.zeros_like(tokens_BT[:, -1:]))

@@ -53,19 +53,34 @@ class SequenceInfo:
         self.kept: dict[Any, Any] = {}
 
 
-def hidden(
-    first: nn.Module | None, blocks: nn.ModuleDict, tokens_BT_or_h_BTC: Tensor, seq: SequenceInfo
-) -> Tensor:
-    """Run ``first``, if it is not None, and then ``blocks``; return h_BTC.
+def hidden(part: "Decoder | Any", tokens_BT_or_h_BTC: Tensor, seq: SequenceInfo) -> Tensor:
+    """Run ``first`` of a model or a pipeline stage, if it has it, and then its blocks; return h_BTC.
 
-    A whole model and each of its pipeline stages run this, and then ``last`` if they have it.
+    The last ``mtp_layers`` blocks do not run.
     """
     h = tokens_BT_or_h_BTC
-    if first is not None:
-        h = first(h, seq)
-    for block in blocks.values():
+    if part.first is not None:
+        h = part.first(h, seq)
+    for block in list(part.blocks.values())[: len(part.blocks) - part.mtp_layers]:
         h = block(h, seq)
     return h
+
+
+def losses(
+    part: "Decoder | Any",
+    h_BTC: Tensor,
+    seq: SequenceInfo,
+    labels_BT: Tensor | None,
+    ahead_B2KT: Tensor | None,
+) -> Tensor:
+    """Run ``last`` of a model or of the last stage: return what it returns.
+
+    Without ``ahead_B2KT``, as in validation, the last ``mtp_layers`` blocks are left out.
+    """
+    if ahead_B2KT is None:
+        return part.last(h_BTC, seq, labels_BT)
+    blocks = list(part.blocks.values())[len(part.blocks) - part.mtp_layers :]
+    return part.last(h_BTC, seq, labels_BT, ahead_B2KT, blocks)
 
 
 class DecoderBlock(nn.Module):
@@ -98,6 +113,10 @@ class Decoder(nn.Module):
       of all tokens whose label is not ``IGNORE_INDEX``. It is a sum, not a mean: only the whole job
       knows the number of valid tokens by which it must be divided.
 
+    With multi-token prediction, the last K = ``mtp_layers`` blocks stand beside ``last``, which
+    runs them: ``last(h_BTC, seq, labels_BT, ahead_B2KT, blocks) -> losses``, a tensor (1 + K): the
+    sum above, and that of each depth times its coefficient. ``last.embed`` is the embedding.
+
     A pipeline stage keeps these three names, so a parameter has one global name on every layout. A
     module that attends across tokens calls its attribute ``attend`` (see ``layers.attention``),
     which context parallelism replaces.
@@ -106,10 +125,11 @@ class Decoder(nn.Module):
     first: nn.Module
     blocks: nn.ModuleDict
     last: nn.Module
+    mtp_layers: int = 0
 
     def hidden(self, tokens_BT: Tensor, seq: SequenceInfo) -> Tensor:
         """Run ``first`` and ``blocks`` on one process; return h_BTC."""
-        return hidden(self.first, self.blocks, tokens_BT, seq)
+        return hidden(self, tokens_BT, seq)
 
     def forward(
         self,
@@ -117,6 +137,7 @@ class Decoder(nn.Module):
         labels_BT: Tensor,
         positions_BT: Tensor,
         documents_BT: Tensor | None = None,
+        ahead_B2KT: Tensor | None = None,
         step_tokens: int | None = None,
     ) -> Tensor:
         """Run the whole model on one process.
@@ -124,13 +145,16 @@ class Decoder(nn.Module):
         Args:
             tokens_BT: int64 (B, T).
             labels_BT: int64 (B, T): the token to predict at each position, or ``IGNORE_INDEX``.
+            ahead_B2KT: int64: for depth k = 1 ... K of multi-token prediction, the token k further
+                on (0 if the document ends before it) and the label k further on. None: no such
+                losses.
             positions_BT, documents_BT, step_tokens: as in ``SequenceInfo``.
 
         Returns:
-            The summed loss, a scalar in float32 or wider.
+            What ``last`` returns: the summed loss, or the summed losses, in float32 or wider.
         """
         seq = SequenceInfo(positions_BT, documents_BT, step_tokens)
-        return self.last(self.hidden(tokens_BT, seq), seq, labels_BT)
+        return losses(self, self.hidden(tokens_BT, seq), seq, labels_BT, ahead_B2KT)
 
     def logits(self, tokens_BT: Tensor, seq: SequenceInfo) -> Tensor:
         """Run the whole model on one process; return the logits (B, T, vocabulary).

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composer3d.models.contract import Decoder, SequenceInfo, hidden
+from composer3d.models.contract import Decoder, SequenceInfo, hidden, losses
 from composer3d.parallel import local_gradients
 from composer3d.parallel.context.ownership import shard_sequence
 from composer3d.parallel.data import fsdp
@@ -55,6 +55,7 @@ class Stage(nn.Module):
         self.first: nn.Module | None = model.first if first else None
         self.blocks = nn.ModuleDict({names[i]: model.blocks[names[i]] for i in blocks})
         self.last: nn.Module | None = model.last if last else None
+        self.mtp_layers = model.mtp_layers if last else 0
         self.tied_copies: dict[str, str] = {}
         self.partial_gradients: frozenset[str] = frozenset()
 
@@ -65,11 +66,12 @@ class Stage(nn.Module):
         positions_BT: Tensor,
         documents: HostTensor | None = None,
         labels_BT: Tensor | None = None,
+        ahead_B2KT: Tensor | None = None,
     ) -> Tensor:
         documents_BT = None if documents is None else documents.tensor
         seq = SequenceInfo(positions_BT, documents_BT, self._step_tokens)
-        h = hidden(self.first, self.blocks, h, seq)
-        return h if self.last is None else self.last(h, seq, labels_BT)
+        h = hidden(self, h, seq)
+        return h if self.last is None else losses(self, h, seq, labels_BT, ahead_B2KT)
 
 
 @dataclass(eq=False)
@@ -124,12 +126,12 @@ class Stages:
         return self.modules[-1].last is not None and self.mesh.coords["tp"] == 0
 
     def own_tokens(self, whole_BT: Tensor) -> Tensor:
-        """Cut out this rank's part of tokens or the like, without a collective: (B, T / cp)."""
+        """Cut out this rank's part of tokens or the like, without a collective: (..., T / cp)."""
         group = self.mesh.cp_group
         if group is None:
             return whole_BT
         balanced = self._parallel.cp_balance == "zigzag"
-        return shard_sequence(whole_BT, 1, group, balanced=balanced)
+        return shard_sequence(whole_BT, -1, group, balanced=balanced)
 
     def forward_backward(
         self,
@@ -138,21 +140,26 @@ class Stages:
         positions_BT: Tensor,
         valid_tokens: Tensor | int,
         documents_BT: Tensor | None = None,
+        ahead_B2KT: Tensor | None = None,
     ) -> Tensor:
         """Compute the gradients of a step into ``.grad``, reduced over the whole job.
 
-        The loss is the sum of the losses of all tokens of the job, divided by ``valid_tokens``.
+        The loss is the sum of the losses of all tokens of the job, divided by ``valid_tokens``. With
+        multi-token prediction, it is the sum of 1 + K such quotients.
 
         Args:
             tokens_BT, labels_BT, positions_BT: int64 (micro_batches x micro_batch, T / cp): this
                 rank's rows of the step, and its part of each (``own_tokens``).
-            valid_tokens: the number of valid labels in the whole step, over all ranks. A scalar on
-                the mesh's device may still be on its way there: the host does not read it.
+            valid_tokens: the number of valid labels in the whole step, over all ranks: a scalar, or
+                (1 + K). A tensor on the mesh's device may still be on its way there: the host does
+                not read it.
             documents_BT: int64 (micro_batches x micro_batch, T) on the CPU: the documents of the
                 same rows, whole on every cp rank.
+            ahead_B2KT: as for ``Decoder.forward``, cut like ``labels_BT``.
 
         Returns:
-            This rank's share of the loss, a float64 scalar; ``Mesh.sum_over_world`` gives the loss.
+            This rank's shares of the quotients, in float64 and of the shape of ``valid_tokens``;
+            ``Mesh.sum_over_world`` gives them.
 
         Collectives: those of the techniques composed, and with experts one all-reduce of what the
         routers have seen. Afterwards no gradient is partial.
@@ -164,7 +171,7 @@ class Stages:
             parameter.grad = None
         if self._balance is not None:
             self._balance.reset()
-        keywords = self._keywords(labels_BT, positions_BT, documents_BT)
+        keywords = self._keywords(labels_BT, positions_BT, documents_BT, ahead_B2KT)
         total = self.executor.forward_backward(tokens_BT, keywords, valid_tokens)
         self.finish_gradients()
         if self._balance is not None:
@@ -238,6 +245,7 @@ class Stages:
         labels_BT: Tensor,
         positions_BT: Tensor,
         documents_BT: Tensor | None = None,
+        ahead_B2KT: Tensor | None = None,
         *,
         see: local_gradients.SeeGradient,
     ) -> Tensor:
@@ -248,12 +256,13 @@ class Stages:
         before. There must be FSDP.
 
         Args:
-            tokens_BT, labels_BT, positions_BT, documents_BT: as for ``forward_backward``; without a
-                pipeline, of any number of micro-batches. The loss is divided by their tokens.
+            tokens_BT, labels_BT, positions_BT, documents_BT, ahead_B2KT: as for
+                ``forward_backward``; without a pipeline, of any number of micro-batches. The losses
+                are divided by their tokens.
             see: see ``local_gradients.seen_by``. It is called on the device's stream, in backward.
 
         Returns:
-            This rank's share of the divided loss, a float64 scalar.
+            This rank's share of the sum of the divided losses, a float64 scalar.
 
         Collectives: those of a step, without sums of gradients over data-parallel ranks.
         """
@@ -261,13 +270,14 @@ class Stages:
             # FSDP makes the whole parameters in its first forward.
             self.evaluate(tokens_BT, labels_BT, positions_BT, documents_BT)
         self._begin(training=True)
-        keywords = self._keywords(labels_BT, positions_BT, documents_BT)
+        keywords = self._keywords(labels_BT, positions_BT, documents_BT, ahead_B2KT)
         tokens = labels_BT.numel() * self.mesh.sizes.cp
-        divisor = torch.full((), tokens, device=self.mesh.device)
+        depths = 0 if ahead_B2KT is None else ahead_B2KT.shape[2]
+        divisor = torch.full((1 + depths,), tokens, device=self.mesh.device)
         modules = {module.number: module for module in self.modules}
         undisturbed = nullcontext() if self._balance is None else self._balance.undisturbed()
         with undisturbed, local_gradients.seen_by(see, modules):
-            total = self.executor.forward_backward(tokens_BT, keywords, divisor)
+            total = self.executor.forward_backward(tokens_BT, keywords, divisor).sum()
         return total if self.counts_loss else torch.zeros_like(total)
 
     def _begin(self, *, training: bool) -> None:
@@ -280,7 +290,11 @@ class Stages:
             self._ties.refresh()
 
     def _keywords(
-        self, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None
+        self,
+        labels_BT: Tensor,
+        positions_BT: Tensor,
+        documents_BT: Tensor | None,
+        ahead_B2KT: Tensor | None = None,
     ) -> dict[str, Tensor | HostTensor]:
         """Collect the keyword arguments that this rank's stages are called with."""
         keywords: dict[str, Tensor | HostTensor] = {"positions_BT": positions_BT}
@@ -288,4 +302,6 @@ class Stages:
             keywords["documents"] = HostTensor(documents_BT)
         if self.modules[-1].last is not None:
             keywords["labels_BT"] = labels_BT
+            if ahead_B2KT is not None:
+                keywords["ahead_B2KT"] = ahead_B2KT
         return keywords

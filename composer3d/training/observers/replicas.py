@@ -113,7 +113,7 @@ class ReplicaCheck(Observer):
     def _digests_of_micro_batch(self, step: int) -> list[Digest]:
         mesh = self._stages.mesh
         batch = self._loader[step]
-        inputs = move_to_device(self._stages, batch)[:-1]
+        *inputs, ahead_B2KT, _ = move_to_device(self._stages, batch)
         # These ranks compute the same. Ranks of one group of ep do not: the rows of a product may
         # depend on their place among the rows of all ranks that an expert multiplies.
         part = (
@@ -126,7 +126,9 @@ class ReplicaCheck(Observer):
         with torch.random.fork_rng(devices, device_type=mesh.device.type):
             torch.manual_seed(step)
             if self._has_same_backward:
-                loss = self._stages.see_local_gradients(*inputs, see=gradients.add)
+                loss = self._stages.see_local_gradients(
+                    *inputs, ahead_B2KT, see=gradients.add
+                )
             else:
                 loss = self._stages.evaluate(*inputs)
         digests = gradients.finish(part)
