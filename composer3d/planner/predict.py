@@ -220,9 +220,10 @@ def _sizes(model: Model) -> Sizes:
     feed_forward = [row for row in kinds[0] if not is_attention(row) and row.is_matrix]
     inner = sum(row.style == "column" for row in feed_forward)
     expert_blocks = getattr(model, "moe_layers", model.n_layers) if model.experts else 0
+    expert_blocks += model.mtp_layers
     norms = [row for row in kinds[0] if row.style == "norm" and not is_attention(row)]
     return Sizes(
-        layers=model.n_layers,
+        layers=model.all_layers,
         dim=model.dim,
         heads=model.n_heads,
         kv_heads=model.n_kv_heads,
@@ -232,7 +233,7 @@ def _sizes(model: Model) -> Sizes:
         attention_parameters=_elements(filter(is_attention, kinds[0])),
         dense_parameters=_elements(filterfalse(is_attention, dense)),
         embedding_parameters=_elements(table.first),
-        head_parameters=_elements(table.last),
+        head_parameters=_elements(row for row in table.last if row.style == "head"),
         expert_parameters=_elements(filter(is_expert, with_experts)),
         shared_parameters=_elements(
             row for row in with_experts if not is_attention(row) and not is_expert(row)
@@ -246,7 +247,7 @@ def _sizes(model: Model) -> Sizes:
         wide_norms=getattr(model, "wide_norms", False),
         norms_over_heads=any(row.style in NORMS_OVER_HEADS for row in kinds[0]),
         tied=model.tied,
-        windows=tuple(map(model.window_of, range(model.n_layers))) if any(model.windows) else (),
+        windows=tuple(map(model.window_of, range(model.all_layers))) if any(model.windows) else (),
         experts=model.experts,
         experts_per_token=model.experts_per_token if model.experts else 0,
         expert_width=model.expert_width if model.experts else 0,
@@ -254,6 +255,7 @@ def _sizes(model: Model) -> Sizes:
         shared_gate=getattr(model, "shared_gate", False),
         expert_blocks=expert_blocks,
         expert_every=getattr(model, "moe_every", 1),
+        mtp_layers=model.mtp_layers,
     )
 
 
@@ -315,9 +317,9 @@ def _matrices(model: Model, optim: OptimTable, wide_bytes: float) -> Matrices | 
     if not names:
         return None
     table = chosen.table_of(model)
-    places = {"first": 0, "last": model.n_layers - 1}
-    places |= {f"blocks.{layer}": layer for layer in range(model.n_layers)}
-    blocks = [BlockMatrices()] * model.n_layers
+    places = {"first": 0, "last": model.all_layers - 1}
+    places |= {f"blocks.{layer}": layer for layer in range(model.all_layers)}
+    blocks = [BlockMatrices()] * model.all_layers
     largest = BlockMatrices()
     for unit, rows in table.units():
         for row in rows:
