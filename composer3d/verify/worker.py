@@ -357,17 +357,12 @@ def _plain_results(batch: Batch, model: Decoder, rows: int = 0) -> StepResults:
     total_loss, *total_ahead = [0.0] * (1 + len(valid_ahead))
     for first in range(0, batch_rows, rows):
         step_tokens = batch.tokens_BT.numel()
-        loss = model(*_rows(batch, first, rows), step_tokens)
-        if valid_ahead:
-            loss, *of_depths = loss.unbind()
-            means = [one / max(1, count) for one, count in zip(of_depths, valid_ahead, strict=True)]
-            sum(means).backward(retain_graph=True)
-            total_ahead = [
-                total + mean.item() for total, mean in zip(total_ahead, means, strict=True)
-            ]
+        loss, *of_depths = model(*_rows(batch, first, rows), step_tokens).view(-1)
         loss = loss / valid_tokens
-        loss.backward()
+        means = [one / max(1, count) for one, count in zip(of_depths, valid_ahead, strict=True)]
+        sum(means, loss).backward()
         total_loss += loss.item()
+        total_ahead = [total + mean.item() for total, mean in zip(total_ahead, means, strict=True)]
     gradients = {
         name: parameter.grad.clone()
         for name, parameter in model.named_parameters()
