@@ -1,7 +1,6 @@
 """The stages of a composed model on one rank, and the forward and backward of a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composer3d.models.contract import Decoder, SequenceInfo, hidden, losses
-from composer3d.parallel import local_gradients
 from composer3d.parallel.context.ownership import shard_sequence
 from composer3d.parallel.data import fsdp
 from composer3d.parallel.executor import Executor
@@ -83,7 +81,7 @@ class Stages:
         mesh: the mesh of the job.
         executor: runs their micro-batches: ``Pipeline`` if pp is above 1, else ``OneStage``.
         _ties: the exchange of tied parameters; None if no two stages share one.
-        _balance: what the routers see; None if the model has none.
+        balance: what the routers see; None if the model has none.
     """
 
     modules: Sequence[Stage]
@@ -91,8 +89,8 @@ class Stages:
     executor: Executor
     _parallel: ParallelTable
     _ties: Ties | None
-    _balance: Balance | None
-    _has_run: bool = False
+    balance: Balance | None
+    has_run: bool = False
 
     @cached_property
     def _parameters_by_module(self) -> list[list[tuple[str, nn.Parameter]]]:
@@ -166,16 +164,16 @@ class Stages:
         """
         if isinstance(valid_tokens, int):
             valid_tokens = torch.full((), valid_tokens, device=self.mesh.device)
-        self._begin(training=True)
+        self.begin(training=True)
         for _, parameter in chain.from_iterable(self._parameters_by_module):
             parameter.grad = None
-        if self._balance is not None:
-            self._balance.reset()
-        keywords = self._keywords(labels_BT, positions_BT, documents_BT, ahead_B2KT)
+        if self.balance is not None:
+            self.balance.reset()
+        keywords = self.keywords(labels_BT, positions_BT, documents_BT, ahead_B2KT)
         total = self.executor.forward_backward(tokens_BT, keywords, valid_tokens)
         self.finish_gradients()
-        if self._balance is not None:
-            self._balance.collect()
+        if self.balance is not None:
+            self.balance.collect()
         return total if self.counts_loss else torch.zeros_like(total)
 
     @property
@@ -184,15 +182,15 @@ class Stages:
 
         The same on all ranks. On a GPU, the host waits for it.
         """
-        return {} if self._balance is None else self._balance.loads()
+        return {} if self.balance is None else self.balance.loads()
 
     def move_router_biases(self, is_good: Tensor) -> None:
         """Move the biases of routers by their loads, once a step, if ``is_good``.
 
         ``is_good`` is a bool scalar on the mesh's device. No collective, and no wait.
         """
-        if self._balance is not None:
-            self._balance.move_biases(is_good)
+        if self.balance is not None:
+            self.balance.move_biases(is_good)
 
     def finish_gradients(self) -> None:
         """Sum the gradients that are parts of a sum over tp, and those of tied parameters.
@@ -232,56 +230,16 @@ class Stages:
             A float64 scalar. ``Mesh.sum_over_world`` gives the sum of the losses of all tokens, not
             divided by their number.
         """
-        self._begin(training=False)
-        keywords = self._keywords(labels_BT, positions_BT, documents_BT)
+        self.begin(training=False)
+        keywords = self.keywords(labels_BT, positions_BT, documents_BT)
         total = self.executor.forward(tokens_BT, keywords)
         for module in self.modules:
             fsdp.reshard(module)
         return total if self.counts_loss else torch.zeros_like(total)
 
-    def see_local_gradients(
-        self,
-        tokens_BT: Tensor,
-        labels_BT: Tensor,
-        positions_BT: Tensor,
-        documents_BT: Tensor | None = None,
-        ahead_B2KT: Tensor | None = None,
-        *,
-        see: local_gradients.SeeGradient,
-    ) -> Tensor:
-        """Give the gradients of some rows on this rank to ``see``, before any is reduced.
-
-        A gradient is dropped as soon as ``see`` returns, so FSDP finds nothing to reduce.
-        Afterwards ``.grad``, what routers have seen, and all that the next step reads are as
-        before. There must be FSDP.
-
-        Args:
-            tokens_BT, labels_BT, positions_BT, documents_BT, ahead_B2KT: as for
-                ``forward_backward``; without a pipeline, of any number of micro-batches. The losses
-                are divided by their tokens.
-            see: see ``local_gradients.seen_by``. It is called on the device's stream, in backward.
-
-        Returns:
-            This rank's share of the sum of the divided losses, a float64 scalar.
-
-        Collectives: those of a step, without sums of gradients over data-parallel ranks.
-        """
-        if not self._has_run:
-            # FSDP makes the whole parameters in its first forward.
-            self.evaluate(tokens_BT, labels_BT, positions_BT, documents_BT)
-        self._begin(training=True)
-        keywords = self._keywords(labels_BT, positions_BT, documents_BT, ahead_B2KT)
-        tokens = labels_BT.numel() * self.mesh.sizes.cp
-        depths = 0 if ahead_B2KT is None else ahead_B2KT.shape[2]
-        divisor = torch.full((1 + depths,), tokens, device=self.mesh.device)
-        modules = {module.number: module for module in self.modules}
-        undisturbed = nullcontext() if self._balance is None else self._balance.undisturbed()
-        with undisturbed, local_gradients.seen_by(see, modules):
-            total = self.executor.forward_backward(tokens_BT, keywords, divisor).sum()
-        return total if self.counts_loss else torch.zeros_like(total)
-
-    def _begin(self, *, training: bool) -> None:
-        self._has_run = True
+    def begin(self, *, training: bool) -> None:
+        """Prepare a forward. Collective over pp, if parameters are tied over stages."""
+        self.has_run = True
         for module in self.modules:
             if module.training != training:  # ``train`` visits all modules
                 module.train(training)
@@ -289,7 +247,7 @@ class Stages:
             # The optimizer or a loaded checkpoint may have changed the owners of tied copies.
             self._ties.refresh()
 
-    def _keywords(
+    def keywords(
         self,
         labels_BT: Tensor,
         positions_BT: Tensor,

@@ -38,17 +38,11 @@ def compute_gradients(
     ranks.
     """
     mesh = stages.mesh
-    inputs = move_to_device(stages, batch)
-    # Of multi-token prediction, each depth has a number of its own.
-    valid_tokens = mesh.start_sum_over_world(*inputs.valid_tokens)
+    *inputs, documents_BT, ahead_B2KT, local_valid = move_to_device(stages, batch)
+    valid_tokens = mesh.start_sum_over_world(*local_valid)
     # A step in which no label counts has the loss 0, not NaN.
-    loss, *further = stages.forward_backward(
-        inputs.tokens_BT,
-        inputs.labels_BT,
-        inputs.positions_BT,
-        valid_tokens.clamp(min=1.0),
-        inputs.documents_BT,
-        inputs.ahead_B2KT,
+    loss, *mtp_losses = stages.forward_backward(
+        *inputs, valid_tokens.clamp(min=1.0), documents_BT, ahead_B2KT
     )
     norm_sq = grad_norm.local_grad_norm_sq(stages.parameters(), mesh)
     # The order in which a ring adds a number up depends on its place and the message's length. So
@@ -59,7 +53,7 @@ def compute_gradients(
     else:
         n_parts = len(grad_norm.PARTS)
         parts = torch.zeros(n_parts, dtype=torch.float64, device=mesh.device).unbind()
-    sums = mesh.start_sum_over_world(loss, norm_sq, *own_flags().pack(), *parts, *further)
+    sums = mesh.start_sum_over_world(loss, norm_sq, *own_flags().pack(), *parts, *mtp_losses)
     return StepSums(sums)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from composer3d.data import Blend, Corpus
 from composer3d.parallel import Stages
+from composer3d.parallel.local_gradients import see_local_gradients
 from composer3d.recipe.schema import Recipe
 from composer3d.reliability.digests import (
     Digest,
@@ -81,7 +82,7 @@ class ReplicaCheck(Observer):
         Returns:
             On rank 0, a report if ranks differ.
 
-        Collectives: those of ``Stages.see_local_gradients``, or of ``Stages.evaluate`` if
+        Collectives: those of ``see_local_gradients``, or of ``Stages.evaluate`` if
         gradients are not the same bits on all replicas; and one ``gather_objects``. On a GPU, the
         host waits.
         """
@@ -126,9 +127,7 @@ class ReplicaCheck(Observer):
         with torch.random.fork_rng(devices, device_type=mesh.device.type):
             torch.manual_seed(step)
             if self._has_same_backward:
-                loss = self._stages.see_local_gradients(
-                    *inputs, ahead_B2KT, see=gradients.add
-                )
+                loss = see_local_gradients(self._stages, *inputs, ahead_B2KT, see=gradients.add)
             else:
                 loss = self._stages.evaluate(*inputs)
         digests = gradients.finish(part)
