@@ -166,11 +166,11 @@ def bias_rate_needs_a_bias(recipe: Recipe) -> Iterator[Breach]:
 def mtp_loss_needs_depths(recipe: Recipe) -> Iterator[Breach]:
     """Without depths of multi-token prediction, there is no loss that it weighs."""
     model: Any = recipe.model
-    default = type(model).__dataclass_fields__["mtp_loss"].default
-    if model.mtp_loss != default and not model.mtp_layers:
+    field = type(model).__dataclass_fields__.get("mtp_loss")  # other shapes have no such key
+    if field is not None and model.mtp_loss != field.default and not model.mtp_layers:
         yield breach(
             "<model.mtp_loss> is not used with <model.mtp_layers>",
-            KeyChange("model.mtp_loss", (default,), "remove it"),
+            KeyChange("model.mtp_loss", (field.default,), "remove it"),
             use("model.mtp_layers", 1),
         )
 

@@ -7,12 +7,11 @@ from torch import Tensor, nn
 
 from composer3d.data import Batch, loader
 from composer3d.data.loader import tokens_ahead
-from composer3d.models.deepseek import prediction
 from composer3d.models.deepseek.prediction import PredictingLast, PredictionBlock
 from composer3d.parallel.pipeline.ties import Ties
 from composer3d.parallel.stages import Stages
 from tools.prove.faults.places import OFF, PACKED, Place, found_by, harms
-from tools.prove.faults.plant import fault_of
+from tools.prove.faults.plant import fault_by, fault_of
 from tools.prove.faults.values import change_step
 
 _PREDICTION = (
@@ -67,7 +66,7 @@ def read_the_token_that_is_there() -> None:
     change_step(ahead=tokens_here)
 
 
-@_harms("mesh.cp=2", "mesh.cp=2 parallel.cp_balance=none")
+@_harms("mesh.cp=2", "mesh.cp=2 parallel.cp_balance=contiguous")
 def shift_after_the_cut() -> None:
     """cp: tokens and labels are shifted within the part of the sequence that a rank holds."""
 
@@ -103,23 +102,15 @@ def read_the_first_embedding(right: Any, self: Ties) -> None:
         right(self)
 
 
-def _change_last(name: str) -> Any:
-    """Let the decorated function change a ``PredictingLast`` when it is built."""
+def _change_last(change: Any) -> None:
+    """Call ``change`` with each ``PredictingLast`` when it is built."""
+    right = PredictingLast.__init__
 
-    def decorate(change: Any) -> Any:
-        right = PredictingLast.__init__
+    def init(self: PredictingLast, *arguments: Any) -> None:
+        right(self, *arguments)
+        change(self)
 
-        def fault() -> None:
-            def init(self: PredictingLast, *arguments: Any) -> None:
-                right(self, *arguments)
-                change(self)
-
-            prediction.PredictingLast.__init__ = init  # type: ignore[method-assign]
-
-        fault.__name__, fault.__doc__ = name, change.__doc__
-        return fault
-
-    return decorate
+    PredictingLast.__init__ = init  # type: ignore[method-assign]
 
 
 class _Nothing(nn.Module):
@@ -134,15 +125,15 @@ class _Nothing(nn.Module):
 
 
 @found_by("prediction", _OFF_BY_HAND)
-@_change_last("forget_the_norm_of_a_depth")
-def _without_norms(last: PredictingLast) -> None:
+@fault_by(_change_last)
+def forget_the_norm_of_a_depth(last: PredictingLast) -> None:
     """The head reads a depth without a norm."""
     last.mtp_norm = nn.ModuleList(_Nothing(norm.weight) for norm in last.mtp_norm)  # type: ignore[arg-type]
 
 
 @found_by("prediction", _OFF_BY_HAND)
-@_change_last("add_the_losses_of_depths")
-def _without_mean(last: PredictingLast) -> None:
+@fault_by(_change_last)
+def add_the_losses_of_depths(last: PredictingLast) -> None:
     """The losses of depths are added up, and not averaged."""
     last.coefficient *= len(last.mtp_norm)
 
