@@ -157,8 +157,10 @@ def let_all_depths_read_the_main_model(
     if not further:
         return right(self, h_BTC, seq, labels_BT)
     ahead_B2KT, blocks = further
-    losses = [
-        right(self, h_BTC, seq, labels_BT, ahead_B2KT[:, :, depth : depth + 1], [block])
-        for depth, block in enumerate(blocks)
-    ]
-    return torch.stack([losses[0][0], *(loss[1] for loss in losses)])
+    main_BTC = self.norm(h_BTC)
+    losses = [self.head(main_BTC, labels_BT)]
+    for depth, (block, norm) in enumerate(zip(blocks, self.mtp_norm, strict=True)):
+        tokens_BT, labels_BT = ahead_B2KT[:, :, depth].unbind(1)
+        h_BTC = norm(block(main_BTC, seq, self.embed(tokens_BT)))
+        losses.append(self.coefficient * self.head(h_BTC, labels_BT))
+    return torch.stack(losses)
