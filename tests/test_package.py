@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import composer3d
+from composer3d.commands.launch import SCRIPTS
 from tools.prove.paths import ROOT
 
 
@@ -51,7 +52,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what is built: setuptools writes beside it."""
     folder = tmp_path_factory.mktemp("source")
     leave = shutil.ignore_patterns("__pycache__")
-    for name in ("composer3d", "recipes"):
+    for name in ("composer3d", "recipes", "tools/launch"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=leave)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, folder)
@@ -99,6 +100,7 @@ def test_wheel_holds_recipes_types_and_all_modules(wheel: Path) -> None:
     wanted = {path.relative_to(ROOT).as_posix() for path in (ROOT / "composer3d").rglob("*.py")}
     recipes = [*(ROOT / "recipes").glob("*.toml"), *(ROOT / "recipes").glob("*.csv")]
     wanted |= {f"composer3d/recipes/{path.name}" for path in recipes} | {"composer3d/py.typed"}
+    wanted |= {f"composer3d/launch_scripts/{script.file}" for script in SCRIPTS.values()}
     words = list((ROOT / "composer3d" / "imports").glob("*.toml"))
     wanted |= {f"composer3d/imports/{path.name}" for path in words}
     assert len(words) > 5
@@ -108,7 +110,7 @@ def test_wheel_holds_recipes_types_and_all_modules(wheel: Path) -> None:
     assert f"\nVersion: {composer3d.__version__}\n" in metadata
 
 
-def test_sdist_holds_recipes_as_files_and_not_as_a_link(source: Path, tmp_path: Path) -> None:
+def test_sdist_holds_no_links(source: Path, tmp_path: Path) -> None:
     code = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -124,6 +126,8 @@ def test_sdist_holds_recipes_as_files_and_not_as_a_link(source: Path, tmp_path: 
         members = {name.partition("/")[2]: archive.getmember(name) for name in archive.getnames()}
     for path in (ROOT / "recipes").iterdir():
         assert members[f"composer3d/recipes/{path.name}"].isfile()
+    for script in SCRIPTS.values():
+        assert members[f"composer3d/launch_scripts/{script.file}"].isfile()
 
 
 @pytest.mark.parametrize(
@@ -131,6 +135,7 @@ def test_sdist_holds_recipes_as_files_and_not_as_a_link(source: Path, tmp_path: 
     [
         ("--version", f"composer3d {composer3d.__version__} (torch "),
         ("recipes ls", "\nquickstart "),
+        ("launch show node", "exec torchrun "),
         ("check quickstart", "/composer3d/recipes/quickstart.toml:"),
         # A recipe that needs a second file, the schedule beside it.
         ("check debug-2-csv", "/composer3d/recipes/zb-h1-2x4.csv"),

@@ -19,7 +19,7 @@ import tomli
 import torch
 
 import composer3d
-from composer3d.commands.registry import make_parser
+from composer3d.commands.registry import make_parser, parse
 from composer3d.recipe.schema import model_table
 from composer3d.recipe.values import FIELDS as OUR_FIELDS
 from composer3d.recipe.values import entries_of
@@ -162,11 +162,9 @@ def test_a_command_parses(command: Snippet) -> None:
 
 def check_composer3d(arguments: list[str]) -> None:
     """Parse the arguments of ``composer3d``. The name of a command alone must be one."""
-    if len(arguments) == 1 or arguments[-1] in ("--version", "--help"):
+    if len(arguments) == 1 or arguments[-1] in ("--version", "--verbose", "--help"):
         with pytest.raises(SystemExit) as stop:
-            make_parser().parse_args(
-                arguments if arguments[-1].startswith("-") else [*arguments, "--help"]
-            )
+            parse(arguments if arguments[-1].startswith("-") else [*arguments, "--help"])
         assert stop.value.code == 0
         return
     assert not arguments[0].startswith("-"), "no command"
@@ -174,10 +172,15 @@ def check_composer3d(arguments: list[str]) -> None:
         assert override.partition("=")[0] in FIELDS
 
 
+def file_of(script: str) -> Path:
+    """Return the file of a script, which a page names as it is or as ``composer3d launch`` does."""
+    copied = ROOT / "tools" / "launch" / script
+    return copied if copied.is_file() else ROOT / script
+
+
 def check_script(script: str, arguments: list[str]) -> None:
     """Check that a script exists and knows the options."""
-    path = ROOT / script
-    assert path.is_file()
+    assert file_of(script).is_file()
     if script == "tools/prove/run":
         name, *options = arguments
         for proof in name.split("|"):
@@ -203,8 +206,7 @@ def check_python(arguments: list[str]) -> None:
     elif arguments[0] == "-m":
         check_options(importlib.util.find_spec(arguments[1]), arguments[2:])
     else:
-        assert (ROOT / arguments[0]).is_file()
-        source = (ROOT / arguments[0]).read_text()
+        source = file_of(arguments[0]).read_text()
         assert [word for word in options_in(arguments) if f'"{word}"' not in source] == []
 
 

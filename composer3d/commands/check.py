@@ -22,7 +22,7 @@ from composer3d.recipe.values import schema_text
 EXAMPLES = (
     "composer3d check quickstart",
     "composer3d check quickstart --set mesh.pp=4 --set mesh.dp_shard=1",
-    "composer3d check --schema",
+    "composer3d check quickstart --changed",
 )
 
 
@@ -34,6 +34,9 @@ class Options:
     sets: Sequence[str] = set_option()
     as_json: bool = json_option()
     gpus: int | None = gpus_option()
+    changed: bool = argument(
+        "--changed", action="store_true", help="leave out values that are defaults"
+    )
     schema: bool = argument(
         "--schema", action="store_true", help="print every key that a recipe may have, and exit"
     )
@@ -45,6 +48,11 @@ def run(options: Options) -> int:
     Raises:
         UserError: the recipe or this machine cannot be used.
     """
+    if options.changed and (options.as_json or options.schema):
+        raise UserError(
+            "composer3d check: --changed is for a RECIPE that is printed as text; with --json, "
+            '"origins" says which values are defaults'
+        )
     if options.schema:
         text = schema_text()
         print(json.dumps({"ok": True, "schema": text}) + "\n" if options.as_json else text, end="")
@@ -64,7 +72,7 @@ def run(options: Options) -> int:
         }
         print(json.dumps(answer))
         return 0
-    print(resolved.to_toml(), _summary(resolved.recipe), sep="\n")
+    print(resolved.to_toml(only_changed=options.changed), _summary(resolved.recipe), sep="\n")
     if resolved.fills_world and options.gpus is None:
         print(
             "# mesh.dp_shard uses all remaining processes; --gpus N shows the recipe for N of them"

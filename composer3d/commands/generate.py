@@ -94,12 +94,20 @@ class Options:
         default=0.0,
         help="divides the logits; 0, the default, always takes the most likely token",
     )
+    top_k: int = argument(
+        "--top-k",
+        metavar="K",
+        type=_whole,
+        default=0,
+        help="choose among the K most likely tokens; 0, the default: among all",
+    )
     top_p: float = argument(
         "--top-p",
         metavar="P",
         type=_probability,
         default=1.0,
-        help="choose among the most likely tokens that together have this probability; default: 1",
+        help="of these, choose among the most likely ones that together have this share of their "
+        "probability; default: 1",
     )
     seed: int = argument(
         "--seed", metavar="N", type=_whole, default=0, help="of random choices; default: 0"
@@ -158,7 +166,12 @@ def run(options: Options) -> int:
         recipe=job.own_recipe(options.recipe),
         prompts=tuple(read),
         max_tokens=options.max_tokens,
-        sampling=Sampling(temperature=options.temperature, top_p=options.top_p, seed=options.seed),
+        sampling=Sampling(
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed,
+        ),
         batch=options.batch,
         dtype=options.dtype,
         tokenizer=options.tokenizer,

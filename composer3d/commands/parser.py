@@ -151,6 +151,7 @@ class TopParser(Parser):
         options = {
             "-h, --help": "show this help, or after a command its own, and exit",
             "--version": "print the versions of composer3d, torch and Python, and exit",
+            "--version --verbose": "print also the system and its devices, for a bug report",
         }
         rows = {**self.groups, "options": options}
         indent = 4 + max(len(name) for group in rows.values() for name in group)

@@ -1,22 +1,23 @@
 """``composer3d recipes``: list, show and copy the recipes that come with composer3d. No torch."""
 
-import argparse
 import json
-import os
 import re
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from composer3d.commands import shipped
 from composer3d.commands.parser import Parser, did_you_mean
+from composer3d.commands.shipped import Options, make_files
 from composer3d.facts.errors import UserError
 from composer3d.facts.text import one_line
 from composer3d.facts.toml import parse_toml
 from composer3d.models.registry import architecture
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import AXES, Recipe
+
+__all__ = ["Options"]
 
 FOLDER = Path(__file__).parent.with_name("recipes")
 
@@ -33,47 +34,15 @@ EXAMPLES = (
 )
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the user asks for.
-
-    Attributes:
-        action: "ls", "show" or "cp".
-        name: the recipe to show or to copy, with or without ``.toml``.
-        dest: the file or the folder of the copy; None is a file in the working directory.
-        as_json: whether ``ls`` prints one JSON object instead of a table.
-    """
-
-    action: str
-    name: str | None = None
-    dest: str | None = None
-    as_json: bool = False
-
-
 def add_arguments(command: Parser) -> None:
     """Add the arguments, whose names are those of ``Options``."""
-    actions = command.add_subparsers(metavar="ls|show|cp", required=True)
-
-    def add_action(name: str, description: str) -> argparse.ArgumentParser:
-        action: argparse.ArgumentParser = actions.add_parser(
-            name, help=description, description=description
-        )
-        action.set_defaults(action=name)
-        if name != "ls":
-            action.add_argument("name", metavar="NAME", help="a recipe, as ls lists it")
-        return action
-
-    add_action("ls", "list the recipes with their size, mesh and purpose").add_argument(
-        "--json", dest="as_json", action="store_true", help="print JSON as the last line"
-    )
-    add_action("show", "print a recipe as it is written; composer3d check NAME resolves it")
-    add_action(
-        "cp", "copy a recipe, with the recipes that it inherits, to change it; overwrites nothing"
-    ).add_argument(
-        "dest",
-        metavar="DEST",
-        nargs="?",
-        help="a folder, or a file that ends with .toml; default: NAME.toml in this folder",
+    shipped.add_actions(
+        command,
+        ls="list the recipes with their size, mesh and purpose",
+        show="print a recipe as it is written; composer3d check NAME resolves it",
+        cp="copy a recipe, with the recipes that it inherits, to change it; overwrites nothing",
+        name="a recipe, as ls lists it",
+        dest="a folder, or a file that ends with .toml; default: NAME.toml in this folder",
     )
 
 
@@ -230,23 +199,7 @@ def copy(path: Path, dest: str | None) -> list[Path]:
             "another name"
         )
 
-    made: list[Path] = []
-    try:
-        for place, content in contents.items():
-            if place != target and _has_content(place, content):
-                continue
-            with place.open("xb") as output:  # refuses a file or a link that is there
-                made.append(place)
-                output.write(content)
-    except OSError as error:
-        for file_made in made:
-            file_made.unlink(missing_ok=True)
-        if isinstance(error, FileExistsError):
-            raise UserError(
-                f"{one_line(place)} exists, and is not overwritten; give another DEST, or remove it"
-            ) from None
-        raise UserError(f"{one_line(place)}: the file cannot be made ({error.strerror})") from None
-    return made
+    return make_files(contents)
 
 
 def _needed_files(path: Path) -> list[Path]:
@@ -263,7 +216,3 @@ def _needed_files(path: Path) -> list[Path]:
         if place is not None:
             files.append(place)
     return files
-
-
-def _has_content(place: Path, content: bytes) -> bool:
-    return os.path.isfile(place) and place.read_bytes() == content

@@ -72,7 +72,10 @@ COMMANDS = {
         _CHOOSE,
         "make a recipe of a configuration of Megatron-LM, DeepSpeed, torchtitan or nanotron",
     ),
-    "report": _Command(_KEEP, "write one page about a run, or about two that it compares"),
+    "report": _Command(_KEEP, "write one page about a run, or about several that it compares"),
+    "launch": _Command(
+        _TRAIN, "list, show and copy scripts that start a training on several machines"
+    ),
     "inspect": _Command(
         _KEEP, "report what a checkpoint or token files contain, and whether they are complete"
     ),
@@ -111,6 +114,10 @@ def parse(argv: Sequence[str]) -> Parsed:
     """
     first = next((word for word in argv if not word.startswith("-")), None)
     parser = make_parser([name for name in COMMANDS if name == first])
+    if sorted(argv) == ["--verbose", "--version"]:
+        # An action of argparse for one of them would not know of the other yet.
+        print(*import_module("composer3d.commands.versions").lines(), sep="\n")
+        parser.exit()
     values = vars(parser.parse_args(argv))
     name = values.pop("command")
     module = _module_of(name)

@@ -1,6 +1,7 @@
-"""``composer3d report``: write one page about a run, or about two. It answers without torch."""
+"""``composer3d report``: write one page about runs. It answers without torch."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ _MOST_COUNTED = 2_000_000
 
 EXAMPLES = (
     "composer3d report runs/quickstart",
-    "composer3d report runs/a runs/b",
+    "composer3d report runs/a runs/b runs/c -o compare.html",
 )
 DETAILS = f"It says tokens/s and the tokens seen. {COUNTED_TOKENS}"
 
@@ -43,16 +44,15 @@ class Options:
     """The arguments of the command."""
 
     as_json: bool = json_option()
-    run: str = argument(metavar="RUN", help="the folder of a run")
-    other: str | None = argument(
-        metavar="RUN", nargs="?", help="the folder of another run, to compare them"
+    runs: Sequence[str] = argument(
+        metavar="RUN", nargs="+", help="the folder of a run; several are compared"
     )
     out: str | None = argument(
         "-o",
         "--out",
         metavar="FILE.html",
-        help="default: report.html in the folder of the run, or compare-NAME.html, where NAME is "
-        "that of the other run",
+        help="default: in the folder of the first run, report.html, compare-NAME.html with the "
+        "name of a second run, or compare-N-runs.html",
     )
     gpu: str | None = argument(
         "--gpu",
@@ -63,19 +63,25 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Write the report of a run, or of two.
+    """Write the report of a run, or of several.
 
     Raises:
-        UserError: a folder is not that of a run, or the file cannot be written.
+        UserError: a folder is not that of a run, there are too many, or the file cannot be written.
     """
+    if len(options.runs) > page.MOST_RUNS:
+        raise UserError(
+            f"composer3d report: {len(options.runs)} runs are more than the {page.MOST_RUNS} that "
+            "a page can tell apart; name fewer"
+        )
     device = None if options.gpu is None else find_device(options.gpu)
-    folders = [folder.read(path) for path in (options.run, options.other) if path is not None]
+    folders = [folder.read(path) for path in options.runs]
+    has_pictures = len(folders) <= 2
     subjects = [
-        _subject(found, label, device, options.gpus_per_node)
+        _subject(found, label, device, options.gpus_per_node, has_pictures=has_pictures)
         for found, label in zip(folders, _labels(folders), strict=True)
     ]
     path = _path(folders, options.out)
-    differences = _differences(folders) if options.other is not None else None
+    differences = _differences(folders) if len(folders) > 1 else None
     text = page.render(subjects, differences)
     try:
         write_atomic(path, text)
@@ -104,13 +110,17 @@ def _labels(folders: list[RunFolder]) -> list[str]:
     if len(set(names)) < len(names):
         names = [one_line(found.path) for found in folders]
     if len(set(names)) < len(names):
-        raise UserError(f"{names[0]}: a run cannot be compared with itself; name another one")
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"{twice}: a run cannot be compared with itself; name another one")
     return names
 
 
 def _path(folders: list[RunFolder], out: str | None) -> Path:
     if out is None:
-        name = "report.html" if len(folders) == 1 else f"compare-{folders[1].name}.html"
+        name = "report.html"
+        if len(folders) > 1:
+            others = folders[1].name if len(folders) == 2 else f"{len(folders)}-runs"
+            name = f"compare-{others}.html"
         return folders[0].path / name
     if not out.endswith(".html"):
         raise UserError(f"-o {one_line(out)}: the report is an HTML file; use a name in .html")
@@ -138,7 +148,12 @@ def _as_json(subject: Subject) -> dict[str, Any]:
 
 
 def _subject(
-    run: RunFolder, label: str, device: hardware.Hardware | None, per_node: int
+    run: RunFolder,
+    label: str,
+    device: hardware.Hardware | None,
+    per_node: int,
+    *,
+    has_pictures: bool,
 ) -> Subject:
     recipe = run.recipe
     return Subject(
@@ -146,7 +161,7 @@ def _subject(
         run=run,
         facts={} if recipe is None else _facts(recipe),
         forecast=_forecast(run, device, per_node),
-        pictures=[_layout(run, per_node), _pipeline(run)],
+        pictures=[_layout(run, per_node), _pipeline(run)] if has_pictures else [],
     )
 
 
@@ -260,10 +275,10 @@ def _differences(folders: list[RunFolder]) -> list[KeyDifference] | None:
         except ValueError:
             return None
     differences = []
-    for key in sorted(values[0].keys() | values[1].keys()):
+    for key in sorted(set().union(*values)):
         default = FIELDS[key].default if key in FIELDS else None
         default = None if default is MISSING else default
-        texts = [shown(of_run.get(key, default)) for of_run in values]
-        if texts[0] != texts[1]:
-            differences.append(KeyDifference(key, (texts[0], texts[1])))
+        texts = tuple(shown(of_run.get(key, default)) for of_run in values)
+        if len(set(texts)) > 1:
+            differences.append(KeyDifference(key, texts))
     return differences

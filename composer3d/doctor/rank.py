@@ -77,7 +77,7 @@ def examine(recipe: Recipe, device: torch.device, store: dist.Store) -> DoctorRe
         speeds=speeds,
         clock_s=None if clock is None else clock.ahead_s,
         clock_error_s=0.0 if clock is None else clock.error_s,
-        driver=_driver(device),
+        driver=driver_version() if device.type == "cuda" else "",
         python=platform.python_version(),
         is_crowded=device.type == "cpu" and ranks_of_node > usable_cores(),
     )
@@ -137,9 +137,8 @@ def _memory_gib(device: torch.device, ranks: int) -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB / ranks
 
 
-def _driver(device: torch.device) -> str:
-    if device.type == "cpu":
-        return ""
+def driver_version() -> str:
+    """Return the version of the GPUs' driver, or "unknown"."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:

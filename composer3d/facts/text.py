@@ -107,6 +107,15 @@ def clock_text(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
+def rough_duration(seconds: float) -> str:
+    """Return a duration with two or three digits and one unit: ``52 s``, ``33 min``, ``12.6 h``."""
+    for unit, unit_s, decimals in (("s", 1, 0), ("min", 60, 0), ("h", 3600, 1)):
+        # What would be rounded to 100 of a unit is said in the next one.
+        if seconds < 99.5 * unit_s:
+            return f"{seconds / unit_s:.{decimals}f} {unit}"
+    return f"{seconds / 86_400:.1f} days"
+
+
 def is_name(value: str) -> bool:
     """Return whether a text can be the name of a file or folder, as ``NAME_RULE`` says."""
     return (

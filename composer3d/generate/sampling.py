@@ -25,12 +25,15 @@ class Sampling:
 
     Attributes:
         temperature: divides the logits; 0 chooses the most likely token.
-        top_p: random tokens are chosen among the most likely ones whose probabilities together
-            reach this, after the temperature (Holtzman et al. 2019, arXiv 1904.09751).
+        top_k: random tokens are chosen among this many of the most likely ones (Fan et al. 2018,
+            arXiv 1805.04833); 0: among all.
+        top_p: of these, among the most likely ones whose probabilities together reach this share of
+            theirs, after the temperature (Holtzman et al. 2019, arXiv 1904.09751).
         seed: of the random choices.
     """
 
     temperature: float = 0.0
+    top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
 
@@ -57,8 +60,9 @@ class Sampler:
         temperature = max(self._sampling.temperature, _LEAST_TEMPERATURE)
         probability_V = torch.softmax(below_V / temperature, dim=-1).double()
         tokens = None
-        if self._sampling.top_p < 1:
-            probability_V, tokens = _most_likely(probability_V, self._sampling.top_p)
+        top_k, top_p = self._sampling.top_k, self._sampling.top_p
+        if top_k or top_p < 1:
+            probability_V, tokens = _most_likely(probability_V, top_k, top_p)
         sums_V = probability_V.cumsum(0)
         drawn = torch.rand((), generator=self._generator, dtype=torch.float64) * sums_V[-1]
         place = int(torch.searchsorted(sums_V, drawn, right=True))
@@ -67,15 +71,17 @@ class Sampler:
         return place if tokens is None else int(tokens[place])
 
 
-def _most_likely(probability_V: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Return the fewest tokens whose probabilities sum to ``top_p``, the most likely one first.
+def _most_likely(probability_V: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+    """Return the tokens that ``Sampling`` leaves by ``top_k`` and ``top_p``, the likeliest first.
 
     Returns:
         Their probabilities and the tokens.
     """
-    count = min(_LIKELY, len(probability_V))
+    count = min(top_k or _LIKELY, len(probability_V))
     likely, tokens = probability_V.topk(count)
-    if likely.sum() < top_p:
+    if top_k:
+        top_p = top_p * float(likely.sum())
+    elif likely.sum() < top_p:
         likely, tokens = probability_V.sort(descending=True, stable=True)
     before = likely.cumsum(0) - likely
     kept = max(1, int((before < top_p).sum()))

@@ -28,6 +28,7 @@ from composer3d.recipe.values import (
 _MOST_BYTES = 256 << 10  # in a recipe and its bases together; a long recipe has a few thousand
 _MOST_BASES = 32
 _MOST_PROBLEMS = 100  # reported for one recipe
+DEFAULT = "default"  # the origin of a value that nothing sets
 _VALUE = "value"  # the key of an override's value, while it is parsed
 
 
@@ -97,7 +98,7 @@ class Draft:
 
     def origin(self, key: str) -> str:
         """Return where the value of ``key`` came from, as messages show it."""
-        return self.origins.get(key) or self.places.get(key, "default")
+        return self.origins.get(key) or self.places.get(key, DEFAULT)
 
     def blame(self, key: str, *problems: str) -> None:
         """Add problems, each with the place of ``key`` as its prefix."""

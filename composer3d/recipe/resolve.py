@@ -18,7 +18,7 @@ from composer3d.facts.text import one_line
 from composer3d.facts.token_manifest import MANIFEST, read_manifest
 from composer3d.models import registry
 from composer3d.models.llama.shape import PRESETS
-from composer3d.recipe.draft import Draft, Source
+from composer3d.recipe.draft import DEFAULT, Draft, Source
 from composer3d.recipe.machine import count_bytes
 from composer3d.recipe.rules import PATHS, Violation, violations
 from composer3d.recipe.schema import ARCHITECTURE, AXES, MODEL_KEYS, PATH, MeshTable, Model, Recipe
@@ -45,17 +45,25 @@ class Resolved:
     fills_world: bool
     place: Callable[[str], str] = field(repr=False)
 
-    def to_toml(self) -> str:
+    def to_toml(self, *, only_changed: bool = False) -> str:
         """Return the whole recipe as TOML, each value with its origin.
 
         Loading the text gives an equal recipe.
+
+        Args:
+            only_changed: leave out values that are defaults.
         """
         lines: list[str] = []
         for table, values in asdict(self.recipe).items():
-            lines += ["", f"[{table}]"]
+            of_table = []
             for name, value in values.items():
+                origin = self.origins[f"{table}.{name}"]
+                if only_changed and origin == DEFAULT:
+                    continue
                 statement = f"# {name} is absent" if value is None else f"{name} = {as_toml(value)}"
-                lines.append(f"{statement:<30} # {one_line(self.origins[f'{table}.{name}'])}")
+                of_table.append(f"{statement:<30} # {one_line(origin)}")
+            if of_table:
+                lines += ["", f"[{table}]", *of_table]
         return "\n".join(lines[1:]) + "\n"
 
 

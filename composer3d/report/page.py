@@ -1,4 +1,4 @@
-"""Write the report of one run, or of two, as one HTML page. No torch here.
+"""Write the report of one run, or of several, as one HTML page. No torch here.
 
 The page needs nothing but itself: no network, and no script but its own, which only shows values
 below the pointer. Its Content-Security-Policy allows exactly that script and that style by their
@@ -15,13 +15,17 @@ from composer3d.facts.tags import COUNTED_TOKENS
 from composer3d.report.chart import LEFT, RIGHT, WIDTH, Level, Line, Mark, draw, number
 from composer3d.report.folder import RunEvent, RunFolder
 
+MOST_RUNS = 8  # each has a colour of its own
+
 _STYLE = """
 :root { color-scheme: light dark;
   --page: #f6f8fa; --card: #ffffff; --ink: #1f2328; --quiet: #59636e; --edge: #d0d7de;
-  --c1: #0072b2; --c2: #d55e00; --c3: #00775a; --c4: #a8477f; --bad: #cf222e; }
+  --c1: #0072b2; --c2: #d55e00; --c3: #00775a; --c4: #a8477f; --c5: #8a6d00; --c6: #5b4fcf;
+  --c7: #9a3b26; --c8: #4d5a66; --bad: #cf222e; }
 @media (prefers-color-scheme: dark) { :root {
   --page: #0d1117; --card: #161b22; --ink: #e6edf3; --quiet: #9198a1; --edge: #3d444d;
-  --c1: #58b4e9; --c2: #f0883e; --c3: #3fc79a; --c4: #e59fc4; --bad: #ff7b72; } }
+  --c1: #58b4e9; --c2: #f0883e; --c3: #3fc79a; --c4: #e59fc4; --c5: #e3c94f; --c6: #a79bff;
+  --c7: #e8927c; --c8: #aab6c2; --bad: #ff7b72; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1400px; padding: 20px 16px 48px; background: var(--page);
   color: var(--ink); font: 15px/1.5 system-ui, Helvetica, Arial, sans-serif; }
@@ -62,12 +66,7 @@ figcaption { font-weight: 600; }
 .chart .cursor { stroke: var(--quiet); visibility: hidden; }
 .chart polyline { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
 .chart polyline.dashed { stroke-dasharray: 6 3; }
-.c1 { color: var(--c1); } .c2 { color: var(--c2); } .c3 { color: var(--c3); }
-.c4 { color: var(--c4); }
-polyline.c1 { stroke: var(--c1); } circle.c1 { fill: var(--c1); }
-polyline.c2 { stroke: var(--c2); } circle.c2 { fill: var(--c2); }
-polyline.c3 { stroke: var(--c3); } circle.c3 { fill: var(--c3); }
-polyline.c4 { stroke: var(--c4); } circle.c4 { fill: var(--c4); }
+COLOURS
 .wide { overflow-x: auto; background: #ffffff; border: 1px solid var(--edge);
   border-radius: 8px; }
 .wide svg { display: block; min-width: 900px; width: 100%; height: auto; }
@@ -79,6 +78,7 @@ table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; vertical-align: top; padding: 4px 12px 4px 0;
   border-bottom: 1px solid var(--edge); }
 td { overflow-wrap: anywhere; min-width: 6.5em; }
+td:first-child { overflow-wrap: break-word; }
 td:last-child:nth-child(n+3) { min-width: 15em; }
 td.place { min-width: 0; white-space: nowrap; overflow-wrap: normal;
   font-variant-numeric: tabular-nums; }
@@ -87,7 +87,14 @@ details { margin: 10px 0; }
 summary { cursor: pointer; font-weight: 600; overflow-wrap: anywhere; }
 pre { overflow-x: auto; font-size: 12.5px; line-height: 1.45; }
 @media print { .wide, .chart { break-inside: avoid; } }
-"""
+""".replace(
+    "COLOURS",
+    "\n".join(
+        f".c{n} {{ color: var(--c{n}); }} polyline.c{n} {{ stroke: var(--c{n}); }} "
+        f"circle.c{n} {{ fill: var(--c{n}); }}"
+        for n in range(1, MOST_RUNS + 1)
+    ),
+)
 
 _SCRIPT = """
 "use strict";
@@ -164,11 +171,11 @@ class Subject(NamedTuple):
     """A run of the report, with what needs other parts of the package.
 
     Attributes:
-        label: its name on the page; two runs have different ones.
+        label: its name on the page; no two runs have the same.
         run: its folder.
         facts: the recipe's key facts, by name.
         forecast: what the planner predicts.
-        pictures: its drawings.
+        pictures: its drawings; none if there are more than two runs.
     """
 
     label: str
@@ -179,20 +186,23 @@ class Subject(NamedTuple):
 
 
 class KeyDifference(NamedTuple):
-    """A key whose value differs between the recipes of two runs."""
+    """A key whose value is not the same in the recipes of all runs: its value in each of them."""
 
     key: str
-    values: tuple[str, str]
+    values: tuple[str, ...]
 
 
 def render(subjects: Sequence[Subject], differences: Sequence[KeyDifference] | None) -> str:
     """Return the page.
 
     Args:
-        subjects: one run, or the two that are compared.
-        differences: of the recipes of two runs; None for one run, or if they cannot be compared.
+        subjects: one run, or those that are compared, at most ``MOST_RUNS``.
+        differences: of the recipes of several runs; None for one run, or if they cannot be
+            compared.
     """
     title = " and ".join(subject.label for subject in subjects)
+    if len(subjects) > 2:
+        title = f"{len(subjects)} runs"
     parts = [f"<h1>{escape(title)}</h1>"]
     if len(subjects) == 1:
         parts += _head(subjects[0])
@@ -207,8 +217,12 @@ def render(subjects: Sequence[Subject], differences: Sequence[KeyDifference] | N
                 parts.append(f'<div class="wide">{picture.svg}</div>')
             if picture.note:
                 parts.append(f'<p class="quiet">{escape(picture.note)}</p>')
-        parts += [f"<h2>{prefix}Events</h2>", *_events(subject.run)]
-        parts += [f"<h2>{prefix}Recipe</h2>", *_recipe(subject.run)]
+        further = [f"<h2>{prefix}Events</h2>", *_events(subject.run)]
+        further += [f"<h2>{prefix}Recipe</h2>", *_recipe(subject.run)]
+        if len(subjects) > 2:
+            summary = f"<summary>{prefix}events and recipe</summary>"
+            further = ["<details>", summary, *further, "</details>"]
+        parts += further
     return _document(title, "\n".join(parts))
 
 
@@ -292,7 +306,7 @@ def final_numbers(run: RunFolder) -> dict[str, str]:
 def _comparison(
     subjects: Sequence[Subject], differences: Sequence[KeyDifference] | None
 ) -> list[str]:
-    """Return the final numbers of two runs side by side, and how their recipes differ."""
+    """Return the final numbers of runs side by side, and how their recipes differ."""
     columns = [{**final_numbers(subject.run)} for subject in subjects]
     names = dict.fromkeys(name for column in columns for name in column)
     # Facts that are equal say nothing about a difference.
@@ -404,7 +418,7 @@ def _charts(subjects: Sequence[Subject]) -> list[str]:
         parts.append(f'<p class="note">{words}</p>')
     if without:
         parts.append(f'<p class="note">No line of the metrics has: {", ".join(without)}.</p>')
-    if len(subjects) == 2 and tokens is None:
+    if len(subjects) > 1 and tokens is None:
         parts.append(
             '<p class="note">The runs have other numbers of tokens in a step, or one is not '
             "known: compare their curves by step.</p>"
@@ -413,7 +427,7 @@ def _charts(subjects: Sequence[Subject]) -> list[str]:
 
 
 def _marks(subjects: Sequence[Subject]) -> list[Mark]:
-    """Return the resumes and bad steps of a single run; those of two would be a thicket."""
+    """Return the resumes and bad steps of a single run; those of several would be a thicket."""
     if len(subjects) > 1:
         return []
     run = subjects[0].run
@@ -432,15 +446,19 @@ def _marks(subjects: Sequence[Subject]) -> list[Mark]:
 
 def _levels(chart: _Chart, subjects: Sequence[Subject]) -> list[Level]:
     """Return the predictions of the planner for a chart of speed or memory."""
-    levels = []
+    predicted = {}
     for subject in subjects:
-        prefix = f"{subject.label} " if len(subjects) > 1 else ""
         forecast = subject.forecast
-        predicted = {"Speed": forecast.tokens_per_s, "Memory": forecast.memory_gib}
-        value = predicted.get(chart.title)
-        if value is not None:
-            levels.append(Level(f"{prefix}predicted", value))
-    return levels
+        of_charts = {"Speed": forecast.tokens_per_s, "Memory": forecast.memory_gib}
+        predicted[subject.label] = of_charts.get(chart.title)
+    if len(set(predicted.values())) == 1:
+        # The same line again for each run would hide that they agree.
+        predicted = {"": next(iter(predicted.values()))}
+    return [
+        Level(f"{label} predicted".strip(), value)
+        for label, value in predicted.items()
+        if value is not None
+    ]
 
 
 def _plan(subjects: Sequence[Subject]) -> list[str]:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import composer3d
 from composer3d import cli
@@ -25,6 +26,7 @@ from composer3d.data import sources
 from composer3d.facts.errors import TrainingError
 from composer3d.models.moe.shape import MoeShape
 from composer3d.recipe import machine
+from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import TABLES, Model
 from tests.commands.conftest import Ask
 from tests.recipe.wrong import token_files
@@ -96,6 +98,23 @@ def test_check_json_is_one_object(ask: Ask) -> None:
     mesh = {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2, "ep": 1}
     assert answer["recipe"]["mesh"] == mesh
     assert answer["origins"]["model.dim"] == "preset debug-tiny"
+
+
+def test_check_changed_leaves_defaults_out(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["check", RECIPE, "--changed", "--set", "optim.clip=0.5"]) == 0
+    text = capsys.readouterr().out
+    assert "clip = 0.5" in text
+    assert "# default" not in text
+    assert "[checkpoint]" not in text  # this recipe leaves all of its keys out
+    assert "# world size" in text
+    path = tmp_path / "changed.toml"
+    path.write_text(text)
+    assert load(path).recipe == load(RECIPE, ["optim.clip=0.5"]).recipe
+    for option in ("--json", "--schema"):
+        assert cli.main(["check", RECIPE, "--changed", option]) == 2
+        assert "composer3d check: --changed is for a RECIPE" in capsys.readouterr().err
 
 
 def test_check_schema_prints_every_key(capsys: pytest.CaptureFixture[str], ask: Ask) -> None:
@@ -235,6 +254,27 @@ def test_the_version_names_that_of_torch(capsys: pytest.CaptureFixture[str]) -> 
     words = f"composer3d {composer3d.__version__} (torch {metadata.version('torch')}, Python "
     assert capsys.readouterr().out.startswith(words)
     assert composer3d.__version__ == metadata.version("composer3d")
+
+
+def test_a_bug_report_has_more_versions(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for options in (["--version", "--verbose"], ["--verbose", "--version"]):
+        assert cli.main(options) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert f"torch {metadata.version('torch')}" in lines
+        assert f"safetensors {metadata.version('safetensors')}" in lines
+        assert lines[-1] == "no GPU that torch can use"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA H100 {index}")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    assert cli.main(["--version", "--verbose"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "NCCL 2.29.7" in lines
+    assert lines[-3:] == ["driver unknown", "GPU 0: NVIDIA H100 0", "GPU 1: NVIDIA H100 1"]
+    assert cli.main(["--verbose"]) == 2
+    assert "unknown option --verbose" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

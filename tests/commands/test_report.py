@@ -1,5 +1,6 @@
 """``composer3d report``: what it prints and writes, and what it refuses."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from composer3d import cli
+from composer3d.report.page import MOST_RUNS
 from tests.commands.conftest import Ask
 from tests.report.runs import make_run
 
@@ -84,6 +86,28 @@ def test_two_runs_are_compared(run: Path, capsys: pytest.CaptureFixture[str]) ->
     assert differences.count("<tr>") == 3  # the head, and two keys
 
 
+def test_many_runs_are_compared(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    others = [
+        make_run(run.parent / f"lr-{n}", sets=(f"optim.lr={n}e-3",)) for n in range(1, MOST_RUNS)
+    ]
+    assert cli.main(["report", *map(str, [run, *others])]) == 0
+    assert capsys.readouterr().out.endswith(f"wrote {run}/compare-{MOST_RUNS}-runs.html\n")
+    text = (run / f"compare-{MOST_RUNS}-runs.html").read_text()
+    row = text[text.index("<tr><td>optim.lr</td>") :].partition("</tr>")[0]
+    values = ["0.004", *(f"0.00{n}" for n in range(1, MOST_RUNS))]
+    assert re.findall(r"<td>([0-9.]+)</td>", row) == values
+    # Each run has a colour in the chart of losses, and no drawing of its layout.
+    for place in range(MOST_RUNS):
+        assert f'<polyline class="c{place + 1}"' in text
+    assert "<h2>lr-1: Layout" not in text
+    assert "<title>predicted: " in text  # one line, as nothing that it depends on differs
+    assert "lr-1 predicted" not in text
+    assert text.count("<details>\n<summary>") == MOST_RUNS
+    too_many = make_run(run.parent / "one-more")
+    assert cli.main(["report", *map(str, [run, *others, too_many])]) == 2
+    assert f"{MOST_RUNS + 1} runs are more than the {MOST_RUNS}" in capsys.readouterr().err
+
+
 def test_equal_recipes_are_said_to_be_equal(run: Path) -> None:
     other = make_run(run.parent / "again" / "base")
     assert cli.main(["report", str(run), str(other)]) == 0
@@ -95,6 +119,7 @@ def test_equal_recipes_are_said_to_be_equal(run: Path) -> None:
     [
         (["{run}", "-o", "page.svg"], "-o page.svg: the report is an HTML file"),
         (["{run}", "{run}"], "a run cannot be compared with itself"),
+        (["{run}", "{run}/.", "{run}"], "a run cannot be compared with itself"),
         (["{run}/none"], "there is no such folder"),
         (["{run}", "--gpu", "abacus"], "--gpu abacus: unknown device"),
         (["{run}", "-o", "{run}/none/x.html"], "cannot be written (No such file or directory)"),

@@ -17,6 +17,7 @@ from composer3d.facts.text import (
     one_line,
     printable,
     printable_lines,
+    rough_duration,
     short_json,
 )
 from composer3d.recipe.schema import FOLDER_NAME
@@ -101,6 +102,12 @@ def test_bytes_have_three_digits(count: float, words: str) -> None:
 def test_a_duration_has_hours_minutes_and_seconds() -> None:
     assert clock_text(89.6) == "0:01:30"
     assert clock_text(36_000) == "10:00:00"
+
+
+def test_a_rough_duration_has_one_unit() -> None:
+    durations = (0.4, 99.4, 99.6, 1996.0, 5969.0, 5971.0, 45_360.0, 99.5 * 3600)
+    words = ["0 s", "99 s", "2 min", "33 min", "99 min", "1.7 h", "12.6 h", "4.1 days"]
+    assert [rough_duration(seconds) for seconds in durations] == words
 
 
 def test_a_long_text_is_cut_and_its_length_is_said() -> None:

@@ -205,6 +205,7 @@ def test_dynamic_positions_end_where_the_model_has_learned(tmp_path: Path) -> No
         (["--temperature", "-1"], "must be from 0 to 1000, got -1"),
         (["--top-p", "0"], "must be above 0 and at most 1, got 0"),
         (["--top-p", "nan"], "must be a number, got nan"),
+        (["--top-k", "-1"], "must be a whole number of at least 0, got -1"),
         (["--seed", "-3"], "must be a whole number of at least 0, got -3"),
         (["--max-tokens", "0"], "must be a whole number above 0"),
         ([], "there is no prompt; give one"),

@@ -1,4 +1,4 @@
-"""Random tokens have the probabilities that temperature and top-p give them."""
+"""Random tokens have the probabilities that temperature, top-k and top-p give them."""
 
 from collections import Counter
 
@@ -11,18 +11,30 @@ from composer3d.generate.sampling import Sampler, Sampling
 PROBABILITIES = torch.tensor([0.1, 0.5, 0.05, 0.3, 0.05])
 
 
-def shares(temperature: float, top_p: float, draws: int = 1500) -> list[float]:
-    sampler = Sampler(Sampling(temperature=temperature, top_p=top_p, seed=7), [1, 2])
+def shares(temperature: float, top_p: float, top_k: int = 0, draws: int = 1500) -> list[float]:
+    sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=7)
+    sampler = Sampler(sampling, [1, 2])
     counts = Counter(sampler.choose(PROBABILITIES.log()) for _ in range(draws))
     return [counts[token] / draws for token in range(len(PROBABILITIES))]
 
 
 @pytest.mark.parametrize(
-    ("top_p", "kept"),
-    [(1.0, [0, 1, 2, 3, 4]), (0.85, [0, 1, 3]), (0.75, [1, 3]), (0.3, [1]), (1e-9, [1])],
+    ("top_k", "top_p", "kept"),
+    [
+        (0, 1.0, [0, 1, 2, 3, 4]),
+        (0, 0.85, [0, 1, 3]),
+        (0, 0.75, [1, 3]),
+        (0, 0.3, [1]),
+        (0, 1e-9, [1]),
+        (9, 1.0, [0, 1, 2, 3, 4]),
+        (3, 1.0, [0, 1, 3]),
+        (1, 1.0, [1]),
+        (3, 0.85, [1, 3]),  # they have 0.8 of the 0.9 that three tokens have
+        (3, 0.9, [0, 1, 3]),
+    ],
 )
 def test_shares_are_the_probabilities_of_the_kept_tokens(
-    top_p: float, kept: list[int], monkeypatch: pytest.MonkeyPatch
+    top_k: int, top_p: float, kept: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Two of the most likely tokens are enough for some of these, and not for others.
     monkeypatch.setattr(module, "_LIKELY", 2)
@@ -30,7 +42,7 @@ def test_shares_are_the_probabilities_of_the_kept_tokens(
     expected[kept] = PROBABILITIES[kept]
     expected /= expected.sum()
     # Five standard deviations of the largest share.
-    assert shares(1.0, top_p) == pytest.approx(expected.tolist(), abs=5 * 0.5 / 1500**0.5)
+    assert shares(1.0, top_p, top_k) == pytest.approx(expected.tolist(), abs=5 * 0.5 / 1500**0.5)
 
 
 def test_temperature_divides_the_logits() -> None:

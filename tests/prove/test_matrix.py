@@ -101,6 +101,30 @@ def test_columns_of_experts_need_experts() -> None:
     assert not matrix.makes_sense(plain | {"tp": "2", "zero": "1", "ep": "2"})
 
 
+def test_columns_of_models_need_a_model_that_has_them() -> None:
+    plain = {column: values[0] for column, values in matrix.COLUMNS.items()}
+    deepseek = plain | {"model": "DeepSeek-V3", "ep": "1", "kv heads": "8"}
+    assert matrix.makes_sense(deepseek | {"router": "softmax, not renormalised"})
+    assert not matrix.makes_sense(deepseek | {"kv heads": "1"})
+    assert not matrix.makes_sense(deepseek | {"window": "20 of 48"})
+    assert not matrix.makes_sense(deepseek | {"ep": "none"})
+    granite = plain | {"model": "Granite 3"}
+    assert matrix.makes_sense(granite | {"positions": "YaRN"})
+    assert not matrix.makes_sense(granite | {"ep": "1"})
+    assert not matrix.makes_sense(granite | {"norms": "head norms and biases"})
+
+
+@pytest.mark.parametrize(("model", "has_experts"), matrix.MODELS)
+def test_each_model_has_many_layouts(model: str, has_experts: bool) -> None:
+    rows = [row for row in COVER.rows if row["model"] == model]
+    rows = [row for row in rows if matrix.has_experts(row) == has_experts]
+    assert len(rows) >= 8
+    # Every schedule and every way of context parallelism is among them.
+    assert {row["schedule"] for row in rows} == set(matrix.COLUMNS["schedule"])
+    with_cp = [row for row in rows if row["cp"] != "1"]
+    assert {row["cp method"] for row in with_cp} == set(matrix.COLUMNS["cp method"])
+
+
 @pytest.mark.parametrize("row", [COVER.rows[0], COVER.rows[-1]], ids=id_of)
 def test_a_line_holds_a_whole_row(row: matrix.Row) -> None:
     assert matrix.from_text(matrix.to_text(COVER)) == COVER

@@ -37,7 +37,7 @@ class Elements(HTMLParser):
 
 
 def subject_of(path: Path, label: str = "run") -> Subject:
-    return _subject(folder.read(str(path)), label, None, 8)
+    return _subject(folder.read(str(path)), label, None, 8, has_pictures=True)
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:

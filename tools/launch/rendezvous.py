@@ -1,8 +1,8 @@
 """Hold the rendezvous of torchrun's agents, so that a job survives the loss of any of its nodes.
 
-Usage: ``python tools/launch/rendezvous.py HOST:PORT``, on a machine that outlives the job: not one
+Usage: ``python rendezvous.py HOST:PORT``, on a machine that outlives the job: not one
 of its nodes. HOST is an address of this machine that the nodes reach, and HOST:PORT the first
-argument of ``tools/launch/node``. SIGTERM or Ctrl-C ends it. The store listens on all interfaces
+argument of ``node``. SIGTERM or Ctrl-C ends it. The store listens on all interfaces
 without authentication, as torchrun's own does: use it on a network that you trust.
 """
 
@@ -16,7 +16,7 @@ _ENDS = {signal.SIGTERM, signal.SIGINT}
 def main(arguments: Sequence[str]) -> int:
     host, _, port = arguments[0].rpartition(":") if len(arguments) == 1 else ("", "", "")
     if not host or not port.isdigit():
-        print("usage: python tools/launch/rendezvous.py HOST:PORT", file=sys.stderr)
+        print("usage: python rendezvous.py HOST:PORT", file=sys.stderr)
         return 2
     from torch.distributed import TCPStore  # takes a second, so a wrong argument is named first
 

@@ -29,7 +29,7 @@ from composer3d.data import Batch
 from composer3d.facts import events
 from composer3d.facts.errors import UserError
 from composer3d.facts.files import open_plain, parse_json
-from composer3d.facts.text import clock_text
+from composer3d.facts.text import rough_duration
 from composer3d.parallel import Stages
 from composer3d.parallel.context.imbalance import attention_imbalance
 from composer3d.parallel.expert.balance import expert_metrics
@@ -366,7 +366,7 @@ class Metrics(Observer):
 
     def _progress(self, step: int) -> str:
         total = str(self.total_steps)
-        return f"step {step:>{len(total)}}/{total} {100 * step // self.total_steps:>3}%"
+        return f"step {step:>{len(total)}}/{total}"
 
     def _console_line(self, step: int, line: dict[str, float | None], now_s: float) -> str:
         # The first step is left out of the pace, as it warms up.
@@ -375,17 +375,17 @@ class Metrics(Observer):
             pace_s = (now_s - self._first_step_at_s) / timed_steps
         else:
             pace_s = now_s - self._logged_at_s
-        left = clock_text(pace_s * (self.total_steps - step))
+        left = rough_duration(pace_s * (self.total_steps - step))
         mfu = line["mfu"]
+        # Of a usual run, a line fits 100 columns.
         parts = [
             self._progress(step),
             f"loss {line['loss']:.4f}",
             f"norm {line['grad_norm']:.2f}",
             f"lr {line['lr']:.1e}",
             f"{line['tokens_per_s']:,.0f} tok/s",
-            f"{line['tflops_per_rank']:.3g} TFLOP/s",
-            "mfu n/a" if mfu is None else f"mfu {mfu:.1%}",
-            f"mem {line['memory_gib']:.1f} GiB",
+            f"{line['tflops_per_rank']:.3g} TFLOP/s" if mfu is None else f"mfu {mfu:.1%}",
+            f"{line['memory_gib']:.1f} GiB",
             f"left {left}",
         ]
         return "  ".join(parts)

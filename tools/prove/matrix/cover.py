@@ -28,7 +28,7 @@ from composer3d.facts.schedules import SCHEDULES, micro_batch_requirement
 from composer3d.planner import layouts
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
-from composer3d.recipe.values import FIELDS, as_toml, variant
+from composer3d.recipe.values import FIELDS, Entries, as_toml, entries_of_recipe, variant
 from tools.prove.paths import MATRIX, RECIPE
 
 LIMIT = 16  # processes
@@ -88,8 +88,8 @@ COLUMNS = _columns(
     ("layers", ("even", "uneven")),
     "tied",
     "packing",
-    ("window", ("none", "20 of 48")),
-    ("norms", ("plain", "head norms and biases", "OLMo 2")),
+    ("window", ("none", "20 of 48", "20 of 48, but every second block")),
+    ("norms", ("plain", "head norms and biases")),
     ("rate", ("cosine", "warmup, linear", "warmup, wsd", "constant")),
     ("micro-batches", ("least", "more")),
     "micro-batch",
@@ -103,6 +103,9 @@ COLUMNS = _columns(
     ("shared", ("no", "yes")),
     ("auxiliary", ("none", "balance and z")),
     ("dense layers", ("none", "first", "every other")),
+    # With experts, "Llama" is a Mixtral. A Phi-3 is a Llama but for its files.
+    ("model", ("Llama", "OLMo 2", "Granite 3", "Gemma 3", "gpt-oss", "DeepSeek-V3")),
+    ("positions", ("rotary", "not in every second block", "YaRN")),
 )
 # The columns that describe experts. Without experts, all of them have their first value.
 EXPERTS = ("ep", "router", "shared", "auxiliary", "dense layers")
@@ -189,14 +192,11 @@ def overrides(row: Row) -> dict[str, Any]:
         schedule_file = CSV[row["micro-batches"]]
         out["parallel.schedule_csv"] = schedule_file.path
         out["parallel.virtual_stages"] = schedule_file.stages_per_rank
-    if architecture_of(row) == "olmo2":
-        return out | MODELS["olmo2"]
-    has_norms = row["norms"] != "plain"
-    out |= {"model.qk_norm": has_norms, "model.qkv_bias": has_norms}
-    out["model.window"] = 0 if row["window"] == "none" else 20
+    out |= _model(row)
     if has_experts(row):
-        out |= _overrides_of_experts(row)
-    return out
+        # This width fits all layouts: cp 3 shards experts over 3 ranks or more.
+        out |= {"mesh.ep": int(row["ep"]), "model.dim": 96}
+    return out | {key: value for key, value in _model_settings(row) if key in _keys_of(row)}
 
 
 def _layers(row: Row) -> int:
@@ -205,22 +205,20 @@ def _layers(row: Row) -> int:
     return least + (row["layers"] == "uneven")
 
 
-def _overrides_of_experts(row: Row) -> dict[str, Any]:
-    """The sizes fit all layouts: cp 3 shards experts over 3 ranks or more."""
-    has_losses = row["auxiliary"] != "none"
-    return {
-        **MODELS["moe"],
-        **ROUTERS[row["router"]],
-        "mesh.ep": int(row["ep"]),
-        "model.dim": 96,
-        "model.ffn": 160,
-        "model.expert_ffn": 48,
-        "model.shared_ffn": 40 if row["shared"] == "yes" else 0,
-        "model.balance_loss": 0.5 if has_losses else 0.0,
-        "model.z_loss": 0.05 if has_losses else 0.0,
-        "model.dense_layers": 1 if row["dense layers"] == "first" else 0,
-        "model.moe_every": 2 if row["dense layers"] == "every other" else 1,
-    }
+def _model(row: Row) -> dict[str, Any]:
+    """The keys of ``MODELS`` for a row that makes sense."""
+    return MODELS[row["model"], has_experts(row)]
+
+
+def _model_settings(row: Row) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of ``[model]`` that columns set, also those that the architecture lacks."""
+    for column, settings in MODEL_COLUMNS.items():
+        yield from settings[row[column]].items()
+
+
+def _keys_of(row: Row) -> Entries:
+    """The keys that a recipe with the architecture of ``row`` has."""
+    return entries_of_recipe(_base(row["model"], has_experts(row)))
 
 
 def sets(row: Row) -> list[str]:
@@ -242,21 +240,70 @@ RATES: dict[str, dict[str, Any]] = {
     },
     "constant": {"optim.schedule": "constant"},
 }
-# By architecture. That of the recipe, llama, changes nothing.
-MODELS = {
-    "llama": {},
-    "moe": {"model.architecture": "moe", "model.preset": "debug-moe"},
-    "olmo2": {"model.architecture": "olmo2", "model.preset": "debug-olmo2"},
+# The keys of a model by its name, and by whether it has experts. The recipe has a Llama.
+MODELS: dict[tuple[str, bool], dict[str, Any]] = {
+    ("Llama", False): {},
+    ("Llama", True): {
+        "model.architecture": "moe",
+        "model.preset": "debug-moe",
+        "model.ffn": 160,
+        "model.expert_ffn": 48,
+    },
+    ("OLMo 2", False): {"model.architecture": "olmo2", "model.preset": "debug-olmo2"},
+    ("Granite 3", False): {"model.architecture": "granite", "model.preset": "debug-granite"},
+    ("Gemma 3", False): {"model.architecture": "gemma3", "model.preset": "debug-gemma3"},
+    ("gpt-oss", True): {"model.architecture": "gpt_oss", "model.preset": "debug-gpt-oss"},
+    ("DeepSeek-V3", True): {
+        "model.architecture": "deepseek",
+        "model.preset": "debug-deepseek",
+        "model.n_kv_heads": 8,  # each head has keys and values of its own
+    },
 }
-ROUTERS: dict[str, dict[str, Any]] = {
-    "softmax": {},
-    "softmax, not renormalised": {"model.renormalise": False},
-    "sigmoid with bias and groups": {
-        "model.router": "sigmoid",
-        "model.router_scale": 2.5,
-        "model.router_bias": True,
-        "model.expert_groups": 4,
-        "model.groups_per_token": 2,
+_SOFTMAX = {
+    "model.router": "softmax",
+    "model.renormalise": True,
+    "model.router_scale": 1.0,
+    "model.router_bias": False,
+    "model.expert_groups": 1,
+    "model.groups_per_token": 1,
+}
+# The keys of [model] that a column sets, by its value. An architecture may lack those of the first
+# value, and then cannot have another one.
+MODEL_COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
+    "norms": {
+        "plain": {"model.qk_norm": False, "model.qkv_bias": False},
+        "head norms and biases": {"model.qk_norm": True, "model.qkv_bias": True},
+    },
+    "window": {
+        "none": {"model.window": 0, "model.full_every": 0},
+        "20 of 48": {"model.window": 20, "model.full_every": 0},
+        "20 of 48, but every second block": {"model.window": 20, "model.full_every": 2},
+    },
+    "positions": {
+        "rotary": {},
+        "not in every second block": {"model.nope_every": 2},
+        "YaRN": {"model.rope_scaling": "yarn", "model.rope_factor": 4.0, "model.rope_context": 24},
+    },
+    "router": {
+        "softmax": _SOFTMAX,
+        "softmax, not renormalised": _SOFTMAX | {"model.renormalise": False},
+        "sigmoid with bias and groups": {
+            "model.router": "sigmoid",
+            "model.router_scale": 2.5,
+            "model.router_bias": True,
+            "model.expert_groups": 4,
+            "model.groups_per_token": 2,
+        },
+    },
+    "shared": {"no": {"model.shared_ffn": 0}, "yes": {"model.shared_ffn": 40}},
+    "auxiliary": {
+        "none": {"model.balance_loss": 0.0, "model.z_loss": 0.0},
+        "balance and z": {"model.balance_loss": 0.5, "model.z_loss": 0.05},
+    },
+    "dense layers": {
+        "none": {"model.dense_layers": 0, "model.moe_every": 1},
+        "first": {"model.dense_layers": 1, "model.moe_every": 1},
+        "every other": {"model.dense_layers": 0, "model.moe_every": 2},
     },
 }
 # (dp_shard, dp_replicate) by value of the column "data".
@@ -304,13 +351,6 @@ def has_experts(row: Row) -> bool:
     return row["ep"] != "none"
 
 
-def architecture_of(row: Row) -> str:
-    """The architecture of the model."""
-    if has_experts(row):
-        return "moe"
-    return "olmo2" if row["norms"] == "OLMo 2" else "llama"
-
-
 def expert_shards(row: Row) -> int:
     """The number of ranks that shard each expert; 1 without experts."""
     return _ranks_of_experts(row) // int(row["ep"]) if has_experts(row) else 1
@@ -338,7 +378,7 @@ def makes_sense(row: Row) -> bool:
             return False
     elif any(row[column] != value for column, value in NO_EXPERTS):
         return False
-    if row["norms"] == "OLMo 2" and (has_experts(row) or row["window"] != "none"):
+    if not _suits_model(row):
         return False
     if not zero_matters(row) and (row["zero"], row["unit"]) != ("3", "1 block"):
         return False
@@ -357,15 +397,32 @@ def makes_sense(row: Row) -> bool:
     return not (row["zero"] == "2" and not has_pp and row["micro-batches"] == "least")
 
 
+def _suits_model(row: Row) -> bool:
+    """Whether the model of ``row`` exists, and has what the columns say of it."""
+    if (row["model"], has_experts(row)) not in MODELS:
+        return False
+    if row["model"] == "DeepSeek-V3" and row["kv heads"] != "8":
+        return False
+    return not any(_lacks(row, column) for column in MODEL_COLUMNS)
+
+
+def _lacks(row: Row, column: str) -> bool:
+    """Whether the architecture of ``row`` lacks a key that its value of a model column sets."""
+    value = row[column]
+    if value == COLUMNS[column][0]:
+        return False
+    return any(key not in _keys_of(row) for key in MODEL_COLUMNS[column][value])
+
+
 @cache
-def _base(architecture: str) -> Recipe:
-    sets = [f"{key}={value}" for key, value in MODELS[architecture].items()]
+def _base(model: str, has_experts: bool) -> Recipe:
+    sets = [f"{key}={value}" for key, value in MODELS[model, has_experts].items()]
     return load(RECIPE, sets, check_files=False).recipe
 
 
 def recipe_of(row: Row) -> Recipe:
     """The recipe that ``load`` makes with ``sets(row)``, legal or not, a hundred times faster."""
-    return variant(_base(architecture_of(row)), overrides(row))
+    return variant(_base(row["model"], has_experts(row)), overrides(row))
 
 
 def is_legal(row: Row) -> bool:
@@ -417,7 +474,7 @@ def complete(fixed: Target, generator: random.Random) -> Row | None:
         for column, values in COLUMNS.items()
     }
     # Draw seldom what is slow, or goes together with little.
-    for column in ("window", "mixed", "offload", "compile", "unit"):
+    for column in ("window", "positions", "mixed", "offload", "compile", "unit"):
         if column not in fixed_values and generator.random() < 0.6:
             row[column] = COLUMNS[column][0]
     if "pp" not in fixed_values:
@@ -430,18 +487,20 @@ def complete(fixed: Target, generator: random.Random) -> Row | None:
     if "schedule" not in fixed_values and row["pp"] == "1":
         row["schedule"] = "none"
     _draw_experts(row, fixed_values, generator)
+    _draw_model(row, fixed_values, generator)
     return row if makes_sense(row) and is_legal(row) else None
 
 
 def _draw_experts(row: Row, fixed_values: Row, generator: random.Random) -> None:
     """Decide whether a drawn row has experts, and change what does not fit to that."""
+    can_have = {has for model, has in MODELS if fixed_values.get("model", model) == model}
     if "ep" not in fixed_values:
         needs_experts = any(
             fixed_values.get(column, value) != value for column, value in NO_EXPERTS
         )
-        if needs_experts:
+        if needs_experts or can_have == {True}:
             row["ep"] = generator.choice(COLUMNS["ep"][1:])
-        elif generator.random() < 0.6:
+        elif can_have == {False} or generator.random() < 0.6:
             row["ep"] = "none"
     if not has_experts(row):
         unfit = EXPERTS
@@ -451,6 +510,20 @@ def _draw_experts(row: Row, fixed_values: Row, generator: random.Random) -> None
         unfit = ("sequence",)
     for column in unfit:
         if column not in fixed_values:
+            row[column] = COLUMNS[column][0]
+
+
+def _draw_model(row: Row, fixed_values: Row, generator: random.Random) -> None:
+    """Draw a model, a Llama more often than not, and change what it does not have."""
+    if "model" not in fixed_values:
+        models = [model for model, has in MODELS if has == has_experts(row)]
+        row["model"] = generator.choice(models) if generator.random() < 0.4 else "Llama"
+    if (row["model"], has_experts(row)) not in MODELS:
+        return
+    if row["model"] == "DeepSeek-V3" and "kv heads" not in fixed_values:
+        row["kv heads"] = "8"
+    for column in MODEL_COLUMNS:
+        if column not in fixed_values and _lacks(row, column):
             row[column] = COLUMNS[column][0]
 
 
