@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composer3d.models.contract import Decoder, SequenceInfo, hidden, losses
+from composer3d.models.contract import Decoder, Parts, SequenceInfo
 from composer3d.parallel.context.ownership import shard_sequence
 from composer3d.parallel.data import fsdp
 from composer3d.parallel.executor import Executor
@@ -20,7 +20,7 @@ from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.mesh import Mesh
 
 
-class Stage(nn.Module):
+class Stage(Parts):
     """Consecutive layers of a model, under the names they have in the whole model.
 
     ``stage(tokens_BT or h_BTC, positions_BT=..., documents=..., labels_BT=...)`` returns ``h_BTC``,
@@ -50,9 +50,9 @@ class Stage(nn.Module):
         self.number = number
         self._step_tokens = step_tokens
         names = list(model.blocks)
-        self.first: nn.Module | None = model.first if first else None
+        self.first = model.first if first else None
         self.blocks = nn.ModuleDict({names[i]: model.blocks[names[i]] for i in blocks})
-        self.last: nn.Module | None = model.last if last else None
+        self.last = model.last if last else None
         self.mtp_layers = model.mtp_layers if last else 0
         self.tied_copies: dict[str, str] = {}
         self.partial_gradients: frozenset[str] = frozenset()
@@ -68,8 +68,8 @@ class Stage(nn.Module):
     ) -> Tensor:
         documents_BT = None if documents is None else documents.tensor
         seq = SequenceInfo(positions_BT, documents_BT, self._step_tokens)
-        h = hidden(self, h, seq)
-        return h if self.last is None else losses(self, h, seq, labels_BT, ahead_B2KT)
+        h = self.hidden(h, seq)
+        return h if self.last is None else self.losses(h, seq, labels_BT, ahead_B2KT)
 
 
 @dataclass(eq=False)
@@ -142,8 +142,8 @@ class Stages:
     ) -> Tensor:
         """Compute the gradients of a step into ``.grad``, reduced over the whole job.
 
-        The loss is the sum of the losses of all tokens of the job, divided by ``valid_tokens``. With
-        multi-token prediction, it is the sum of 1 + K such quotients.
+        The loss is the sum of the losses of all tokens of the job, divided by ``valid_tokens``;
+        with multi-token prediction, the sum of 1 + K such quotients.
 
         Args:
             tokens_BT, labels_BT, positions_BT: int64 (micro_batches x micro_batch, T / cp): this

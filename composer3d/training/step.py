@@ -38,11 +38,11 @@ def compute_gradients(
     ranks.
     """
     mesh = stages.mesh
-    *inputs, documents_BT, ahead_B2KT, local_valid = move_to_device(stages, batch)
-    valid_tokens = mesh.start_sum_over_world(*local_valid)
+    inputs = move_to_device(stages, batch)
+    valid_tokens = mesh.start_sum_over_world(*inputs.valid_tokens)
     # A step in which no label counts has the loss 0, not NaN.
     loss, *mtp_losses = stages.forward_backward(
-        *inputs, valid_tokens.clamp(min=1.0), documents_BT, ahead_B2KT
+        *inputs[:3], valid_tokens.clamp(min=1.0), *inputs[3:5]
     )
     norm_sq = grad_norm.local_grad_norm_sq(stages.parameters(), mesh)
     # The order in which a ring adds a number up depends on its place and the message's length. So

@@ -37,8 +37,8 @@ def round_to_float32(model: nn.Module) -> None:
 class StepResults(NamedTuple):
     """What a model computes from a batch: its mean loss, and its gradients by name.
 
-    The gradients have the shapes of the parameters. ``mtp_losses`` is what each depth of multi-token
-    prediction adds to the loss.
+    The gradients have the shapes of the parameters. ``mtp_losses`` is what each depth of
+    multi-token prediction adds to the loss.
     """
 
     loss: float

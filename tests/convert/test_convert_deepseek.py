@@ -88,7 +88,12 @@ def add_prediction(folder: Path) -> None:
         if name.startswith("model.layers.2."):
             tensors[name.replace("layers.2.", "layers.3.")] = torch.randn_like(tensor)
     dim = _CONFIG["hidden_size"]
-    sizes = {"enorm": (dim,), "hnorm": (dim,), "shared_head.norm": (dim,), "eh_proj": (dim, 2 * dim)}
+    sizes = {
+        "enorm": (dim,),
+        "hnorm": (dim,),
+        "shared_head.norm": (dim,),
+        "eh_proj": (dim, 2 * dim),
+    }
     for name, size in sizes.items():
         tensors[f"model.layers.3.{name}.weight"] = torch.randn(size, dtype=torch.bfloat16)
     for copy, original in COPIES.items():
@@ -109,7 +114,8 @@ def test_multi_token_prediction_comes_back_with_the_same_bits(folder: Path, tmp_
     after = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert before.keys() == after.keys()
     for name, tensor in before.items():
-        assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]), name
+        assert tensor.dtype == after[name].dtype, name
+        assert torch.equal(tensor, after[name]), name
     index = json.loads((tmp_path / "again" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == before.keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in before.values())

@@ -29,9 +29,7 @@ _Weights = Mapping[str, Tensor]
 def _of(weights: _Weights, module: str) -> dict[str, Tensor]:
     begin = f"{module}."
     return {
-        name.removeprefix(begin): value
-        for name, value in weights.items()
-        if name.startswith(begin)
+        name.removeprefix(begin): value for name, value in weights.items() if name.startswith(begin)
     }
 
 

@@ -5,8 +5,8 @@ value is checked. Where transformers ignores a key of the published files, the v
 that changes nothing.
 
 Keys that matter in training alone are not read: ``aux_loss_alpha``, ``seq_aux`` and
-``output_router_logits``. The number of layers of multi-token prediction, which transformers ignores,
-is read as the serving programs read it.
+``output_router_logits``. The number of layers of multi-token prediction is read, although
+transformers ignores it.
 """
 
 from collections.abc import Mapping

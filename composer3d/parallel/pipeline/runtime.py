@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from composer3d.facts import schedules
 from composer3d.facts.errors import PlanError
+from composer3d.models.contract import Parts
 from composer3d.parallel.executor import StepShape, cut_into_micro_batches
 from composer3d.parallel.pipeline.neighbours import StageOfPairs, form_routes
 from composer3d.parallel.pipeline.trace import Recording, record
@@ -94,7 +95,7 @@ class Pipeline:
 
     def __init__(
         self,
-        modules: Sequence[nn.Module],
+        modules: Sequence[Parts],
         dw_builders: Sequence[Callable[[], Callable[[], None]] | None],
         mesh: Mesh,
         parallel: ParallelTable,
@@ -122,9 +123,8 @@ class Pipeline:
         shape, dtype = self._stage_activation.shape, self._stage_activation.dtype
         # Example inputs and outputs. They must require grad where a gradient flows.
         activation = torch.empty(shape, dtype=dtype, device=mesh.device, requires_grad=True)
-        mtp_layers = max(module.mtp_layers for module in self._modules.values())
-        loss = torch.zeros((1 + mtp_layers,) if mtp_layers else (), device=mesh.device)
-        loss.requires_grad_()
+        depths = max(module.mtp_layers for module in self._modules.values())
+        loss = torch.zeros([1 + depths] if depths else [], device=mesh.device, requires_grad=True)
         # Tokens come from the loader, not from a stage: the shape of their example is never read.
         tokens = torch.empty(shape, dtype=torch.int64, device=mesh.device)
 

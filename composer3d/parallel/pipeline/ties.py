@@ -1,9 +1,9 @@
 """Tied parameters: one parameter with two names, and its copy on another pipeline stage.
 
 An embedding that is also the head (Press & Wolf 2017, arXiv 1608.05859), or that multi-token
-prediction reads, is owned by the first stage. The last stage holds a copy. The copy gets the owner's values before each step or
-evaluation, and sends its gradient to the owner afterwards. So there is one name, one optimizer
-state and one term in the gradient norm, all on the first stage.
+prediction reads, is owned by the first stage. The last stage holds a copy. The copy gets the
+owner's values before each step or evaluation, and sends its gradient to the owner afterwards. So
+there is one name, one optimizer state and one term in the gradient norm, all on the first stage.
 
 Here, ``ties`` maps the second name of a tied parameter (the alias) to its first name (the owner).
 """
@@ -127,7 +127,7 @@ class Ties:
                 for name, parameter in module.named_parameters()
             }
             # The copy of several aliases has the name of the first of them.
-            first_alias = {owner: alias for alias, owner in reversed(ties.items())}
+            first_alias = {owner: alias for alias, owner in reversed([*ties.items()])}
             for owner, alias in first_alias.items():
                 pair = held_here.get(owner), held_here.get(alias)
                 if any(parameter is not None for parameter in pair):

@@ -114,7 +114,7 @@ class ReplicaCheck(Observer):
     def _digests_of_micro_batch(self, step: int) -> list[Digest]:
         mesh = self._stages.mesh
         batch = self._loader[step]
-        *inputs, ahead_B2KT, _ = move_to_device(self._stages, batch)
+        inputs = move_to_device(self._stages, batch)
         # These ranks compute the same. Ranks of one group of ep do not: the rows of a product may
         # depend on their place among the rows of all ranks that an expert multiplies.
         part = (
@@ -127,9 +127,9 @@ class ReplicaCheck(Observer):
         with torch.random.fork_rng(devices, device_type=mesh.device.type):
             torch.manual_seed(step)
             if self._has_same_backward:
-                loss = see_local_gradients(self._stages, *inputs, ahead_B2KT, see=gradients.add)
+                loss = see_local_gradients(self._stages, *inputs[:5], see=gradients.add)
             else:
-                loss = self._stages.evaluate(*inputs)
+                loss = self._stages.evaluate(*inputs[:4])
         digests = gradients.finish(part)
         if self._stages.counts_loss:
             digests.append(Digest(_LOSS, part, (int(loss.view(torch.int64)),)))

@@ -89,7 +89,8 @@ def test_without_tokens_ahead_the_model_is_the_main_one() -> None:
     for name, parameter in main.named_parameters():
         parameter.data.copy_(parameters[name].data)
     loss = model(*batch[:4])
-    assert loss.shape == () and torch.equal(loss, main(*batch[:4]))
+    assert loss.shape == ()
+    assert torch.equal(loss, main(*batch[:4]))
     (first, *_) = model(*batch[:4], tokens_ahead(batch, SHAPE.mtp_layers))
     assert torch.equal(first, loss)
 
@@ -100,7 +101,8 @@ def test_a_depth_without_a_label_adds_nothing() -> None:
     ahead_B2KT = tokens_ahead(batch, SHAPE.mtp_layers)
     assert (ahead_B2KT[:, 1, 1] == IGNORE_INDEX).all()
     losses = model(*batch[:4], ahead_B2KT)
-    assert losses[1] > 0 and losses[2] == 0
+    assert losses[1] > 0
+    assert losses[2] == 0
     losses.sum().backward()
     assert all(value.grad.isfinite().all() for value in model.parameters() if value.requires_grad)
 
