@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Compare the planner's predictions with published training runs.
 
-    python tools/planner_eval.py CSV [--json] [--holdout] [--worst 20]
+    python tools/planner_eval.py CSV [--json] [--table] [--holdout] [--worst 20]
 
 CSV has the columns of the published measurements. ``--json`` prints one object as the last line of
-standard output. ``--holdout`` fits the constants again without each family of sources, and
-reports the errors on that family; it takes minutes and needs numpy, which torch brings.
+standard output, and ``--table`` a table for a page, with a row for each run. ``--holdout`` fits the
+constants again without each family of sources, and reports the errors on that family; it takes
+minutes and needs numpy, which torch brings.
 """
 
 import argparse
@@ -257,6 +258,29 @@ def describe(row: Row) -> str:
     )
 
 
+def table(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return a table for a page: each run with its measured and its predicted tokens/s."""
+    lines = [
+        "| run | model | devices | layout | measured | predicted | error | fits |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row, error, _, does_fit, is_judged in outcomes:
+        if row.tokens_s is None or error is None:
+            continue
+        layout, batch = row.setup.layout, row.setup.batch
+        stages = f" x {layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
+        rounds = f" x {row.setup.rounds}" if row.setup.rounds > 1 else ""
+        fits_text = ("yes" if does_fit else "no") if is_judged else "-"
+        lines.append(
+            f"| `{row.id}` | {row.model} | {layout.world_size:,} {row.gpu.split('-')[0]} "
+            f"| tp {layout.tp}, pp {layout.pp}{stages}, dp {layout.batch_ranks}, ep {layout.ep}, "
+            f"{batch.micro_batch} x {batch.micro_batches}{rounds} samples "
+            f"| {row.tokens_s:,.0f} | {row.tokens_s * (1 + error):,.0f} | {error:+.1%} "
+            f"| {fits_text} |"
+        )
+    return lines
+
+
 def holdout(rows: Sequence[Row]) -> list[Outcome]:
     """Fit without each family of sources in turn, and predict that family."""
     from tools.planner.fit import fit_without_each_family  # numpy is needed only here
@@ -274,6 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("csv", help="published runs, with the columns of published.csv")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument("--table", action="store_true", help="print a table of all runs")
     parser.add_argument("--holdout", action="store_true", help="fit without each family in turn")
     parser.add_argument("--worst", type=int, default=20, help="rows to list (20)")
     arguments = parser.parse_args(argv)
@@ -291,6 +316,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     skipped += failed
     if arguments.json:
         print(json.dumps(answer(outcomes, skipped)))
+    elif arguments.table:
+        print(*table(outcomes), sep="\n")
     else:
         report(outcomes, skipped, arguments.worst)
     return 0

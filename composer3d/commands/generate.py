@@ -129,6 +129,11 @@ class Options:
         action="store_true",
         help="take prompts without the tokens that the tokenizer adds, such as <s>",
     )
+    chat: bool = argument(
+        "--chat",
+        action="store_true",
+        help="take each prompt as a message of a user, which the tokenizer's chat template renders",
+    )
     dtype: str | None = model_dtype_option()
     device: str = device_option()
     recipe: str | None = own_recipe_option()
@@ -153,6 +158,8 @@ def run(options: Options) -> int:
         UserError: the checkpoint, the tokenizer, a prompt or the layout cannot be used.
     """
     read = read_prompts(options.prompt, options.prompts)
+    if options.chat and any(prompt.text is None for prompt in read):
+        raise UserError("--chat renders text, but a prompt is given as tokens; give text")
     if options.out is not None and os.path.lexists(options.out) and environment.rank() == 0:
         raise UserError(f"--out {one_line(options.out)}: the file exists; name another one")
 
@@ -176,6 +183,7 @@ def run(options: Options) -> int:
         dtype=options.dtype,
         tokenizer=options.tokenizer,
         adds_special_tokens=not options.no_special_tokens,
+        is_chat=options.chat,
     )
     if environment.is_rank() or (options.tp or 1) > 1:
         return _run_ranks(

@@ -73,6 +73,7 @@ COMMANDS = {
         "make a recipe of a configuration of Megatron-LM, DeepSpeed, torchtitan or nanotron",
     ),
     "report": _Command(_KEEP, "write one page about a run, or about several that it compares"),
+    "sweep": _Command(_TRAIN, "train with several values of keys in turn, and compare the runs"),
     "launch": _Command(
         _TRAIN, "list, show and copy scripts that start a training on several machines"
     ),

@@ -106,6 +106,17 @@ class ChatTemplate:
             )
         return text, spans
 
+    def ask(self, messages: list[Any]) -> str:
+        """Render messages, and after them what the template puts before an answer.
+
+        Raises:
+            ValueError: the template fails, or the text is too long.
+            Exception: whatever the template raises.
+        """
+        limit = max(_LEAST_LIMIT, _CHARACTERS_PER_CHARACTER * len(json.dumps(messages)))
+        text = self._render({"messages": messages}, messages, limit, asks_for_answer=True)
+        return self._find_marks(text)[0] if self._has_generation_tag else text
+
     def _render(
         self,
         conversation: dict[str, Any],

@@ -8,15 +8,14 @@ learned only if the template itself ends the conversation with that token.
 
 import contextlib
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
+from composer3d.data.chat_settings import read_chat_settings
 from composer3d.data.documents import END_OF_DOCUMENT, Document, refuse_end_of_document
 from composer3d.data.example_lines import (
     ASSISTANT,
@@ -26,12 +25,6 @@ from composer3d.data.example_lines import (
     read_object,
     read_pair,
     turns_of,
-)
-from composer3d.data.special_tokens import (
-    TOKENIZER_CONFIG,
-    parse_object,
-    read_beside,
-    token_name,
 )
 from composer3d.data.tokenizer import (
     USUAL_ENDS,
@@ -51,23 +44,11 @@ from composer3d.data.tokenizer import (
 from composer3d.facts.errors import DataError
 from composer3d.facts.text import one_line
 
-_TEMPLATE_BYTES = 1 << 20
-_CONFIG_BYTES = 64 << 20
-_TEMPLATE = "chat_template.jinja"
-
-# The special tokens that a template may name. Each is a key of tokenizer_config.json.
-_SPECIAL_TOKENS = tuple(
-    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-)
-
 # Conversations that every chat template should render, unless it refuses a role.
 _ROLES_TO_TRY = (
     ("user", ASSISTANT, "user", ASSISTANT),
     ("system", "user", ASSISTANT, "user", ASSISTANT),
 )
-
-# Earlier ones have holes in the sandbox.
-_SAFE_JINJA = (3, 1, 6)
 
 
 @dataclass(frozen=True)
@@ -148,7 +129,7 @@ def open_example_tokenizer(name: str, end: str | None, examples: Examples) -> To
     shown, ends = one_line(file), ends_of(file, end)
     if isinstance(examples, Answers):
         return _AnswerTokenizer(shown, content, ends)
-    chat = _read_chat_settings(Path(name), examples)
+    chat = read_chat_settings(Path(name), examples.template, option="--kind chat")
     # Many models end turns with the token that ends a text. Then another one ends documents.
     candidates = ends if end is not None else tuple(dict.fromkeys((*ends, *USUAL_ENDS)))
     return _ChatTokenizer(shown, content, candidates, chat)
@@ -298,74 +279,6 @@ def settings_of(examples: Examples, tokenizer: Tokenizer) -> dict[str, Any]:
         return {"kind": examples.kind, "prompt": examples.prompt, "answer": examples.answer}
     assert isinstance(tokenizer, _ChatTokenizer)
     return {"kind": examples.kind, "messages": examples.messages, "chat": tokenizer.settings}
-
-
-def _read_chat_settings(path: Path, examples: Chat) -> ChatSettings:
-    """Read the chat template, and the special tokens that it may name.
-
-    Raises DataError if there is no template, or a file cannot be used.
-    """
-    _require_jinja()
-    folder = path if path.is_dir() else path.parent
-    config: dict[str, Any] = {}
-    content = read_beside(folder / TOKENIZER_CONFIG, _CONFIG_BYTES)
-    if content is not None:
-        config = parse_object(content, folder / TOKENIZER_CONFIG)
-
-    template: Any
-    if examples.template is not None:
-        own = read_beside(Path(examples.template), _TEMPLATE_BYTES)
-        if own is None:
-            raise DataError(f"--chat-template {one_line(examples.template)}: there is no such file")
-        template = _decode(own, examples.template)
-    else:
-        in_file = read_beside(folder / _TEMPLATE, _TEMPLATE_BYTES)
-        if in_file is not None:
-            template = _decode(in_file, str(folder / _TEMPLATE))
-        else:
-            template = _default_template(config.get("chat_template"))
-    if not isinstance(template, str):
-        raise DataError(
-            f"--tokenizer {one_line(path)}: {one_line(folder)} has no chat template, "
-            f"neither {_TEMPLATE} nor in {TOKENIZER_CONFIG}; give one by --chat-template"
-        )
-    tokens = {}
-    for name in _SPECIAL_TOKENS:
-        value = token_name(config.get(name))
-        if value is not None:
-            tokens[name] = value
-    return ChatSettings(template, tokens)
-
-
-def _default_template(value: Any) -> Any:
-    """Return the default one of several templates with names, or the only one."""
-    if not isinstance(value, list):
-        return value
-    for entry in value:
-        if isinstance(entry, dict) and entry.get("name") == "default":
-            return entry.get("template")
-    return None
-
-
-def _require_jinja() -> None:
-    """Raise DataError if jinja2 is missing, or has known holes in its sandbox."""
-    try:
-        found = version("jinja2")
-    except ModuleNotFoundError:
-        found = "none"
-    numbers = tuple(map(int, re.findall(r"\d+", found)[:3]))
-    if numbers < _SAFE_JINJA:
-        raise DataError(
-            f"--kind chat needs the package jinja2, 3.1.6 or newer, and {found} is installed; "
-            "install it with pip install 'composer3d[data]'"
-        )
-
-
-def _decode(content: bytes, name: str) -> str:
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        raise DataError(f"{one_line(name)}: is not UTF-8; give a template in UTF-8") from None
 
 
 def _as_json(value: Any, place: str) -> bytes:

@@ -7,12 +7,15 @@ the file runs in a process of its own.
 
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
+from composer3d.data.chat_settings import read_chat_settings
 from composer3d.data.documents import END_OF_DOCUMENT
 from composer3d.data.tokenizer import (
     USUAL_ENDS,
+    ChatSettings,
     TokenizerProcess,
     ends_of,
     name_failures,
@@ -20,6 +23,7 @@ from composer3d.data.tokenizer import (
     second_beginnings,
     tokenizer_file,
 )
+from composer3d.facts.errors import DataError
 from composer3d.facts.text import one_line
 
 
@@ -43,6 +47,13 @@ class PromptTokenizer:
         """
         return [list(text.encode()) for text in texts]
 
+    def ask(self, text: str) -> str:
+        """Return the text of a conversation that begins with ``text``, up to the answer.
+
+        Raises DataError if there is no chat template, or it fails.
+        """
+        raise DataError("--chat needs a chat template, which a tokenizer of bytes does not have")
+
     def decode(self, tokens: Sequence[int], *, skips_special: bool = True) -> str:
         """Return the text of tokens, without special tokens if ``skips_special``.
 
@@ -59,7 +70,13 @@ class PromptTokenizer:
 
 class _FileTokenizer(PromptTokenizer):
     def __init__(
-        self, name: str, content: bytes, ends: Sequence[str | int], *, adds_special_tokens: bool
+        self,
+        name: str,
+        content: bytes,
+        ends: Sequence[str | int],
+        *,
+        adds_special_tokens: bool,
+        chat: ChatSettings | None,
     ) -> None:
         self.name = name
         self._process = TokenizerProcess(
@@ -67,6 +84,7 @@ class _FileTokenizer(PromptTokenizer):
             ends,
             special_as_text=False,
             adds_special_tokens=adds_special_tokens,
+            chat=chat,
         )
         with contextlib.ExitStack() as on_error, name_failures(name):
             on_error.callback(self.close)
@@ -84,6 +102,10 @@ class _FileTokenizer(PromptTokenizer):
         starts = stops - counts + surplus
         return [tokens[start:stop].tolist() for start, stop in zip(starts, stops, strict=True)]
 
+    def ask(self, text: str) -> str:
+        with name_failures(self.name):
+            return self._process.ask([{"role": "user", "content": text}])
+
     def decode(self, tokens: Sequence[int], *, skips_special: bool = True) -> str:
         with name_failures(self.name):
             return self._process.decode(tokens, skips_special=skips_special)
@@ -98,6 +120,7 @@ def make_prompt_tokenizer(
     *,
     ends: Sequence[str | int] = (),
     adds_special_tokens: bool = True,
+    chat: ChatSettings | None = None,
 ) -> PromptTokenizer:
     """Start a tokenizer. The caller must close it.
 
@@ -106,24 +129,33 @@ def make_prompt_tokenizer(
         content: of the tokenizer.json.
         ends: the names or numbers of tokens that may end a text, best first. Empty: usual names.
         adds_special_tokens: whether a prompt gets the special tokens that the tokenizer adds.
+        chat: the chat template, for ``ask``.
 
     Raises:
-        DataError: the tokenizer cannot be loaded.
+        DataError: the tokenizer or the template cannot be loaded.
     """
     return _FileTokenizer(
-        one_line(name), content, ends or USUAL_ENDS, adds_special_tokens=adds_special_tokens
+        one_line(name),
+        content,
+        ends or USUAL_ENDS,
+        adds_special_tokens=adds_special_tokens,
+        chat=chat,
     )
 
 
-def open_prompt_tokenizer(path: str, *, adds_special_tokens: bool = True) -> PromptTokenizer:
+def open_prompt_tokenizer(
+    path: str, *, adds_special_tokens: bool = True, has_chat: bool = False
+) -> PromptTokenizer:
     """Start the tokenizer in a file, or the one of bytes. The caller must close it.
 
     Args:
         path: "bytes", or the path of a tokenizer.json or of a folder that has one.
         adds_special_tokens: as in ``make_prompt_tokenizer``.
+        has_chat: whether to read the chat template beside it, for ``ask``.
 
     Raises:
-        DataError: the file cannot be read, or the tokenizer cannot be loaded.
+        DataError: the file cannot be read, or the tokenizer cannot be loaded, or there is no chat
+            template.
     """
     if path == "bytes":
         return PromptTokenizer()
@@ -133,6 +165,7 @@ def open_prompt_tokenizer(path: str, *, adds_special_tokens: bool = True) -> Pro
         read_tokenizer(file),
         ends=ends_of(file, None),
         adds_special_tokens=adds_special_tokens,
+        chat=read_chat_settings(Path(path), None, option="--chat") if has_chat else None,
     )
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -624,6 +624,22 @@ class TokenizerProcess:
         mask = np.frombuffer(answer, dtype=np.uint8, count=total, offset=begin + 4 * total)
         ends = np.frombuffer(answer, dtype="<u4", offset=begin + 5 * total)
         return EncodedChats(counts, tokens.astype(np.int64), mask, frozenset(ends.tolist()))
+
+    def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Render messages, and after them what the chat template puts before an answer.
+
+        The process must have a chat template.
+
+        Raises:
+            TokenizerFailure: the template fails, or the process ends.
+        """
+        request = b"r" + json.dumps(messages).encode()
+        cpu_s = 2 * _ENCODE_S + 4 * len(request) / 1e6 * _ENCODE_S_PER_MB
+        answer = self._ask([request], cpu_s, "with its chat template")
+        text = answer[1:].decode(errors="replace")
+        if answer[:1] != b"+":
+            raise TokenizerFailure(f"its chat template cannot render the prompt: {text}")
+        return text
 
     def decode(self, tokens: Sequence[int], *, skips_special: bool = True) -> str:
         """Return the text of tokens, which must be below 2**32.

@@ -20,6 +20,8 @@ Each request and each answer is a frame: its length in 8 bytes, little-endian, t
   turns of the assistant that are learned, and the special tokens that end such turns (uint32); or
   b"-", the number of a conversation (int64), and what is wrong with it. The number is -1 if the
   tokenizer fails.
+- Or it is b"r" and messages: a JSON list. The answer is b"+" and their text in UTF-8, with what
+  the chat template puts before an answer; or b"-" and the text of an error.
 - Or it is b"d" and tokens (uint32). The answer is b"+" and their text in UTF-8; or b"-" and the
   text of an error. b"D" in place of b"d" keeps special tokens.
 
@@ -84,6 +86,9 @@ def main() -> None:
             if request[:1] in (b"d", b"D"):
                 skips_special = request[:1] == b"d"
                 answer_bytes = b"+" + _decode(tokenizer, request[1:], skips_special=skips_special)
+            elif request[:1] == b"r":
+                assert template is not None  # the settings have one
+                answer_bytes = b"+" + template.ask(json.loads(request[1:])).encode()
             elif request[:1] == b"c":
                 answer_bytes = _encode_chats(tokenizer, template, request[1:], settings)
             else:

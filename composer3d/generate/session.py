@@ -9,15 +9,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from composer3d.convert.formats import Source
 from composer3d.convert.start import read_shards
+from composer3d.data.chat_settings import TEMPLATE, make_chat_settings, require_jinja
 from composer3d.data.prompt_tokenizer import (
     PromptTokenizer,
     make_prompt_tokenizer,
     open_prompt_tokenizer,
 )
-from composer3d.data.special_tokens import BY_NAME, BY_NUMBER, own_ends
-from composer3d.data.tokenizer import OTHER_TOKENIZERS, repeated_beginnings
+from composer3d.data.special_tokens import BY_NAME, BY_NUMBER, TOKENIZER_CONFIG, own_ends
+from composer3d.data.tokenizer import OTHER_TOKENIZERS, ChatSettings, repeated_beginnings
 from composer3d.facts.errors import DataError
+from composer3d.facts.text import one_line
 from composer3d.generate.generator import Completion, Generator
 from composer3d.generate.load import Checkpoint, carried_json, load_model, open_checkpoint
 from composer3d.generate.prompts import Prompt
@@ -44,6 +47,8 @@ class Request:
         dtype: the name of the dtype of the model; None: that of the checkpoint.
         tokenizer: "bytes", the path of a tokenizer.json, or None for that of the checkpoint.
         adds_special_tokens: whether prompts get the special tokens that the tokenizer adds.
+        is_chat: whether a prompt in text is a message of a user, which the chat template of the
+            tokenizer renders. The template then gives the special tokens.
     """
 
     src: str
@@ -55,6 +60,7 @@ class Request:
     dtype: str | None
     tokenizer: str | None
     adds_special_tokens: bool
+    is_chat: bool = False
 
 
 class Session(NamedTuple):
@@ -104,7 +110,7 @@ def open_session(request: Request) -> Iterator[Session]:
     checkpoint = open_checkpoint(Path(request.src), request.recipe)
     tokenizer = _open_tokenizer(request, checkpoint)
     with closing(tokenizer or PromptTokenizer()):
-        prompts = _encode(request.prompts, tokenizer)
+        prompts = _encode(request, tokenizer)
         _check(request.prompts, prompts, checkpoint)
         end_tokens = checkpoint.end_tokens
         if not end_tokens and tokenizer is not None and tokenizer.end is not None:
@@ -113,16 +119,19 @@ def open_session(request: Request) -> Iterator[Session]:
 
 
 def _open_tokenizer(request: Request, checkpoint: Checkpoint) -> PromptTokenizer | None:
-    adds = request.adds_special_tokens
+    adds = request.adds_special_tokens and not request.is_chat
     if request.tokenizer is not None:
-        return open_prompt_tokenizer(request.tokenizer, adds_special_tokens=adds)
+        return open_prompt_tokenizer(
+            request.tokenizer, adds_special_tokens=adds, has_chat=request.is_chat
+        )
     source = checkpoint.source
     content = source.carried.get(_TOKENIZER)
     if content is not None:
         name = f"{_TOKENIZER} of {source.path}"
         names = (*BY_NAME, *BY_NUMBER)
         ends = own_ends({file: carried_json(source, file) for file in names})
-        return make_prompt_tokenizer(name, content, ends=ends, adds_special_tokens=adds)
+        chat = _carried_chat_settings(source) if request.is_chat else None
+        return make_prompt_tokenizer(name, content, ends=ends, adds_special_tokens=adds, chat=chat)
     if all(prompt.tokens is not None for prompt in request.prompts):
         return None
     others = [name for name in OTHER_TOKENIZERS if name in source.carried]
@@ -133,8 +142,28 @@ def _open_tokenizer(request: Request, checkpoint: Checkpoint) -> PromptTokenizer
     )
 
 
-def _encode(prompts: Sequence[Prompt], tokenizer: PromptTokenizer | None) -> list[list[int]]:
+def _carried_chat_settings(source: Source) -> ChatSettings:
+    """Return the chat template that came with a model. Raises DataError if there is none."""
+    require_jinja("--chat")
+    settings = make_chat_settings(
+        source.carried.get(TEMPLATE),
+        source.carried.get(TOKENIZER_CONFIG),
+        template_file=source.path / TEMPLATE,
+        folder=source.path,
+    )
+    if settings is None:
+        raise DataError(
+            f"--chat: {one_line(source.path)} has no chat template, neither {TEMPLATE} nor in "
+            f"{TOKENIZER_CONFIG}; leave --chat out, or give a folder that has one by --tokenizer"
+        )
+    return settings
+
+
+def _encode(request: Request, tokenizer: PromptTokenizer | None) -> list[list[int]]:
+    prompts = request.prompts
     texts = [prompt.text for prompt in prompts if prompt.text is not None]
+    if request.is_chat and tokenizer is not None:
+        texts = [tokenizer.ask(text) for text in texts]
     encoded = iter(tokenizer.encode(texts) if tokenizer is not None and texts else [])
     return [next(encoded) if prompt.tokens is None else list(prompt.tokens) for prompt in prompts]
 

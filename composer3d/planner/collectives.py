@@ -5,7 +5,7 @@ B200 (``tests/planner/test_collectives.py``). Bandwidth is bus bandwidth: a ring
 (n-1)/n of the bytes through each device, and twice that for an all-reduce.
 """
 
-from math import log2
+from math import comb, gcd, log2
 from typing import Literal, NamedTuple
 
 from composer3d.planner.constants import Constants
@@ -116,6 +116,70 @@ def all_to_all_s(
     outside = size_bytes * (ranks - in_node) / ranks
     seconds = inside / (machine.ring_bytes_s * _share(machine, constants.nvlink_share))
     seconds += outside / (machine.nic_bytes_s * _share(machine, constants.nic_share))
+    return 2 * _launch_s(machine, crosses) + seconds
+
+
+class Routing(NamedTuple):
+    """The experts to which a router sends a token.
+
+    Attributes:
+        experts: their number in a block.
+        chosen: those of a token.
+        neighbours: whether they are neighbours, and those of the next token the next ones.
+            Otherwise, all choices are equally likely.
+    """
+
+    experts: int
+    chosen: int
+    neighbours: bool
+
+    def parts_reached(self, parts: int) -> float:
+        """Return in how many of ``parts`` equal parts of the experts a token has one, on average.
+
+        With s experts in a part and k chosen of E, a part has none of them with the chance
+        C(E - s, k) / C(E, k). Neighbouring ones begin at a multiple of g = gcd(k, s): they reach
+        the next part at one of k / g - 1 of the s / g places at which they can begin.
+        """
+        size = max(1, self.experts // parts)
+        if self.neighbours:
+            return 1 + (self.chosen - gcd(self.chosen, size)) / size
+        missed = comb(self.experts - size, self.chosen) / comb(self.experts, self.chosen)
+        return parts * (1 - missed)
+
+
+def token_exchange_s(
+    group: GroupShape,
+    size_bytes: float,
+    routing: Routing,
+    machine: Machine,
+    constants: Constants,
+) -> float:
+    """Return the seconds in which a rank sends each of its tokens to the ranks of its experts.
+
+    A token passes its rank's card once for each other node that it goes to, and arrives at the rank
+    with the same place there. From that one it is passed on over NVLink to each rank that needs it,
+    while the next tokens still arrive (DeepEP, https://github.com/deepseek-ai/DeepEP, "normal
+    kernels"). Results come back on the same way, and are added up on it.
+
+    Args:
+        group: the ranks that share the experts.
+        size_bytes: of the tokens of a rank, each once.
+        routing: the experts of a token.
+        machine: the links.
+        constants: the shares of the links' rates.
+    """
+    ranks = group.ranks
+    if ranks <= 1 or size_bytes <= 0:
+        return 0.0
+    crosses = group.crosses_nodes(machine)
+    in_node = group.in_node(machine) if crosses else ranks
+    nodes = max(1, ranks // in_node)
+    outside = size_bytes * routing.parts_reached(nodes) * (nodes - 1) / nodes
+    inside = size_bytes * routing.parts_reached(ranks) * (in_node - 1) / in_node
+    seconds = max(
+        inside / (machine.ring_bytes_s * _share(machine, constants.nvlink_share)),
+        outside / (machine.nic_bytes_s * _share(machine, constants.nic_share)),
+    )
     return 2 * _launch_s(machine, crosses) + seconds
 
 

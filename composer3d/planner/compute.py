@@ -216,7 +216,8 @@ def ffn_products(setup: Setup, has_experts: bool) -> list[Product]:
     products = [Product(tokens / layout.tp, sizes.experts, sizes.dim)]
     # The ranks of tp hold different tokens, or each a part of every expert. Both cut the work.
     held = max(1.0, sizes.experts / layout.ep)
-    rows = _IMBALANCE * tokens * sizes.experts_per_token / held
+    imbalance = 1.0 if setup.software.balances_routing else _IMBALANCE
+    rows = imbalance * tokens * sizes.experts_per_token / held
     width: float = sizes.expert_width
     if layout.expert_tp:
         width /= layout.tp

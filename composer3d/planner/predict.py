@@ -10,6 +10,7 @@ from typing import Any
 from composer3d.facts.errors import DeviceError
 from composer3d.facts.hardware import Hardware
 from composer3d.models.registry import architecture
+from composer3d.models.shape import DecoderShape
 from composer3d.models.table import NORMS_OVER_HEADS, Row
 from composer3d.planner.constants import SHIPPED, Constants
 from composer3d.planner.matrices import newton_schulz_flops
@@ -201,12 +202,13 @@ def of_recipe(
 
 def sizes_of(recipe: Recipe) -> Sizes:
     """Return the sizes of a recipe's model."""
-    return _sizes(recipe.model)
+    return sizes_of_shape(recipe.model, recipe.model.architecture)
 
 
 @cache
-def _sizes(model: Model) -> Sizes:
-    table = architecture(model.architecture).table_of(model)
+def sizes_of_shape(shape: DecoderShape, architecture_name: str) -> Sizes:
+    """Return the sizes of a model, from the table of parameters of its architecture."""
+    table = architecture(architecture_name).table_of(shape)
 
     def is_attention(row: Row) -> bool:
         return row.name.startswith(f"{table.attention}.")
@@ -219,49 +221,49 @@ def _sizes(model: Model) -> Sizes:
     dense = next((rows for rows in kinds if not any(map(is_expert, rows))), ())
     feed_forward = [row for row in kinds[0] if not is_attention(row) and row.is_matrix]
     inner = sum(row.style == "column" for row in feed_forward)
-    expert_blocks = getattr(model, "moe_layers", model.n_layers) if model.experts else 0
-    expert_blocks += model.mtp_layers
+    expert_blocks = getattr(shape, "moe_layers", shape.n_layers) if shape.experts else 0
+    expert_blocks += shape.mtp_layers
     norms = [row for row in kinds[0] if row.style == "norm" and not is_attention(row)]
     return Sizes(
-        layers=model.all_layers,
-        dim=model.dim,
-        heads=model.n_heads,
-        kv_heads=model.n_kv_heads,
-        head_width=model.head_width,
-        ffn=model.ffn,
-        vocab=model.vocab,
+        layers=shape.all_layers,
+        dim=shape.dim,
+        heads=shape.n_heads,
+        kv_heads=shape.n_kv_heads,
+        head_width=shape.head_width,
+        ffn=shape.ffn,
+        vocab=shape.vocab,
         attention_parameters=_elements(filter(is_attention, kinds[0])),
         dense_parameters=_elements(filterfalse(is_attention, dense)),
         embedding_parameters=_elements(table.first),
-        head_parameters=_elements(row for row in table.last if row.style == "head"),
+        head_parameters=_elements(row for row in table.last if row.style != "embedding"),
         expert_parameters=_elements(filter(is_expert, with_experts)),
         shared_parameters=_elements(
             row for row in with_experts if not is_attention(row) and not is_expert(row)
         ),
         # A gate makes two matrices before the last one. Layers of experts alone have no columns.
         ffn_matrices=2 if inner == 1 else 3,
-        latents=_latents(model),
+        latents=_latents(shape),
         norms=len({row.module for row in norms}),  # a LayerNorm has two rows
         # What a norm before a layer returns is read by the layer's products.
         norms_after=any(row.is_unread for row in norms),
-        wide_norms=getattr(model, "wide_norms", False),
+        wide_norms=getattr(shape, "wide_norms", False),
         norms_over_heads=any(row.style in NORMS_OVER_HEADS for row in kinds[0]),
-        tied=model.tied,
-        windows=tuple(map(model.window_of, range(model.all_layers))) if any(model.windows) else (),
-        experts=model.experts,
-        experts_per_token=model.experts_per_token if model.experts else 0,
-        expert_width=model.expert_width if model.experts else 0,
-        shared_width=getattr(model, "shared_ffn", 0),
-        shared_gate=getattr(model, "shared_gate", False),
+        tied=shape.tied,
+        windows=tuple(map(shape.window_of, range(shape.all_layers))) if any(shape.windows) else (),
+        experts=shape.experts,
+        experts_per_token=shape.experts_per_token if shape.experts else 0,
+        expert_width=shape.expert_width if shape.experts else 0,
+        shared_width=getattr(shape, "shared_ffn", 0),
+        shared_gate=getattr(shape, "shared_gate", False),
         expert_blocks=expert_blocks,
-        expert_every=getattr(model, "moe_every", 1),
-        mtp_layers=model.mtp_layers,
+        expert_every=getattr(shape, "moe_every", 1),
+        mtp_layers=shape.mtp_layers,
     )
 
 
-def _latents(model: Model) -> Latents | None:
-    latent: Any = model
-    if not hasattr(model, "kv_rank"):
+def _latents(shape: DecoderShape) -> Latents | None:
+    latent: Any = shape
+    if not hasattr(shape, "kv_rank"):
         return None
     return Latents(
         query=latent.query_rank,

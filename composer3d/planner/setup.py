@@ -354,6 +354,13 @@ class Software:
         gathers_tensors: whether a sharded optimizer gathers tensor by tensor, not in large buckets.
         launches_synchronously: whether the host waits for every kernel.
         offloads: whether parameters and optimizer live in host memory.
+        sends_tokens_once: whether a token travels once to each node with some of its experts, and
+            from there over the fast links once to each rank. Otherwise it is sent once for each of
+            its experts.
+        balances_routing: whether the router gives all experts equally many tokens, whatever the
+            tokens are, as a benchmark's does.
+        routes_to_neighbours: whether such a router gives a token neighbouring experts, and the next
+            token the next ones. Otherwise the experts of a token are independent.
     """
 
     attention: AttentionKernel = "flash2"
@@ -372,6 +379,9 @@ class Software:
     overlaps_gathers = False
     gathers_tensors = False
     launches_synchronously = False
+    sends_tokens_once = False
+    balances_routing = False
+    routes_to_neighbours = False
 
 
 class Machine(NamedTuple):

@@ -16,9 +16,11 @@ from composer3d.planner import compute
 from composer3d.planner.collectives import (
     GroupShape,
     Operation,
+    Routing,
     all_to_all_s,
     collective_s,
     send_s,
+    token_exchange_s,
 )
 from composer3d.planner.compute import Work
 from composer3d.planner.constants import SHIPPED, Constants
@@ -229,9 +231,7 @@ def _block(
             visible_s.append(first * of_attention_s + second * ffn_s)
         add("tp", *visible_s)
     if has_experts and layout.ep > 1:
-        rows = setup.tokens * sizes.experts_per_token
-        sent = setup.precision.activations * rows * sizes.dim / layout.tp
-        one_s = all_to_all_s(axis_groups["ep"], sent, machine, constants)
+        one_s = _exchange_s(setup, constants, axis_groups["ep"])
         add("ep", 2 * one_s, 2 * one_s)
     if layout.cp > 1:
         forward_cp, backward_cp = _context_s(setup, constants, axis_groups["cp"], window)
@@ -263,6 +263,17 @@ def _beside(compute_s: float, collective_s: float, constants: Constants) -> floa
         compute_s + constants.interference * hidden_s,
         collective_s + (1 - constants.hidden_share) * compute_s,
     )
+
+
+def _exchange_s(setup: Setup, constants: Constants, group: GroupShape) -> float:
+    """Return the seconds in which all tokens of a micro-batch travel to the ranks of experts."""
+    sizes, software = setup.sizes, setup.software
+    rows = setup.tokens * (1 if software.sends_tokens_once else sizes.experts_per_token)
+    sent = setup.precision.activations * rows * sizes.dim / setup.layout.tp
+    if not software.sends_tokens_once:
+        return all_to_all_s(group, sent, setup.machine, constants)
+    routing = Routing(sizes.experts, sizes.experts_per_token, software.routes_to_neighbours)
+    return token_exchange_s(group, sent, routing, setup.machine, constants)
 
 
 def _context_s(

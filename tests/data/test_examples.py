@@ -11,7 +11,7 @@ import pytest
 from jinja2 import TemplateError
 
 from composer3d import cli
-from composer3d.data import chat_template, examples, prepare, tokenizer
+from composer3d.data import chat_settings, chat_template, examples, prepare, tokenizer
 from composer3d.data.chat_template import ChatTemplate
 from composer3d.data.documents import Document
 from composer3d.facts.errors import DataError
@@ -521,7 +521,7 @@ def test_a_tokenizer_that_fails_is_named(chats: Examples, tmp_path: Path) -> Non
 
 def test_an_old_jinja_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tokenizer(tmp_path / "tok")
-    monkeypatch.setattr(examples, "version", lambda name: "3.1.5")
+    monkeypatch.setattr(chat_settings, "version", lambda name: "3.1.5")
     with refuses(r"needs the package jinja2, 3\.1\.6 or newer, and 3\.1\.5"):
         examples.open_example_tokenizer(str(tmp_path / "tok"), None, examples.Chat())
 

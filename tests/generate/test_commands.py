@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
+import transformers
 
 from composer3d import cli
 from composer3d.facts.tokenizer_file import make_byte_tokenizer
@@ -23,6 +24,7 @@ from composer3d.models.llama.shape import ModelShape
 from composer3d.models.moe.shape import MoeShape
 from composer3d.models.shape import DecoderShape
 from composer3d.runtime.launch import Pool
+from tests.data.sample_chats import MARKED, PLAIN, write_tokenizer
 from tests.generate.jobs import (
     answer_of,
     greedy,
@@ -464,3 +466,53 @@ def test_another_tokenizer_is_noted(tmp_path: Path, tokens: Path) -> None:
     opened = open_checkpoint(make_checkpoint(tmp_path / "a", "llama", SHAPE, assets=assets))
     (note,) = check_data(opened, str(tokens), default_windows(opened))
     assert "a loss of other tokens says nothing" in note
+
+
+def prompt_tokens_of(done: dict[str, Any]) -> list[int]:
+    (completion,) = done["completions"]
+    tokens: list[int] = completion["prompt_tokens"]
+    return tokens
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN])
+def test_chat_renders_prompts_as_transformers_does(
+    template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the template that came with the checkpoint, or by that of another folder."""
+    write_tokenizer(tmp_path / "tokenizer", template)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "tokenizer").iterdir()}
+    shape = replace(SHAPE, vocab=512)
+    path = make_checkpoint(tmp_path / "step", "llama", shape, assets=files)
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    expected = reference.apply_chat_template(
+        [{"role": "user", "content": "hello there"}],
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    assert expected[0] == reference.bos_token_id
+    arguments = ["generate", str(path), "--prompt", "hello there", "--max-tokens", "1", "--json"]
+    assert cli.main([*arguments, "--chat"]) == 0
+    assert prompt_tokens_of(answer_of(capsys.readouterr().out)) == expected
+    others = ["--tokenizer", str(tmp_path / "tokenizer")]
+    assert cli.main([*arguments, "--chat", *others]) == 0
+    assert prompt_tokens_of(answer_of(capsys.readouterr().out)) == expected
+    assert cli.main(arguments) == 0
+    assert prompt_tokens_of(answer_of(capsys.readouterr().out)) != expected
+
+
+def test_chat_needs_text_and_a_template_that_works(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def error_of(*arguments: str) -> str:
+        assert cli.main(["generate", str(checkpoint), "--chat", *arguments]) == 2
+        return capsys.readouterr().err
+
+    write_tokenizer(tmp_path / "none", None)
+    write_tokenizer(tmp_path / "fails", "{{ raise_exception('no user, please') }}")
+    (tmp_path / "tokens.jsonl").write_text('{"prompt": [1, 2]}\n')
+    prompt = ["--prompt", "hello"]
+    assert "has no chat template, neither chat_template.jinja nor in" in error_of(*prompt)
+    assert "has no chat template" in error_of(*prompt, "--tokenizer", str(tmp_path / "none"))
+    assert "no user, please" in error_of(*prompt, "--tokenizer", str(tmp_path / "fails"))
+    assert "a tokenizer of bytes does not have" in error_of(*prompt, "--tokenizer", "bytes")
+    assert "given as tokens; give text" in error_of("--prompts", str(tmp_path / "tokens.jsonl"))

@@ -1,10 +1,19 @@
 """The time of collectives agrees with nccl-tests that are published."""
 
 from dataclasses import replace
+from itertools import combinations
+from statistics import fmean
 
 import pytest
 
-from composer3d.planner.collectives import GroupShape, all_to_all_s, collective_s, send_s
+from composer3d.planner.collectives import (
+    GroupShape,
+    Routing,
+    all_to_all_s,
+    collective_s,
+    send_s,
+    token_exchange_s,
+)
 from composer3d.planner.constants import PRIORS, SHIPPED
 from composer3d.planner.setup import Machine
 from tests.planner.setups import device
@@ -58,6 +67,44 @@ def test_an_all_to_all_that_leaves_the_node_is_slower() -> None:
     inside = all_to_all_s(GroupShape(8, 1), 1e9, machine, ALONE)
     across = all_to_all_s(GroupShape(8, 8), 1e9, machine, ALONE)
     assert across > 4 * inside
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 6, 12])
+@pytest.mark.parametrize("chosen", [1, 2, 4, 6])
+def test_the_parts_that_a_token_reaches_are_counted(chosen: int, parts: int) -> None:
+    experts = 12
+    size = experts // parts
+
+    def reached(choices: list[list[int]]) -> float:
+        return fmean(len({expert // size for expert in choice}) for choice in choices)
+
+    any_choice = [list(choice) for choice in combinations(range(experts), chosen)]
+    independent = Routing(experts, chosen, neighbours=False)
+    assert independent.parts_reached(parts) == pytest.approx(reached(any_choice), rel=1e-12)
+    begins = range(0, experts * chosen, chosen)
+    in_a_row = [[(begin + nth) % experts for nth in range(chosen)] for begin in begins]
+    neighbours = Routing(experts, chosen, neighbours=True)
+    assert neighbours.parts_reached(parts) == pytest.approx(reached(in_a_row), rel=1e-12)
+
+
+def test_a_token_that_is_sent_once_passes_each_link_once() -> None:
+    machine, size = machine_of("H100"), 1e9
+    card = machine.nic_bytes_s * SHIPPED.nic_share
+    nvlink = machine.ring_bytes_s * SHIPPED.nvlink_share
+    # 64 ranks on 8 nodes, 256 experts: 8 of them in a row are on two ranks of one node.
+    neighbours = Routing(256, 8, neighbours=True)
+    across = token_exchange_s(GroupShape(64, 1), size, neighbours, machine, SHIPPED)
+    assert across == pytest.approx(40e-6 + 7 / 8 * size / card)
+    # Independent ones are on 5.3 nodes on average; an all-to-all sends 8 copies of a token.
+    independent = Routing(256, 8, neighbours=False)
+    apart = token_exchange_s(GroupShape(64, 1), size, independent, machine, SHIPPED)
+    assert apart / across == pytest.approx(5.29, abs=0.01)
+    everything = all_to_all_s(GroupShape(64, 1), 8 * size, machine, SHIPPED)
+    assert everything / apart > 8 / 5.29
+    # In one node, NVLink brings a token to each rank but its own.
+    inside = token_exchange_s(GroupShape(8, 1), size, neighbours, machine, SHIPPED)
+    assert inside == pytest.approx(40e-6 + 7 / 8 * size / nvlink)
+    assert token_exchange_s(GroupShape(1, 1), size, neighbours, machine, SHIPPED) == 0
 
 
 def test_a_measured_latency_replaces_the_usual_one() -> None:

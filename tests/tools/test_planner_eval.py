@@ -9,7 +9,7 @@ import pytest
 
 from composer3d.facts.errors import UserError
 from tools import planner_eval
-from tools.planner.rows import family_of, read, software_facts
+from tools.planner.rows import family_of, read, software_facts, tokens_s
 from tools.prove.paths import ROOT
 
 COLUMNS = (
@@ -90,6 +90,60 @@ def test_runs_on_b200_are_not_predicted_too_fast(
     assert abs(outcomes[0].tokens_error or 1.0) < 0.15
 
 
+@pytest.fixture(scope="module")
+def of_experts() -> list[planner_eval.Outcome]:
+    """The outcomes of runs with experts that no constant was fitted to."""
+    rows, skipped = read(ROOT / "tools" / "planner" / "published_moe.csv")
+    outcomes, failed = planner_eval.evaluate(rows, planner_eval.SHIPPED)
+    assert not skipped
+    assert not failed
+    return outcomes
+
+
+def test_published_runs_of_deepseek_v3_are_predicted(
+    of_experts: list[planner_eval.Outcome],
+) -> None:
+    found = [outcome for outcome in of_experts if outcome.row.model == "DeepSeek-V3"]
+    assert len(found) == 3
+    for outcome in found:
+        assert abs(outcome.tokens_error or 1.0) < 0.15, outcome.row.id
+        assert outcome.fits or not outcome.decision, outcome.row.id
+
+
+def test_the_table_of_the_page_is_what_the_command_prints(
+    of_experts: list[planner_eval.Outcome],
+) -> None:
+    page = (ROOT / "docs" / "plan.md").read_text()
+    assert "\npython tools/planner_eval.py tools/planner/published_moe.csv --table\n" in page
+    assert "\n".join(["", *planner_eval.table(of_experts), ""]) in page
+
+
+def test_a_preset_has_the_sizes_of_our_table(tmp_path: Path) -> None:
+    """Latent attention is told by a preset only."""
+    named = {**ROW, "preset": "deepseek-v3", "n_layers": "", "hidden": "", "n_heads": ""}
+    unknown = {**named, "preset": "deepseek-v99"}
+    path = write(tmp_path, named, unknown, columns=f"{COLUMNS},preset")
+    (row,), (skipped,) = read(path)
+    assert row.setup.sizes.layers == 61
+    assert row.setup.sizes.latents is not None
+    assert row.setup.sizes.latents.query == 1536
+    assert skipped.reason == "the preset 'deepseek-v99' is unknown"
+
+
+def test_a_step_of_several_pipelines_takes_as_often_as_long(tmp_path: Path) -> None:
+    pipeline = {**ROW, "pp": "2", "dp": "4", "n_microbatches": "8", "gbs": "128"}
+    (once,), _ = read(write(tmp_path, pipeline))
+    (often,), _ = read(write(tmp_path, {**pipeline, "gbs": "512"}))
+    (longer,), _ = read(write(tmp_path, {**pipeline, "gbs": "512", "n_microbatches": "32"}))
+    assert (once.setup.rounds, often.setup.rounds, longer.setup.rounds) == (1, 4, 1)
+    assert often.setup.step_tokens == longer.setup.step_tokens == 4 * once.setup.step_tokens
+    constants = planner_eval.SHIPPED
+    one, four, long = (tokens_s(row, constants) for row in (once, often, longer))
+    # Four pipelines have four bubbles, and one step of the optimizer.
+    assert one < four < long
+    assert four == pytest.approx(one, rel=0.05)
+
+
 def test_an_unknown_gpu_is_skipped_with_its_name(tmp_path: Path) -> None:
     rows, (skipped,) = read(write(tmp_path, {**ROW, "gpu": "TPU v5p"}))
     assert not rows
@@ -147,6 +201,31 @@ def test_words_about_software_become_facts() -> None:
     assert software_facts("torchtitan, compile", "").software.fuses_elementwise
     assert not software_facts("torchtitan, eager", "").software.fuses_elementwise
     assert software_facts("X", "CUDA_LAUNCH_BLOCKING=1").software.launches_synchronously
+    once = software_facts("NeMo AutoModel, TE, DeepEP", "fake balanced gate").software
+    assert once.sends_tokens_once
+    assert once.balances_routing
+    assert once.routes_to_neighbours
+    assert not once.fuses_elementwise
+    forced = software_facts("Megatron-Core, TE", "force-balance").software
+    assert not forced.sends_tokens_once
+    assert forced.balances_routing
+    assert not forced.routes_to_neighbours
+
+
+def test_parameters_in_16_bits_have_no_other_copy(tmp_path: Path) -> None:
+    narrow = {**ROW, "precision": "bf16; no master weights"}
+    shards, _ = read(write(tmp_path, narrow, {**narrow, "sharding": "FSDP2 no reshard"}, ROW))
+    # Two moments; with zero = 3 also the shard of the parameters, which is the master copy else.
+    assert [row.setup.precision.optimizer for row in shards] == [2 + 2 * 2, 2 * 2, 4 + 2 * 4]
+    assert [row.setup.precision.gradients for row in shards] == [2, 2, 4]
+
+
+def test_layers_that_do_not_divide_are_cut_as_the_software_does(tmp_path: Path) -> None:
+    of_33 = {**ROW, "n_layers": "33", "pp": "4", "dp": "2", "framework": "Megatron-Core TE"}
+    (usual,), _ = read(write(tmp_path, of_33))
+    assert usual.setup.layout.stage_blocks == (9, 9, 9, 6)
+    (even,), _ = read(write(tmp_path, {**of_33, "framework": "NeMo AutoModel"}))
+    assert even.setup.layout.stage_blocks == (9, 8, 8, 8)
 
 
 def test_json_has_the_promised_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

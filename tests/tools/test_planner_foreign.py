@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from composer3d.planner.compute import ffn_products
 from composer3d.planner.constants import PRIORS
 from composer3d.planner.pipeline import compiled, critical_path, length_s
 from composer3d.planner.setup import BatchSizes, Machine
 from composer3d.planner.simulate import StageTimes, simulate
+from composer3d.planner.time import predict_time
 from tests.planner.setups import device
 from tools.planner.foreign import (
     ForeignLayout,
@@ -112,6 +114,39 @@ def test_experts_are_shared_by_ep() -> None:
     assert alone.weights - shared.weights == pytest.approx(2 * experts * 7 / 8)
     # Optimizer states are spread over all ranks in both cases.
     assert alone.optimizer == pytest.approx(shared.optimizer)
+
+
+def test_tokens_that_are_sent_once_cost_less_time_and_memory() -> None:
+    sizes = replace(SIZES, experts=64, experts_per_token=8, expert_width=512, expert_blocks=8)
+    each = setup_of(sizes=sizes, dp_shard=64, ep=64, zero=1)
+    once = replace(each, software=replace(each.software, sends_tokens_once=True))
+    in_a_row = replace(once, software=replace(once.software, routes_to_neighbours=True))
+    launches_s = 8 * 8 * 4 * 40e-6  # blocks, micro-batches, exchanges
+    by_experts_s, by_nodes_s, by_one_node_s = (
+        predict_time(setup, PRIORS).exposed_s["ep"] - launches_s for setup in (each, once, in_a_row)
+    )
+    # Independent experts are on 8 (1 - C(56, 8) / C(64, 8)) = 5.43 of 8 nodes; neighbours on one.
+    assert by_nodes_s / by_one_node_s == pytest.approx(5.43, abs=0.01)
+    assert by_experts_s / by_nodes_s > 8 / 5.43
+    # Without a second copy of the tokens of 8 experts, in 16 bits.
+    spared = peak(each, PLAIN).activations - peak(once, PLAIN).activations
+    assert spared == 8 * 2 * (2 * 512) * 1024 * 8
+
+
+def test_a_router_for_benchmarks_loads_all_experts_alike() -> None:
+    sizes = replace(SIZES, experts=8, experts_per_token=2, expert_width=8192, expert_blocks=8)
+    learned = setup_of(sizes=sizes, dp_shard=8, ep=8, zero=1)
+    forced = replace(learned, software=replace(learned.software, balances_routing=True))
+    rows = [ffn_products(setup, has_experts=True)[1].rows for setup in (learned, forced)]
+    assert rows[1] == 2 * 512 * 2
+    assert rows[0] == pytest.approx(1.15 * rows[1])
+
+
+def test_a_pipeline_keeps_whole_gradients_until_the_end_of_a_step() -> None:
+    held = 2 * BLOCK * 2  # two blocks of a middle stage in 16 bits
+    ranks = predict_memory(setup_of(dp_shard=4, zero=2, pp=4), PLAIN)
+    assert ranks[1].gradients == held
+    assert predict_memory(setup_of(dp_shard=4, zero=1, pp=4), PLAIN)[1].gradients == held
 
 
 def test_offload_leaves_states_on_the_host() -> None:

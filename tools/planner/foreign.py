@@ -15,7 +15,6 @@ class ForeignSizes(Sizes):
     """The shape of a decoder, whose feed-forward layers may have no gate.
 
     Published runs give sizes and no table of parameters: these are counted from the sizes.
-
     """
 
     attention_parameters: int = field(init=False)
@@ -37,11 +36,6 @@ class ForeignSizes(Sizes):
         }
         for name, count in counts.items():
             object.__setattr__(self, name, count)  # the class is frozen
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether feed-forward layers have a gate."""
-        return self.ffn_matrices == 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +112,9 @@ class ForeignSoftware(Software):
         overlaps_gathers: whether a sharded optimizer gathers parameters during the next forward.
         gathers_tensors: whether a sharded optimizer gathers tensor by tensor, not in large buckets.
         launches_synchronously: whether the host waits for every kernel.
+        sends_tokens_once: whether a token travels once to each node with some of its experts.
+        balances_routing: whether the router gives all experts equally many tokens.
+        routes_to_neighbours: whether such a router gives a token neighbouring experts.
     """
 
     fuses_loss: bool = False
@@ -130,13 +127,26 @@ class ForeignSoftware(Software):
     overlaps_gathers: bool = False
     gathers_tensors: bool = False
     launches_synchronously: bool = False
+    sends_tokens_once: bool = False
+    balances_routing: bool = False
+    routes_to_neighbours: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignSetup(Setup):
-    """A setup of another program."""
+    """A setup of another program.
 
-    sizes: ForeignSizes
+    Attributes:
+        rounds: how often a step runs its micro-batches: each time with a pipeline, gathers and
+            reductions of its own, and with one step of the optimizer after them all.
+    """
+
     layout: ForeignLayout
     precision: ForeignPrecision = field(default_factory=ForeignPrecision)
     software: ForeignSoftware = field(default_factory=ForeignSoftware)
+    rounds: int = 1
+
+    @property
+    def step_tokens(self) -> int:
+        """The tokens of a step, over all ranks."""
+        return self.rounds * super().step_tokens

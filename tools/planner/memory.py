@@ -65,7 +65,8 @@ def _rank(setup: ForeignSetup, constants: Constants, rank: int) -> RankMemory:
             gathered += precision.gathered * (whole - block) + precision.gradients * (whole - block)
     elif layout.zero == 2:
         weights = precision.weights * whole
-        gradients = precision.gradients * shard
+        # With a pipeline, they stay whole until the last micro-batch.
+        gradients = precision.gradients * (whole if layout.pp > 1 else shard)
         gathered = (2.0 + precision.reduced + 2 * precision.exchanged) * 2 * block
     else:
         weights = precision.weights * whole
@@ -107,6 +108,7 @@ def block_activations(setup: ForeignSetup, *, has_experts: bool) -> float:
     After Korthikanti et al. 2022 (arXiv 2205.05198), equation 2, for the operators of this block.
     """
     sizes, layout, software = setup.sizes, setup.layout, setup.software
+    is_gated = sizes.ffn_matrices == 3
     tokens = setup.tokens / layout.tp
     stream = setup.tokens * sizes.dim / (layout.tp if layout.sequence_parallel else 1)
     kept = 8.0 * stream  # the input and the output of both norms
@@ -115,13 +117,15 @@ def block_activations(setup: ForeignSetup, *, has_experts: bool) -> float:
     if software.attention == "unfused":
         kept += 2.0 * stream * software.dropout  # masks
         kept += _scores_bytes(setup)
-    elif sizes.is_gated and not software.fuses_elementwise:
+    elif is_gated and not software.fuses_elementwise:
         kept += tokens * 2 * (sizes.query_width + sizes.kv_width)  # before the rotation
     width: float = sizes.ffn
     if has_experts:
         width = sizes.expert_width * sizes.experts_per_token + sizes.shared_width
-        kept += 4.0 * tokens * sizes.dim * sizes.experts_per_token  # sent and received tokens
-    if sizes.is_gated:
+        # Sent and received tokens. Those that were sent once are copied as they arrive.
+        copies = 1 if software.sends_tokens_once else 2
+        kept += copies * 2.0 * tokens * sizes.dim * sizes.experts_per_token
+    if is_gated:
         kept += tokens * width * (6 if software.fuses_elementwise else 8)
     else:
         kept += tokens * width * 4

@@ -19,13 +19,16 @@ from composer3d.facts import hardware
 from composer3d.facts.errors import UserError
 from composer3d.facts.files import read_plain
 from composer3d.facts.schedules import balanced_cut, micro_batch_requirement
+from composer3d.models import registry
 from composer3d.planner.constants import Constants
 from composer3d.planner.memory import GIB
 from composer3d.planner.pipeline import length_s
+from composer3d.planner.predict import sizes_of_shape
 from composer3d.planner.setup import (
     BatchSizes,
     Machine,
     Recompute,
+    Sizes,
     Zero,
 )
 from composer3d.planner.time import LengthOf, predict_time
@@ -39,6 +42,7 @@ from tools.planner.foreign import (
 from tools.planner.memory import predict_memory
 
 MemoryMetric = Literal["allocated", "reserved", "device"]
+Splits = Literal["usual", "by cost", "evenly"]
 
 _FILE_BYTES = 64 << 20
 _MOST = 10**9  # no number of a row is larger
@@ -46,9 +50,10 @@ _MOST_GPUS = 1 << 22
 _MOST_STAGES = 4096
 _MOST_MICRO_BATCHES = 1 << 17
 
-REQUIRED = (
-    "id", "source", "n_layers", "hidden", "n_heads", "seq_len", "gpu", "n_gpus", "tp", "pp", "dp",
-)  # fmt: skip
+REQUIRED = ("id", "source", "seq_len", "gpu", "n_gpus", "tp", "pp", "dp")
+# A file has these columns, or one with the names of our presets, whose tables have all sizes.
+_SIZES = ("n_layers", "hidden", "n_heads")
+_PRESET = "preset"
 
 
 class Skipped(NamedTuple):
@@ -113,7 +118,9 @@ def read(path: str | Path) -> tuple[list[Row], list[Skipped]]:
     rows: list[Row] = []
     skipped: list[Skipped] = []
     try:
-        missing = [name for name in REQUIRED if name not in (reader.fieldnames or ())]
+        names = reader.fieldnames or ()
+        required = REQUIRED if _PRESET in names else (*REQUIRED, *_SIZES)
+        missing = [name for name in required if name not in names]
         if missing:
             raise UserError(f"{path}:1: the columns {', '.join(missing)} are missing")
         for values in reader:
@@ -136,7 +143,10 @@ def read(path: str | Path) -> tuple[list[Row], list[Skipped]]:
 def tokens_s(row: Row, constants: Constants, length: LengthOf = length_s) -> float:
     """Predict tokens per second and device."""
     setup = row.setup
-    step_s = predict_time(setup, constants, length).step_s
+    time = predict_time(setup, constants, length)
+    # The last round is followed by what a step has once.
+    once_s = time.optimizer_s + constants.step_overhead_s
+    step_s = setup.rounds * time.step_s - (setup.rounds - 1) * once_s
     return setup.step_tokens / (step_s * setup.layout.world_size)
 
 
@@ -253,7 +263,8 @@ class Facts(NamedTuple):
 
     Attributes:
         software: kernels and overlap.
-        splits_by_cost: whether layers are cut into stages of equal cost, with the head's.
+        splits: how layers are cut into stages: of equal cost, with the head's; evenly, the first
+            ones with one more; or as is the custom.
         sums_wide: whether gradients are summed in float32 over micro-batches.
         communicates_wide: whether gradients are reduced in float32.
         copies_gradients: whether the optimizer keeps a copy of the gradients of its own.
@@ -261,7 +272,7 @@ class Facts(NamedTuple):
     """
 
     software: ForeignSoftware
-    splits_by_cost: bool
+    splits: Splits
     sums_wide: bool
     communicates_wide: bool
     copies_gradients: bool
@@ -283,15 +294,20 @@ def software_facts(framework: str, notes: str) -> Facts:
             re.search(rf"(?<![a-z0-9]){re.escape(word)}{end}", text) for word, end in ends.items()
         )
 
-    core = says(
+    # It runs kernels of Transformer Engine under torch's own FSDP and pipelines.
+    automodel = says("nemo automodel")
+    te = says(
         "megatron-core", "megatron core", "nemo", "te", "transformer engine", "megatron-bridge"
     )
+    core = te and not automodel
     compiled = says("compile", "xla", "jax", "maxtext", "liger")
     if says("no flashattention") or (says("megatron-lm") and not says("flash")):
         attention = "unfused"
     elif says("torch 1.13"):
         attention = "flash1"
-    elif core or (compiled and not says("compile")) or says("fa3", "fa4"):
+    elif says("flexattn"):
+        attention = "flash2"
+    elif te or (compiled and not says("compile")) or says("fa3", "fa4"):
         attention = "flash3"
     else:
         attention = "flash2"
@@ -303,19 +319,24 @@ def software_facts(framework: str, notes: str) -> Facts:
         loss_copies=0.3 if says("liger") else 2.0 if says("composer") else 12.0,
         fuses_weight_gradients=core or says("megatron-lm"),
         dropout=attention == "unfused",
-        stops_recompute_early=says("composer", "torchtitan"),
+        stops_recompute_early=says("composer", "torchtitan", "nemo automodel"),
         bucket_bytes=2e9 if says("deepspeed", "megatron-deepspeed") else 0.0,
         step_copies=12.0 if says("internevo", "hybrid zero") else 4.0,
         overlaps_tp="both" if core else "backward" if says("async", "megatron-lm") else "none",
-        overlaps_sends=core or says("meta internal"),
+        overlaps_sends=te or says("meta internal"),
         overlaps_gradients=not says("megatron-deepspeed"),
         overlaps_gathers=core,
         gathers_tensors=says("internevo", "hybrid zero"),
         launches_synchronously="cuda_launch_blocking=1" in notes.lower(),
+        # Both are of https://github.com/deepseek-ai/DeepEP.
+        sends_tokens_once=says("deepep", "hybridep"),
+        balances_routing="balanced gate" in notes.lower() or "force-balance" in notes.lower(),
+        # NeMo AutoModel's class FakeBalancedGate gives token t the k experts from k t on.
+        routes_to_neighbours="fake balanced gate" in notes.lower(),
     )
     return Facts(
         software=software,
-        splits_by_cost=says("nanotron"),
+        splits="by cost" if says("nanotron") else "evenly" if automodel else "usual",
         sums_wide=(core and not says("nemo")) or says("sail-sg"),
         communicates_wide=(core and not says("nemo")) or says("mp mode default"),
         copies_gradients=says("megatron-deepspeed"),
@@ -368,10 +389,13 @@ def _setup(values: _Values, device: hardware.Hardware, facts: Facts) -> ForeignS
             f"{values.place}: tp x pp x dp x cp = {tp * pp * dp * cp} is not n_gpus = {gpus}"
         )
     micro_batch = values.whole("mbs", 1) or 1
-    count = values.whole("n_microbatches")
+    count, samples = values.whole("n_microbatches"), values.whole("gbs")
     if not count:
-        count = max(1, values.whole("gbs") // (dp * micro_batch))
-    schedule, stages_per_rank, in_flight = _schedule(values, pp)
+        count = max(1, samples // (dp * micro_batch))
+    rounds, rest = divmod(samples, dp * micro_batch * count)
+    if rest or not rounds:
+        rounds = 1
+    schedule, stages_per_rank, in_flight = _schedule(values, pp, sizes.layers)
     stages = pp * stages_per_rank
     if stages > _MOST_STAGES or count > _MOST_MICRO_BATCHES:
         raise UserError(
@@ -413,17 +437,21 @@ def _setup(values: _Values, device: hardware.Hardware, facts: Facts) -> ForeignS
             stages_per_rank=stages_per_rank,
             schedule=schedule,
             in_flight=in_flight,
-            stage_blocks=_stage_blocks(sizes, stages, facts.splits_by_cost),
+            stage_blocks=_stage_blocks(sizes, stages, facts.splits),
         ),
         batch=BatchSizes(seq_len=seq_len, micro_batch=micro_batch, micro_batches=count),
         machine=_machine(values, device),
         precision=_precision(values.text("precision"), zero, facts, software.offloads),
         software=software,
         recompute=recompute,
+        rounds=rounds,
     )
 
 
-def _sizes(values: _Values) -> ForeignSizes | str:
+def _sizes(values: _Values) -> Sizes | str:
+    preset = values.text(_PRESET)
+    if preset:
+        return _sizes_of_preset(preset) or f"the preset {preset[:60]!r} is unknown"
     layers, dim, heads = (values.whole(name) for name in ("n_layers", "hidden", "n_heads"))
     if not (layers and dim and heads):
         return "n_layers, hidden or n_heads is missing"
@@ -451,7 +479,17 @@ def _sizes(values: _Values) -> ForeignSizes | str:
     )
 
 
-def _schedule(values: _Values, pp: int) -> tuple[str, int, int]:
+@cache
+def _sizes_of_preset(preset: str) -> Sizes | None:
+    """Return the sizes of a preset of one of our architectures, or None if there is none."""
+    for name in registry.OURS:
+        shape = registry.architecture(name).presets.get(preset)
+        if shape is not None:
+            return sizes_of_shape(shape, name)
+    return None
+
+
+def _schedule(values: _Values, pp: int, layers: int) -> tuple[str, int, int]:
     """Return the schedule, the stages of a rank, and the in-flight factor of zero bubble."""
     text = values.text("schedule").lower()
     virtual = values.whole("vp", 0, most=1 << 16)
@@ -460,7 +498,6 @@ def _schedule(values: _Values, pp: int) -> tuple[str, int, int]:
     if "zb" in text or "zero bubble" in text:
         return "ZeroBubble", 1, 2 if "2p" in text else 1
     if "interleav" in text and virtual != 1:
-        layers = values.whole("n_layers")
         return "Interleaved1F1B", virtual or max(2, (layers + 2) // pp), 1
     if "gpipe" in text:
         return "GPipe", 1, 1
@@ -468,14 +505,16 @@ def _schedule(values: _Values, pp: int) -> tuple[str, int, int]:
 
 
 @cache
-def _stage_blocks(sizes: ForeignSizes, stages: int, splits_by_cost: bool) -> tuple[int, ...]:
+def _stage_blocks(sizes: Sizes, stages: int, splits: Splits) -> tuple[int, ...]:
     """Return the blocks of each stage.
 
     Even if the layers divide; with embedding and head as one layer each if that divides; else full
     stages and a shorter last one.
     """
     layers = sizes.layers
-    if splits_by_cost and stages > 1:
+    if splits == "evenly":
+        return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+    if splits == "by cost" and stages > 1:
         block = float(sizes.attention_parameters + sizes.dense_parameters)
         cut = balanced_cut(0.0, [block] * layers, float(sizes.head_parameters), stages)
         return tuple(len(blocks) for blocks in cut)
@@ -520,6 +559,9 @@ def _precision(text: str, zero: int, facts: Facts, offloads: bool) -> ForeignPre
     text = text.lower()
     matrix = "fp8" if "fp8" in text or "float8" in text else "bfloat16"
     sums_wide = facts.sums_wide or "fp32 grad" in text
+    if "no master" in text:
+        # The parameters themselves are in 16 bits, and so are the two moments.
+        return ForeignPrecision(matrix=matrix, optimizer=6.0 if zero == 3 else 4.0)
     # FSDP keeps no copy in 16 bits: it gathers one from the float32 shards.
     return ForeignPrecision(
         matrix=matrix,
