@@ -60,6 +60,8 @@ class HeadBytes(NamedTuple):
         gradient: the gradient of the logits, when the products of backward run.
         saved: what of ``loss`` stays from forward to backward.
         input_gradient: the gradient of the head's input.
+        waiting: what of ``loss`` and of ``gradient`` belongs to the losses before the last one, and
+            waits for the backward of the depths of multi-token prediction.
     """
 
     kept: float
@@ -67,6 +69,7 @@ class HeadBytes(NamedTuple):
     gradient: float
     saved: float
     input_gradient: float
+    waiting: float
 
 
 class Stream(NamedTuple):
@@ -362,11 +365,18 @@ def head_bytes(setup: Setup) -> HeadBytes:
             gradient += e * logits / layout.tp
     depths = sizes.mtp_layers
     kept = (1 + depths) * (stream.own * _kept_by_a_norm(setup) + stream.inner)
-    if setup.loss_chunks == 1:
-        before = depths * saved
-        return HeadBytes(kept, before + loss, before + gradient, before + saved, stream.inner)
-    summed = _WIDE * sizes.head_parameters / layout.tp
-    # If forward computes the gradients, those of the losses before wait for backward.
-    before = 0.0 if setup.repeats_loss else depths * (summed + stream.inner)
-    at_loss = before + loss + summed + stream.inner
-    return HeadBytes(kept, at_loss, before + gradient + summed, 0.0, 2 * stream.inner)
+    input_gradient, waiting = stream.inner, depths * saved
+    if setup.loss_chunks > 1:
+        summed = _WIDE * sizes.head_parameters / layout.tp
+        loss, gradient, saved = loss + summed + stream.inner, gradient + summed, 0.0
+        input_gradient = 2 * stream.inner
+        # Forward has computed the gradients of the losses before, unless backward does.
+        waiting = 0.0 if setup.repeats_loss else depths * (summed + stream.inner)
+    return HeadBytes(
+        kept=kept,
+        loss=waiting + loss,
+        gradient=waiting + gradient,
+        saved=(1 + depths) * saved,
+        input_gradient=input_gradient,
+        waiting=waiting,
+    )

@@ -226,6 +226,14 @@ class _Rank:
         state -= saved_by_matrices(self.setup, matrices_of_ranks(self.setup)[self.rank])
         return Always(self.wide * shard, state)
 
+    def waiting_losses(self, nth: int) -> float:
+        """Return what losses keep in the backward of the ``nth`` block from the end, from 0.
+
+        A depth of multi-token prediction has as many losses before it as its number.
+        """
+        depths = self.setup.sizes.mtp_layers
+        return self.head.waiting * max(0, depths - nth) / max(1, depths)
+
     def sharded_gradients(self, elements: float) -> float:
         """Return the bytes of gradients of this rank's shards."""
         return 0.0 if self.setup.software.offloads else self.wide * elements
@@ -332,8 +340,15 @@ class _MicroBatch:
         # The last unit may be smaller than the two before it.
         for nth, (group, unit) in enumerate(zip(groups[:3], units, strict=False)):
             after = units[nth + 1 : nth + 2]
+            waiting = rank.waiting_losses(nth)
             moments += self._backward_of_unit(
-                group, unit, after, sums=sums, buffer=buffer, held=held, kept_width=kept_width
+                group,
+                unit,
+                after,
+                sums=sums,
+                buffer=buffer,
+                held=held + waiting,
+                kept_width=kept_width,
             )
             for block in reversed(group):
                 held -= block.kept
@@ -561,7 +576,10 @@ class _PipelineRank:
             moments.append(Moment(sums, copied, self.messages, held))
             at_loss += rank.narrow * (last + unit.elements)
             at_block += rank.narrow * (last + unit.elements + ahead)
-        moments.append(Moment(sums, at_block, self.messages, held + block.again + block.extra))
+        running = held + block.again + block.extra
+        if stage.last is not None and rank.head.saved == 0:  # else ``held`` has it
+            running += rank.head.waiting
+        moments.append(Moment(sums, at_block, self.messages, running))
         if stage.last is not None:
             head = rank.head
             moments += [
