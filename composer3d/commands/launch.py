@@ -50,6 +50,11 @@ SCRIPTS = {
         "a job under Kubernetes, as a JobSet; put your image, volume and recipe into it",
         "kubectl apply -f {copy}",
     ),
+    "docker": Script(
+        "Dockerfile",
+        "an image with composer3d, for Kubernetes, Slurm's pyxis or Apptainer",
+        "docker build -f {copy} DIST",
+    ),
 }
 
 EXAMPLES = (

@@ -59,7 +59,7 @@ def test_an_unknown_script_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert cli.main(["launch", "show", "slurn"]) == 2
     assert capsys.readouterr().err == "slurn: composer3d has no such script; did you mean slurm?\n"
     assert cli.main(["launch", "cp", "../pyproject.toml"]) == 2
-    assert "; its scripts are slurm, node, rendezvous, k8s\n" in capsys.readouterr().err
+    assert "; its scripts are slurm, node, rendezvous, k8s, docker\n" in capsys.readouterr().err
 
 
 def free_port() -> int:

@@ -28,6 +28,7 @@ def start(folder: Path, nodes: int, tasks_per_node: int, *sets: str) -> subproce
         "SLURM_JOB_NODELIST": "localhost,other",
         "SLURM_NNODES": str(nodes),
         "SLURM_NTASKS_PER_NODE": str(tasks_per_node),
+        "SRUN_OPTIONS": "--container-image=image.sqsh --container-workdir=/work",
     }
     overrides = [word for override in sets for word in ("--set", override)]
     return subprocess.Popen(
