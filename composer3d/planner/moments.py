@@ -71,9 +71,9 @@ class _Stage:
 
     Attributes:
         blocks: in order.
-        groups: the same, cut into the units of FSDP: one or several blocks each.
-        first, last: the units of embedding and head. None: the stage has none, or they are tied
-            and ``last`` is the unit of both.
+        groups: the units of FSDP that hold them, in order: one or several blocks each.
+        first, last: the units of embedding and head. None: the stage has none, or they share a
+            parameter and ``last`` is the unit of both.
         output: the stream that it sends on, which stays until its gradient arrives.
         messages: buffers in which messages arrive.
         input_is_message: the first block's input is such a buffer.
@@ -154,6 +154,7 @@ class _Blocks:
                 has_experts=kind.has_experts,
                 splits_backward=self.splits_backward,
                 share=share,
+                predicts=kind.predicts,
             )
         return self._bytes[kind, share]
 
@@ -205,19 +206,23 @@ class _Rank:
     def _stage(self, number: int, blocks: tuple[BlockBytes, ...]) -> _Stage:
         setup, layout, sizes = self.setup, self.setup.layout, self.setup.sizes
         is_first, is_last = number == 0, number == layout.stages - 1
-        is_one_unit = sizes.tied and is_first and is_last
+        is_one_unit = sizes.shares_embedding and is_first and is_last
         trained = setup.trained
-        embedding = unit_of(
-            setup, sizes.embedding_parameters / layout.tp, 0.0, Share(trained.first)
-        )
+        embedding = self._embedding()
         head = unit_of(setup, sizes.head_parameters / layout.tp, 0.0, Share(trained.last))
+        if sizes.last_embedding_parameters:
+            head = Unit(*map(sum, zip(head, embedding, strict=True)))
         neighbours = (not is_first) + (not is_last)
         # Since torch 2.15 a buffer is made for each message, and what arrived belongs to the stage.
         keeps_buffers = not setup.software.since_torch_2_15
         buffers = setup.batch.micro_batches if keeps_buffers else 1
         return _Stage(
             blocks=blocks,
-            groups=tuple(units_of_blocks(blocks, layout.fsdp_blocks)),
+            groups=tuple(
+                units_of_blocks(
+                    blocks, layout.fsdp_blocks, alone=sizes.mtp_layers if is_last else 0
+                )
+            ),
             first=embedding if is_first and not is_one_unit else None,
             last=head if is_last else None,
             output=0.0 if is_last else self.stream,
@@ -225,19 +230,33 @@ class _Rank:
             input_is_message=keeps_buffers and not is_first,
         )
 
+    def _embedding(self) -> Unit:
+        """Return the embedding, which may have a copy on the last stage."""
+        setup = self.setup
+        elements = setup.sizes.embedding_parameters / setup.layout.tp
+        return unit_of(setup, elements, 0.0, Share(setup.trained.first))
+
     def always(self) -> Always:
-        """Return the shards. The optimizer does not update the copy of a tied head."""
+        """Return the shards. The optimizer does not update the copy of a tied embedding."""
         if self.setup.software.offloads:
             return Always(0.0, 0.0)
         shard = sum(stage.shard for stage in self.stages.values())
         updated = sum(stage.trained_shard for stage in self.stages.values())
-        if self.setup.sizes.tied and self.setup.layout.stages > 1:
-            copies = [stage.last for stage in self.stages.values() if stage.last is not None]
-            updated -= sum(copy.trained_shard for copy in copies)
+        has_last = any(stage.last is not None for stage in self.stages.values())
+        if self.setup.sizes.shares_embedding and self.setup.layout.stages > 1 and has_last:
+            updated -= self._embedding().trained_shard
         # The optimizer's width includes that of the parameters.
         state = (self.setup.precision.optimizer - self.wide) * updated
         state -= saved_by_matrices(self.setup, self.matrices)
         return Always(self.wide * shard, state)
+
+    def waiting_losses(self, nth: int) -> float:
+        """Return what losses keep in the backward of the ``nth`` block from the end, from 0.
+
+        A depth of multi-token prediction has as many losses before it as its number.
+        """
+        depths = self.setup.sizes.mtp_layers
+        return self.head.waiting * max(0, depths - nth) / max(1, depths)
 
     def sharded_gradients(self, elements: float) -> float:
         """Return the bytes of gradients of this rank's shards."""
@@ -345,8 +364,15 @@ class _MicroBatch:
         # The last unit may be smaller than the two before it.
         for nth, (group, unit) in enumerate(zip(groups[:3], units, strict=False)):
             after = units[nth + 1 : nth + 2]
+            waiting = rank.waiting_losses(nth)
             moments += self._backward_of_unit(
-                group, unit, after, sums=sums, buffer=buffer, held=held, kept_width=kept_width
+                group,
+                unit,
+                after,
+                sums=sums,
+                buffer=buffer,
+                held=held + waiting,
+                kept_width=kept_width,
             )
             for block in reversed(group):
                 held -= block.kept
@@ -574,7 +600,10 @@ class _PipelineRank:
             moments.append(Moment(sums, copied, self.messages, held))
             at_loss += rank.narrow * (last + unit.elements)
             at_block += rank.narrow * (last + unit.elements + ahead)
-        moments.append(Moment(sums, at_block, self.messages, held + block.again + block.extra))
+        running = held + block.again + block.extra
+        if stage.last is not None and rank.head.saved == 0:  # else ``held`` has it
+            running += rank.head.waiting
+        moments.append(Moment(sums, at_block, self.messages, running))
         if stage.last is not None:
             head = rank.head
             moments += [

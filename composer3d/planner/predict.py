@@ -228,9 +228,10 @@ def sizes_of_shape(shape: DecoderShape, architecture_name: str) -> Sizes:
     feed_forward = [row for row in kinds[0] if not is_attention(row) and row.is_matrix]
     inner = sum(row.style == "column" for row in feed_forward)
     expert_blocks = getattr(shape, "moe_layers", shape.n_layers) if shape.experts else 0
+    expert_blocks += shape.mtp_layers
     norms = [row for row in kinds[0] if row.style == "norm" and not is_attention(row)]
     return Sizes(
-        layers=shape.n_layers,
+        layers=shape.all_layers,
         dim=shape.dim,
         heads=shape.n_heads,
         kv_heads=shape.n_kv_heads,
@@ -240,7 +241,7 @@ def sizes_of_shape(shape: DecoderShape, architecture_name: str) -> Sizes:
         attention_parameters=_elements(filter(is_attention, kinds[0])),
         dense_parameters=_elements(filterfalse(is_attention, dense)),
         embedding_parameters=_elements(table.first),
-        head_parameters=_elements(table.last),
+        head_parameters=_elements(row for row in table.last if row.style != "embedding"),
         expert_parameters=_elements(filter(is_expert, with_experts)),
         shared_parameters=_elements(
             row for row in with_experts if not is_attention(row) and not is_expert(row)
@@ -254,7 +255,7 @@ def sizes_of_shape(shape: DecoderShape, architecture_name: str) -> Sizes:
         wide_norms=getattr(shape, "wide_norms", False),
         norms_over_heads=any(row.style in NORMS_OVER_HEADS for row in kinds[0]),
         tied=shape.tied,
-        windows=tuple(map(shape.window_of, range(shape.n_layers))) if any(shape.windows) else (),
+        windows=tuple(map(shape.window_of, range(shape.all_layers))) if any(shape.windows) else (),
         experts=shape.experts,
         experts_per_token=shape.experts_per_token if shape.experts else 0,
         expert_width=shape.expert_width if shape.experts else 0,
@@ -262,6 +263,7 @@ def sizes_of_shape(shape: DecoderShape, architecture_name: str) -> Sizes:
         shared_gate=getattr(shape, "shared_gate", False),
         expert_blocks=expert_blocks,
         expert_every=getattr(shape, "moe_every", 1),
+        mtp_layers=shape.mtp_layers,
     )
 
 
@@ -323,9 +325,9 @@ def _matrices(model: Model, optim: OptimTable, wide_bytes: float) -> Matrices | 
     if not names:
         return None
     table = chosen.table_of(model)
-    places = {"first": 0, "last": model.n_layers - 1}
-    places |= {f"blocks.{layer}": layer for layer in range(model.n_layers)}
-    blocks = [BlockMatrices()] * model.n_layers
+    places = {"first": 0, "last": model.all_layers - 1}
+    places |= {f"blocks.{layer}": layer for layer in range(model.all_layers)}
+    blocks = [BlockMatrices()] * model.all_layers
     largest = BlockMatrices()
     for unit, rows in table.units():
         for row in rows:

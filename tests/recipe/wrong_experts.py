@@ -19,6 +19,15 @@ EXPERTS = [
     ),
     Wrong("fewer keys than heads, with latents", LATENTS + "n_kv_heads = 2\n"),
     Wrong("a factor of scores without YaRN", LATENTS + "rope_score_mscale = 0.707\n"),
+    Wrong("a coefficient without multi-token prediction", LATENTS + "mtp_loss = 0.1\n"),
+    Wrong(
+        "ranges of multi-token prediction",
+        LATENTS + "mtp_layers = 17\nmtp_loss = 0\n",
+    ),
+    Wrong(
+        "multi-token prediction beyond the sample",
+        LATENTS + "mtp_layers = 8\n[data]\nseq_len = 8\n",
+    ),
     Wrong("parts wider than a head", LATENTS + "rope_dim = 24\nvalue_dim = 25\n"),
     Wrong(
         "float8, sizes of latents",

@@ -5,8 +5,8 @@ value is checked. Where transformers ignores a key of the published files, the v
 that changes nothing.
 
 Keys that matter in training alone are not read: ``aux_loss_alpha``, ``seq_aux`` and
-``output_router_logits``. The number of layers of multi-token prediction is read by nobody: such
-layers are no part of this model, nor of that of transformers. A config.json that is written has 0.
+``output_router_logits``. The number of layers of multi-token prediction is read, although
+transformers ignores it.
 """
 
 from collections.abc import Mapping
@@ -94,6 +94,7 @@ _KEYS = {
     "groups_per_token": "topk_group",
     "head_dim": "qk_nope_head_dim + qk_rope_head_dim",
     "kv_rank": "kv_lora_rank",
+    "mtp_layers": "num_nextn_predict_layers",
     "query_rank": "q_lora_rank",
     "renormalise": "norm_topk_prob",
     "rope_dim": "qk_rope_head_dim",
@@ -101,6 +102,7 @@ _KEYS = {
     "shared_ffn": "moe_intermediate_size * n_shared_experts",
     "value_dim": "v_head_dim",
 }
+_DEPTHS = "num_nextn_predict_layers"
 _UNSUPPORTED = ("attention_bias", "sliding_window", "use_sliding_window")
 
 # How far ``_mscale`` looks. In 20,000 random cases, the number was 5 steps away at most.
@@ -123,6 +125,11 @@ def parse_config(config: Any) -> DeepseekShape:
     values |= _parse_latents(config, checks)
     values |= _parse_scores(config)
     values |= _parse_experts(config, checks)
+    if model_type == _V3:
+        depths = config.get(_DEPTHS) or 0
+        is_count = type(depths) is int and depths >= 0
+        checks.require(is_count, _DEPTHS, depths, "an integer from 0, null or absent")
+        values["mtp_layers"] = depths
     checks.raise_problems()
     return without_usual_head_dim(make_shape(values, _KEYS))
 
@@ -283,7 +290,7 @@ def make_config(
     if kept.get("model_type") == _KIMI:
         kept["model_type"] = _V3
     if model_type == _V3:
-        own["num_nextn_predict_layers"] = kept["num_nextn_predict_layers"] = 0
+        own[_DEPTHS] = kept[_DEPTHS] = shape.mtp_layers
     is_same = partial(describes, shape=shape, parse=parse_config, canonical=canonical)
     return complete_config(own, shape, dtype, kept, is_same, positions=_score_keys(shape))
 
@@ -324,7 +331,7 @@ def _require_supported(shape: DeepseekShape, model_type: str) -> None:
     is_v3 = model_type == _V3
     required: dict[str, Any] = {"router_bias": is_v3, "moe_every": 1, "shared_gate": False}
     if not is_v3:
-        required["renormalise"] = False
+        required |= {"renormalise": False, "mtp_layers": 0}
     if shape.expert_groups > 1:
         required["group_best"] = "two" if is_v3 else "one"
     lines = [

@@ -163,6 +163,31 @@ def bias_rate_needs_a_bias(recipe: Recipe) -> Iterator[Breach]:
         )
 
 
+@rule("model.mtp_loss", "model.mtp_layers")
+def mtp_loss_needs_depths(recipe: Recipe) -> Iterator[Breach]:
+    """Without depths of multi-token prediction, there is no loss that it weighs."""
+    model: Any = recipe.model
+    field = type(model).__dataclass_fields__.get("mtp_loss")  # other shapes have no such key
+    if field is not None and model.mtp_loss != field.default and not model.mtp_layers:
+        yield breach(
+            "<model.mtp_loss> is not used with <model.mtp_layers>",
+            KeyChange("model.mtp_loss", (field.default,), "remove it"),
+            use("model.mtp_layers", 1),
+        )
+
+
+@rule("data.seq_len", "model.mtp_layers")
+def depths_have_labels(recipe: Recipe) -> Iterator[Breach]:
+    """The last depth predicts a token of the same sample: else nothing would train it."""
+    depths = recipe.model.mtp_layers
+    if depths >= recipe.data.seq_len:
+        yield breach(
+            "<data.seq_len> must be above <model.mtp_layers>, as each depth predicts a token more",
+            use("data.seq_len", depths + 1),
+            use("model.mtp_layers", 0),
+        )
+
+
 @rule(
     "model.rope_theta",
     "model.rope_scaling",
@@ -306,6 +331,8 @@ RULES: tuple[Rule, ...] = (
     routers_learn,
     routers_of_gpt_oss_learn,
     bias_rate_needs_a_bias,
+    mtp_loss_needs_depths,
+    depths_have_labels,
     only_used_with("model.rope_low_freq", "model.rope_scaling", ["llama3"]),
     only_used_with("model.rope_high_freq", "model.rope_scaling", ["llama3"]),
     only_used_with("model.rope_context", "model.rope_scaling", ["llama3", "dynamic", "yarn"]),
