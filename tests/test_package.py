@@ -1,5 +1,7 @@
 """The public names of ``composer3d``, and the wheel that a user installs without the repository."""
 
+import ast
+import importlib
 import os
 import shutil
 import subprocess
@@ -27,15 +29,64 @@ def test_importing_composer3d_does_not_import_torch() -> None:
     assert done.stdout == "[] True\n"
 
 
+# The one public name that is a package as well. It can be called.
+PACKAGE = "verify"
+# Public values that are neither a class nor a function.
+VALUES = {"IGNORE_INDEX"}
+
+
 def test_every_public_name_resolves_to_an_object_with_a_docstring() -> None:
     names = [name for name in composer3d.__all__ if name != "__version__"]
     assert sorted(names) == sorted(composer3d._MODULES)
-    for name in names:
+    for name in set(names) - VALUES - {PACKAGE}:
         value = getattr(composer3d, name)
         assert value.__name__ == name
         assert value.__module__ == composer3d._MODULES[name]
         assert value.__doc__
         assert getattr(composer3d, name) is value
+    for name in VALUES:
+        assert getattr(composer3d, name) == getattr(
+            importlib.import_module(composer3d._MODULES[name]), name
+        )
+
+
+def test_the_stub_lists_names_in_one_way() -> None:
+    """Each is re-exported to type checkers (``as NAME``), once, and nothing else stands there."""
+    tree = ast.parse((ROOT / "composer3d" / "__init__.pyi").read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    aliases = [alias for node in imports for alias in node.names]
+    assert [alias.asname for alias in aliases] == [alias.name for alias in aliases]
+    assert len({alias.name for alias in aliases}) == len(aliases)
+    (rest,) = (node for node in tree.body if node not in imports)
+    assert ast.unparse(rest) == "__version__: str"
+    # A type checker and a user see the same names.
+    assert {alias.name for alias in aliases} | {"__version__"} == set(composer3d.__all__)
+
+
+@pytest.mark.parametrize(
+    "first", ["", "import composer3d.verify.proof; ", "from composer3d.verify import call; "]
+)
+def test_verify_is_a_function_whatever_was_imported_before(first: str) -> None:
+    code = (
+        f"{first}import composer3d; from composer3d import verify; "
+        "assert verify is composer3d.verify and callable(verify); "
+        "from composer3d.verify import proof, judge; "
+        "print(composer3d.verify is verify, composer3d.verify.proof is proof, verify.__name__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "True True composer3d.verify\n"
+
+
+def test_a_former_name_works_and_says_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(composer3d._RENAMED, "FormerMesh", "Mesh")
+    with pytest.warns(
+        DeprecationWarning, match=r"^composer3d\.FormerMesh is now composer3d\.Mesh,"
+    ):
+        value = composer3d.FormerMesh
+    assert value is composer3d.Mesh
+    assert "FormerMesh" not in composer3d.__all__
 
 
 def test_an_unknown_name_is_refused_as_in_any_module() -> None:
@@ -99,7 +150,10 @@ def test_wheel_holds_recipes_types_and_all_modules(wheel: Path) -> None:
         metadata = archive.read(f"composer3d-{composer3d.__version__}.dist-info/METADATA").decode()
     wanted = {path.relative_to(ROOT).as_posix() for path in (ROOT / "composer3d").rglob("*.py")}
     recipes = [*(ROOT / "recipes").glob("*.toml"), *(ROOT / "recipes").glob("*.csv")]
-    wanted |= {f"composer3d/recipes/{path.name}" for path in recipes} | {"composer3d/py.typed"}
+    wanted |= {f"composer3d/recipes/{path.name}" for path in recipes} | {
+        "composer3d/py.typed",
+        "composer3d/__init__.pyi",
+    }
     wanted |= {f"composer3d/launch_scripts/{script.file}" for script in SCRIPTS.values()}
     words = list((ROOT / "composer3d" / "imports").glob("*.toml"))
     wanted |= {f"composer3d/imports/{path.name}" for path in words}

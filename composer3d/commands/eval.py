@@ -24,6 +24,7 @@ from composer3d.facts.text import printable
 from composer3d.recipe.draft import Draft, ParsedRecipe
 from composer3d.recipe.resolve import Resolved
 from composer3d.recipe.schema import AXES, Recipe
+from composer3d.recipe.tables import load_document
 from composer3d.runtime import environment, launch
 
 _TIMEOUT_S = 600.0
@@ -79,7 +80,7 @@ def run(options: Options) -> int:
     # Imported here because these modules import torch.
     from composer3d.generate.evaluate import Windows, check_data, default_windows
     from composer3d.generate.load import open_checkpoint
-    from composer3d.generate.recipe import document_of, load_document
+    from composer3d.generate.recipe import document_of
 
     own = job.own_recipe(options.recipe)
     checkpoint = open_checkpoint(Path(options.src), own)
@@ -148,8 +149,6 @@ def evaluate_rank(
     document: ParsedRecipe, sets: Sequence[str], src: str, own: Recipe | None, as_json: bool
 ) -> int:
     """Evaluate as one rank of a job, and return its exit status. Rank 0 prints."""
-    from composer3d.generate.recipe import load_document
-
     function = partial(_evaluate, src=src, own=own, as_json=as_json)
 
     def report(error: UserError) -> None:

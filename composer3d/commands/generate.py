@@ -28,6 +28,7 @@ from composer3d.facts.text import one_line, printable, printable_lines
 from composer3d.generate.prompts import Prompt, read_prompts
 from composer3d.recipe.draft import ParsedRecipe
 from composer3d.recipe.resolve import Resolved
+from composer3d.recipe.tables import load_document
 from composer3d.runtime import environment, launch
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ def run(options: Options) -> int:
 def _run_ranks(request: "Request", tp: int, device: str, *, out: str | None, as_json: bool) -> int:
     """Start the ranks of tp on this machine, or run as one of them."""
     from composer3d.generate.load import open_checkpoint
-    from composer3d.generate.recipe import document_of, load_document
+    from composer3d.generate.recipe import document_of
     from composer3d.runtime.process_group import count_gpus
 
     checkpoint = open_checkpoint(Path(request.src), request.recipe)
@@ -238,8 +239,6 @@ def generate_rank(
     document: ParsedRecipe, request: "Request", out: str | None, as_json: bool
 ) -> int:
     """Generate as one rank of tp, and return its exit status. Rank 0 prints."""
-    from composer3d.generate.recipe import load_document
-
     function = partial(_generate, request=request, out=out, as_json=as_json)
 
     def report(error: UserError) -> None:

@@ -16,13 +16,12 @@ from composer3d.commands.arguments import (
 )
 from composer3d.facts.errors import UserError
 from composer3d.facts.files import MIB, read_plain
-from composer3d.facts.text import one_line, printable
+from composer3d.facts.text import one_line
 from composer3d.recipe.draft import key_of_override, split_overrides
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.runtime import environment
 from composer3d.runtime.launch import Pool, temporary_folder
 from composer3d.runtime.progress import Progress
-from composer3d.verify.judge import Verdict
 from composer3d.verify.proof import verify_layout
 
 EXAMPLES = (
@@ -97,7 +96,7 @@ def run(options: Options) -> int:
             )
             verdicts.append(verdict)
             with progress.paused():
-                _print_verdict(verdict, line)
+                print(verdict.in_words(line), flush=True)
             progress.advance()
 
     passed = all(verdict.passed for verdict in verdicts)
@@ -136,7 +135,7 @@ def _run_here(options: Options) -> int:
         with job.join(resolved, rank, timeout_s=timeout_s, advice=advice) as world:
             verdict = prove_here(resolved.recipe, world.device, options.dtype, options.steps)
             if verdict is not None:
-                _print_verdict(verdict, "")
+                print(verdict, flush=True)
                 if options.as_json:
                     print(json.dumps(asdict(verdict)), flush=True)
             passed = broadcast_object(verdict.passed if verdict is not None else None)
@@ -172,33 +171,3 @@ def _read_layouts(path: str) -> list[str]:
     if not layouts:
         raise UserError(f"{shown}: has no layout; write one a line, such as: mesh.tp=2 mesh.pp=2")
     return layouts
-
-
-def _print_verdict(verdict: Verdict, line: str) -> None:
-    """Print a verdict: the layout and its largest relative errors, and below them what is wrong.
-
-    ``line`` is the layout's line in the file of layouts, or "" for the recipe's own layout.
-    """
-    shown = one_line(line or verdict.layout)
-    if verdict.refused:
-        print(f"refused {shown}", flush=True)
-    elif verdict.timed_out:
-        print(f"NO TIME {shown}", flush=True)
-    elif verdict.undecided:
-        print(f"UNSURE  {shown}", flush=True)
-    else:
-        errors = {
-            "loss": verdict.loss_rel_err,
-            "norm": verdict.grad_norm_rel_err,
-            "grad": verdict.max_grad_rel_err,
-            "weight": verdict.max_weight_rel_err,
-        }
-        numbers = "  ".join(f"{name} {_format_error(error)}" for name, error in errors.items())
-        word = "exact  " if verdict.passed else "WRONG  "
-        print(f"{word} {shown}  ({verdict.dtype})  {numbers}", flush=True)
-    if verdict.error:
-        print(f"        {printable(verdict.error)}", flush=True)
-
-
-def _format_error(error: float | None) -> str:
-    return "-" if error is None else f"{error:.0e}"

@@ -4,7 +4,7 @@ An architecture is one object that names everything the commands need of it. Our
 the same way as a user's: ``[model] architecture = "my_package.my_model:ARCHITECTURE"``.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -59,7 +59,7 @@ class Architecture:
 
     shape: type[DecoderShape]
     model: Reference
-    plan: Reference
+    plan: Callable[[Any], Any] | str
     table: Reference = None
     parameters: Reference = None
     flops_per_token: Reference = None

@@ -44,7 +44,8 @@ SHUTDOWN_S = 120.0
 REPORT_S = 10.0
 
 # A function at the top of a module, or its name as ``module:function``. With a name, this process
-# does not import what the function's module imports.
+# does not import what the function's module imports, and no process runs the main module of this
+# one.
 Task = Callable[..., Any] | str
 
 # What a rank returns to ``run_ranks`` after a LostPeersError. The job's exit status is then 1.
@@ -235,7 +236,7 @@ class _Worker:
     exit_code: int | None = None
 
     @classmethod
-    def start(cls, rank: int, call: bytes, store: tuple[int, ...]) -> "_Worker":
+    def start(cls, rank: int, preparation: bytes, call: bytes, store: tuple[int, ...]) -> "_Worker":
         ours, theirs = Pipe()
         status_read, status_write = os.pipe()
         with theirs:
@@ -245,7 +246,7 @@ class _Worker:
 
         # If the process has died already, its status pipe reports the death.
         with suppress(BrokenPipeError, ConnectionResetError):
-            ours.send_bytes(pickle.dumps(starter.preparation_data()))
+            ours.send_bytes(preparation)
             ours.send_bytes(call)
         return worker
 
@@ -299,11 +300,13 @@ def _start_workers(
 ) -> list[_Worker]:
     """Start the processes of a new world. Closing ``cleanup`` ends all of them."""
     world = cleanup.enter_context(_open_world(size))
+    with_main = not isinstance(task, str)
+    preparation = pickle.dumps(starter.preparation_data(with_main=with_main))
     workers = []
     for rank in range(size):
         environment = {**world.environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         call = pickle.dumps(Call(task, dict(arguments), environment))
-        worker = _Worker.start(rank, call, world.store)
+        worker = _Worker.start(rank, preparation, call, world.store)
         cleanup.callback(worker.close)
         workers.append(worker)
     for worker in workers:

@@ -55,14 +55,11 @@ STATUS = struct.Struct("!q")
 # process can send them and end at once.
 _TRACEBACK_LIMIT = 30_000
 
-_PREPARATION_KEYS = {
-    "sys_path",
-    "sys_argv",
-    "dir",
-    "orig_dir",
-    "init_main_from_name",
-    "init_main_from_path",
-}
+_PREPARATION_KEYS = {"sys_path", "sys_argv", "dir", "orig_dir"}
+_MAIN_KEYS = {"init_main_from_name", "init_main_from_path"}
+
+# Whether a starter has forked this process.
+is_forked = False
 
 
 class Call(NamedTuple):
@@ -125,13 +122,20 @@ def _ending_with(owner: socket.socket) -> Iterator[None]:
         os.close(done_read)
 
 
-def preparation_data() -> dict[str, Any]:
-    """Return ``sys.path``, ``sys.argv``, the folders and the main module of this process.
+def preparation_data(*, with_main: bool) -> dict[str, Any]:
+    """Return ``sys.path``, ``sys.argv`` and the folders of this process.
 
     A forked process needs them to import the same modules.
+
+    Args:
+        with_main: whether to return its main module as well, which the forked process then runs
+            as ``__mp_main__``: a function that is defined there is found in no other way. A script
+            that is no module of ours may have no ``if __name__ == "__main__":``, and would do all
+            its work again.
     """
     data = spawn.get_preparation_data("composer3d")
-    return {key: value for key, value in data.items() if key in _PREPARATION_KEYS}
+    keys = _PREPARATION_KEYS | _MAIN_KEYS if with_main else _PREPARATION_KEYS
+    return {key: value for key, value in data.items() if key in keys}
 
 
 def serve(control: int, preload: str) -> None:
@@ -282,6 +286,8 @@ def _run_child(parent: int, call_pipe: int, store: int | None, *, nohup: bool) -
     ``STOP_SIGNALS`` end it silently, unless the call installs handlers of its own. With
     ``nohup``, SIGHUP is ignored.
     """
+    global is_forked
+    is_forked = True
     code = 1
     try:
         die_with_parent(parent)

@@ -2,11 +2,11 @@
 
 import os
 from pathlib import Path
+from typing import Any, Protocol
 
 from composer3d.checkpoint import Store
 from composer3d.checkpoint.manifest import FILE, Manifest, model_of, with_later_fields
 from composer3d.convert.assets import FOLDER as ASSETS
-from composer3d.data import BatchesAhead
 from composer3d.facts.errors import CheckpointError, DataError
 from composer3d.models.registry import DEFAULT
 from composer3d.parallel import Stages
@@ -24,12 +24,26 @@ from composer3d.training.optimizers import Optimizer
 _KEYS_OF_STATE = ("optim.name", "optim.matrices", "optim.train")
 
 
+class BatchState(Protocol):
+    """What a checkpoint needs of batches: plain values from which they go on.
+
+    ``open_batches`` has it. A loader of your own may have it: a dict from names to numbers and
+    texts, the same on every rank and on every layout.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last batch that was used."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Continue from a state that ``state_dict`` returned."""
+
+
 def resume(
     recipe: Recipe,
     store: Store,
     stages: Stages,
     optimizer: Optimizer,
-    loader: BatchesAhead,
+    loader: BatchState,
     history: StepHistory,
 ) -> int | None:
     """Load the run's newest whole checkpoint, or the one that the recipe names. Collective.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import NamedTuple
 
+from composer3d.facts.text import one_line, printable
 from composer3d.recipe.schema import AXES, Recipe
 
 # Bounds. All errors are relative.
@@ -79,6 +80,42 @@ class Verdict:
     timed_out: bool = False
     undecided: bool = False
     error: str | None = None
+
+    def __str__(self) -> str:
+        return self.in_words()
+
+    def in_words(self, layout: str = "") -> str:
+        """Return what ``composer3d verify`` prints: the layout and its largest relative errors.
+
+        A second line says what is wrong.
+
+        Args:
+            layout: stands in place of ``Verdict.layout``; "": it does not.
+        """
+        line = f"{self._outcome} {one_line(layout or self.layout)}"
+        if not (self.refused or self.timed_out or self.undecided):
+            errors = {
+                "loss": self.loss_rel_err,
+                "norm": self.grad_norm_rel_err,
+                "grad": self.max_grad_rel_err,
+                "weight": self.max_weight_rel_err,
+            }
+            numbers = [
+                f"  {name} {'-' if error is None else f'{error:.0e}'}"
+                for name, error in errors.items()
+            ]
+            line += f"  ({self.dtype}){''.join(numbers)}"
+        return f"{line}\n        {printable(self.error)}" if self.error else line
+
+    @property
+    def _outcome(self) -> str:
+        if self.refused:
+            return "refused"
+        if self.timed_out:
+            return "NO TIME"
+        if self.undecided:
+            return "UNSURE "
+        return "exact  " if self.passed else "WRONG  "
 
 
 class ShardError(NamedTuple):

@@ -82,6 +82,28 @@ def verify_layout(
             refused=True,
             error=" | ".join(error.lines),
         )
+    return _prove_all(pool, folder, full, small_recipes, dtype, steps, worker_arguments)
+
+
+def verify_recipe(pool: Pool, folder: Path, full: Recipe, *, dtype: str, steps: int) -> Verdict:
+    """Prove the layout of a recipe, as ``verify_layout``. Errors of the ranks are in the verdict.
+
+    Raises:
+        UserError: the recipe cannot be made small.
+    """
+    return _prove_all(pool, folder, full, shrink(full), dtype, steps, {})
+
+
+def _prove_all(
+    pool: Pool,
+    folder: Path,
+    full: Recipe,
+    small_recipes: Sequence[Recipe],
+    dtype: str,
+    steps: int,
+    worker_arguments: Mapping[str, Any],
+) -> Verdict:
+    """Prove the small recipes that stand for ``full``, and return the worst verdict."""
     verdicts = [
         _prove(pool, folder, small, dtype, steps, worker_arguments) for small in small_recipes
     ]

@@ -17,12 +17,13 @@ from composer3d.models.layers.head import Head
 from composer3d.models.layers.rope import Rope
 from composer3d.models.llama.rope import rope_of
 from composer3d.models.llama.shape import ModelShape, RotaryShape
+from composer3d.models.shape import DecoderShape
 
 
 class First(nn.Module):
-    """``first(tokens_BT, seq) -> h_BTC``: the embedding."""
+    """``first(tokens_BT, seq) -> h_BTC``: the embedding, of any shape."""
 
-    def __init__(self, shape: RotaryShape) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.embed = nn.Embedding(shape.vocab, shape.dim)
 

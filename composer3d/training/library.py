@@ -1,0 +1,161 @@
+"""What a training loop of one's own needs of a recipe: the model, batches and checkpoints.
+
+``training.loop`` is the loop of ``composer3d train``, with all that watches and recovers a run. A
+loop of a library's user has a ``Mesh``, these, an optimizer, and the two halves of a step in
+``training.step``.
+"""
+
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from composer3d.checkpoint import Store
+from composer3d.checkpoint.manifest import Manifest, model_of
+from composer3d.convert.assets import make_assets
+from composer3d.convert.start import load_hf
+from composer3d.data import BatchesAhead
+from composer3d.facts.errors import MeshError
+from composer3d.parallel import Stages
+from composer3d.parallel.context import implementation
+from composer3d.recipe.schema import Recipe
+from composer3d.recipe.tables import as_document
+from composer3d.reliability.bad_steps import StepHistory
+from composer3d.runtime import process_group
+from composer3d.runtime.mesh import Mesh
+from composer3d.training.batches import make_loader, open_data
+from composer3d.training.build import build_stages
+from composer3d.training.optimizers import Optimizer
+from composer3d.training.resume import BatchState, resume
+
+
+def build_model(recipe: Recipe, mesh: Mesh) -> Stages:
+    """Compose the recipe's model on this rank, with its first weights. Collective over all ranks.
+
+    The weights are those in the folder ``model.hf``, or else those that the seed gives, the same
+    on every layout. ``compose`` is the function for a model that no recipe describes.
+
+    Args:
+        recipe: the whole recipe.
+        mesh: the mesh of the job, ``Mesh.build(recipe.mesh, device)``.
+
+    Raises:
+        MeshError: the mesh has other sizes than the recipe, by which batches are cut.
+        UserError: the model cannot be composed on this mesh, this device lacks what the recipe
+            asks for, or the weights cannot be read.
+    """
+    if mesh.sizes != recipe.mesh:
+        raise MeshError(f"the mesh is {mesh.sizes}, but the recipe has {recipe.mesh}")
+    implementation.activate(recipe.parallel.attention_kernel, mesh.device)
+    stages = build_stages(recipe, mesh)
+    if recipe.model.hf is not None:
+        load_hf(recipe.model.hf, stages)
+    return stages
+
+
+def open_batches(recipe: Recipe, mesh: Mesh) -> BatchesAhead:
+    """Open the recipe's training data, and return this rank's batches. Collective over all ranks.
+
+    Returns:
+        An endless iterator: this rank's rows of each global batch, and its part of each row. The
+        global batches are the same on every layout.
+
+    Raises:
+        DataError: the data cannot be used.
+        UserError: the ranks see other data.
+    """
+    corpus, _ = process_group.on_all("data", lambda: open_data(recipe))
+    process_group.check_same("the data", corpus.digest)
+    return BatchesAhead(make_loader(recipe, mesh, corpus, seed=recipe.data.seed), mesh.device)
+
+
+class _NoState:
+    """The state of batches that need none."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        pass
+
+
+class Checkpoints:
+    """The checkpoints of a loop of your own, in the folder of the run: ``runs/NAME/checkpoints``.
+
+    They are those of ``composer3d train``: written beside their place and renamed when they are
+    whole, checked before they are loaded, and loaded on any layout. ``inspect``, ``generate``,
+    ``convert`` and ``train`` read them. One job at a time may use a folder; nothing locks it.
+
+    All ranks call the constructor and each method.
+
+    Args:
+        recipe: names the folder (``run``), the model, and how checkpoints are kept
+            (``checkpoint``).
+        stages, optimizer: what is saved and loaded.
+        batches: from ``open_batches``, or of your own; None if their state is not to be kept.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        stages: Stages,
+        optimizer: Optimizer,
+        batches: BatchState | None = None,
+    ) -> None:
+        self._recipe, self._stages, self._optimizer = recipe, stages, optimizer
+        self._batches: BatchState = batches or _NoState()
+        self._store = Store(
+            recipe.run.folder / "checkpoints",
+            keep=recipe.checkpoint.keep,
+            background=recipe.checkpoint.async_save,
+            timeout_s=60 * recipe.checkpoint.timeout_minutes,
+        )
+
+    def load(self) -> int:
+        """Load the newest whole checkpoint, or the one that ``checkpoint`` of the recipe names.
+
+        Returns:
+            The number of steps done; 0 if there is no checkpoint.
+
+        Raises:
+            CheckpointError: all checkpoints are damaged, or they belong to another model, seed or
+                optimizer.
+            DataError: the checkpoint was made with other data, or another order of samples.
+        """
+        # A loop of its own judges its steps itself: nothing is remembered of them.
+        history = StepHistory(self._recipe.reliability)
+        store, batches = self._store, self._batches
+        return resume(self._recipe, store, self._stages, self._optimizer, batches, history) or 0
+
+    def save(self, step: int) -> None:
+        """Save the state after ``step`` steps, and remove the oldest checkpoints.
+
+        With ``checkpoint.async_save`` it is written while training goes on: call ``wait`` at the
+        end.
+
+        Raises:
+            SaveError: a rank cannot write. Every rank raises it; of a save in the background, the
+                next ``save`` or ``wait`` does.
+        """
+        recipe = self._recipe
+        if not self._store.assets and isinstance(self._batches, BatchesAhead):
+            end = self._batches.loader.corpus.end_of_document
+            find = partial(make_assets, recipe, end, self._store.loaded)
+            is_main = self._stages.mesh.rank == 0
+            self._store.assets = process_group.on_all("assets", find if is_main else dict)
+        manifest = Manifest(
+            step=step,
+            world_size=recipe.world_size,
+            layout=asdict(recipe.mesh),
+            model=model_of(recipe.model, recipe.precision.params),
+            recipe=as_document(recipe),
+            data=self._batches.state_dict(),
+        )
+        self._store.save(manifest, self._stages, self._optimizer)
+
+    def wait(self) -> None:
+        """Wait for a save in the background.
+
+        Raises:
+            SaveError: on every rank, if a rank could not write.
+        """
+        self._store.wait()
