@@ -13,6 +13,7 @@ from composer3d.models.contract import ShardingPlan as ShardingPlan
 from composer3d.models.layers.attention import attend_sdpa as attend_sdpa
 from composer3d.models.layers.head import Head as Head
 from composer3d.models.llama.model import First as First
+from composer3d.models.llama.model import Last as Last
 from composer3d.models.registry import Architecture as Architecture
 from composer3d.models.shape import DecoderShape as DecoderShape
 from composer3d.models.table import Constant as Constant

@@ -90,6 +90,11 @@ class DecoderShape:
         return False
 
     @property
+    def norm_eps(self) -> float:
+        """The epsilon of norms."""
+        return 1e-5
+
+    @property
     def experts(self) -> int:
         """The number of experts of a layer; 0: no layer has experts."""
         return 0

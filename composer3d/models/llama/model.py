@@ -66,9 +66,12 @@ class Block(DecoderBlock):
 
 
 class Last(nn.Module):
-    """``last(h_BTC, seq, labels_BT) -> loss``: final norm, head, and the summed cross-entropy."""
+    """``last(h_BTC, seq, labels_BT) -> loss``: final norm, head, and the summed cross-entropy.
 
-    def __init__(self, shape: RotaryShape) -> None:
+    Of any shape, as ``First``.
+    """
+
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.head = Head(shape.vocab, shape.dim)
