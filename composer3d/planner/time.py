@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from composer3d.planner import compute
 from composer3d.planner.collectives import (
+    ExpertChoice,
     GroupShape,
     Operation,
-    Routing,
     all_to_all_s,
     collective_s,
     send_s,
@@ -272,7 +272,7 @@ def _exchange_s(setup: Setup, constants: Constants, group: GroupShape) -> float:
     sent = setup.precision.activations * rows * sizes.dim / setup.layout.tp
     if not software.sends_tokens_once:
         return all_to_all_s(group, sent, setup.machine, constants)
-    routing = Routing(sizes.experts, sizes.experts_per_token, software.routes_to_neighbours)
+    routing = ExpertChoice(sizes.experts, sizes.experts_per_token, software.routes_to_neighbours)
     return token_exchange_s(group, sent, routing, setup.machine, constants)
 
 
