@@ -175,6 +175,22 @@ CASES: dict[str, tuple[str, ...]] = {
     "olmo2-selective": (*OLMO_2, *TP4, BF16, SELECTIVE, batch(2)),
     "gpt-oss": (*GPT_OSS, FSDP, "mesh.ep=4", BF16, batch(8)),
     "gpt-oss-selective": (*GPT_OSS, FSDP, "mesh.ep=8", BF16, SELECTIVE, batch(8)),
+    "prediction": (*DEEPSEEK, "model.mtp_layers=1", FSDP, BF16, batch(16)),
+    "prediction-pp": (*DEEPSEEK, "model.mtp_layers=1", *PP2, BF16, batch(8)),
+    "prediction-tp-pp": (
+        *DEEPSEEK,
+        "model.mtp_layers=2",
+        "model.tied=true",
+        *PP2_TP2,
+        "mesh.ep=4",
+        *(BF16, FULL),
+    ),
+    "prediction-loss-in-parts": (
+        *DEEPSEEK,
+        "model.mtp_layers=2",
+        "model.vocab=32000",
+        *(FSDP, BF16, FULL, "memory.loss_chunks=4", batch(8)),
+    ),
     "latents": (*DEEPSEEK, FSDP, BF16, batch(8)),
     "latents-tp": (*DEEPSEEK, "mesh.tp=4", "mesh.dp_shard=2", "mesh.ep=8", BF16, batch(2)),
     "latents-tp-full": (
@@ -294,6 +310,7 @@ SLICE = (
     "gemma3-tp-selective",
     "zbv-blocks",
     "ep-full",
+    "prediction-pp",
 )
 
 

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from safetensors import SafetensorError
+
 from composer3d.facts.errors import CheckpointError, UserError
 from composer3d.facts.files import MIB, RefusedFileError
 from composer3d.facts.text import in_quotes
@@ -509,12 +511,29 @@ def _decode(encoded: bytes) -> str:
         raise PickleError("it holds a text that is not UTF-8") from None
 
 
+# What a file can raise, whatever is in it: it cannot be opened, ends early, or is too large; its
+# values are wrong, missing, or of another type than those that Python, torch and safetensors take.
+_DAMAGE = (
+    OSError,
+    EOFError,
+    MemoryError,
+    ValueError,
+    LookupError,
+    TypeError,
+    ArithmeticError,
+    RuntimeError,
+    struct.error,
+    SafetensorError,
+)
+
+
 @contextmanager
 def reading(place: object, way_out: str = "") -> Iterator[None]:
-    """Turn every error within the block into a CheckpointError that names ``place``.
+    """Turn what a damaged file can raise within the block into a CheckpointError with ``place``.
 
-    A damaged file can raise errors of any kind. A UserError passes unchanged: it already says what
-    is wrong, and it is not always damage. A checkpoint of a later composer3d is whole.
+    A UserError passes unchanged: it already says what is wrong, and it is not always damage. A
+    checkpoint of a later composer3d is whole. Other errors, such as an AttributeError or a failed
+    assertion, are faults of this program, of which no file may be accused.
 
     Args:
         place: the file, or the part of it that is read.
@@ -524,7 +543,7 @@ def reading(place: object, way_out: str = "") -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except _DAMAGE as error:
         raise CheckpointError(f"{place} cannot be read: {explain(error)}{way_out}") from None
 
 

@@ -15,7 +15,7 @@ __all__ = ["Options"]
 FOLDER = Path(__file__).parent.with_name("launch_scripts")
 
 
-class Script(NamedTuple):
+class LaunchScript(NamedTuple):
     """A script that comes with composer3d.
 
     Attributes:
@@ -30,27 +30,27 @@ class Script(NamedTuple):
 
 
 SCRIPTS = {
-    "slurm": Script(
+    "slurm": LaunchScript(
         "train.sbatch",
         "a job under Slurm, which goes back into the queue when its time is over",
         "sbatch {copy} RECIPE",
     ),
-    "node": Script(
+    "node": LaunchScript(
         "node",
         "this machine's part of a job on plain machines: run it on each of them",
         "bash {copy} HOST:PORT NODES PROCESSES RECIPE",
     ),
-    "rendezvous": Script(
+    "rendezvous": LaunchScript(
         "rendezvous.py",
         "where the machines of node meet, if any of them may be lost",
         "python {copy} HOST:PORT",
     ),
-    "k8s": Script(
+    "k8s": LaunchScript(
         "k8s.yaml",
         "a job under Kubernetes, as a JobSet; put your image, volume and recipe into it",
         "kubectl apply -f {copy}",
     ),
-    "docker": Script(
+    "docker": LaunchScript(
         "Dockerfile",
         "an image with composer3d, for Kubernetes, Slurm's pyxis or Apptainer",
         "docker build -f {copy} DIST",
@@ -98,7 +98,7 @@ def run(options: Options) -> int:
     return 0
 
 
-def find(name: str) -> Script:
+def find(name: str) -> LaunchScript:
     """Return a script by its name in the list, or by that of its file.
 
     Raises:

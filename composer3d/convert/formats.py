@@ -591,6 +591,7 @@ def _open_hf(source: Source) -> None:
     _simplify_names(source)
     _leave_out(source)
     _require_layers(source)
+    _without_missing_prediction(source)
 
     try:
         parameters = source.model_of.hf_locations(source.shape, source.tensors)
@@ -603,6 +604,13 @@ def _open_hf(source: Source) -> None:
             source.problems.append(
                 f"{folder} holds an {in_quotes(head)} that is not the embedding, but its "
                 "config.json ties them: set tie_word_embeddings to false, or remove it"
+            )
+    for copy, name in source.model_of.copies(source.shape).items():
+        (original,) = parameters[name].names
+        if copy in source.tensors and not source.drop_copy(copy, original):
+            source.problems.append(
+                f"{folder} holds an {in_quotes(copy)} that is not the same as {in_quotes(original)}"
+                ", which its model shares; take the files of one model"
             )
     if not source.problems:
         source.match_to_model(parameters)
@@ -831,9 +839,23 @@ def _require_layers(source: Source) -> None:
         )
 
 
+def _without_missing_prediction(source: Source) -> None:
+    """Forget the layers of multi-token prediction that config.json names and no file holds.
+
+    transformers leaves their tensors out when it saves a model, but not the number of layers.
+    """
+    begin = f"model.layers.{source.shape.n_layers}."
+    if source.shape.mtp_layers and not any(name.startswith(begin) for name in source.tensors):
+        source.shape = source.shape.without_mtp
+        source.notes.append(
+            "left out: the layers of multi-token prediction that config.json names, of which the "
+            "files hold no tensor"
+        )
+
+
 def _refuse_too_many(source: Source) -> None:
     in_layer = _TENSORS_PER_LAYER_LIMIT + _TENSORS_PER_EXPERT * source.shape.experts
-    limit = in_layer * (source.shape.n_layers + 1)
+    limit = in_layer * (source.shape.all_layers + 1)
     if len(source.tensors) > limit:
         raise CheckpointError(
             f"{source.path} holds more than {limit:,} tensors; its model has fewer"

@@ -34,8 +34,16 @@ def load_hf(folder: str | Path, stages: Stages) -> None:
 
 
 def _open(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Source:
-    """Open the folder, and require that its tensors have exactly these names and shapes."""
+    """Open the folder, and require that its tensors have exactly these names and shapes.
+
+    A job without multi-token prediction does not read its layers.
+    """
     source = open_source(folder)
+    without_mtp = source.shape.without_mtp
+    main = {f"model.{name}" for name in source.model_of.table_of(without_mtp).shapes()}
+    if shapes.keys() <= main:
+        source.locations = {name: source.locations[name] for name in main}
+        source.shape = without_mtp
     shapes_in_files = {name: spec.shape for name, spec in source.specs().items()}
     advice = "remove the sizes that [model] overrides"
     require_same_tensors(shapes, shapes_in_files, folder, advice)

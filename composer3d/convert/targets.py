@@ -152,6 +152,11 @@ def _write_hf(
                     f"{name} in {spec.dtype} is a part of {in_file}, of which another part is in "
                     f"{held.dtype}; give one --dtype"
                 )
+    copies = {
+        copy: locations[f"model.{name}"].names[0]
+        for copy, name in source.model_of.copies(source.shape).items()
+    }
+    in_files |= {copy: in_files[original] for copy, original in copies.items()}
     shards = _cut_into_shards(in_files, shard_limit)
     slots: _Slots = {}
     weight_map: dict[str, str] = {}
@@ -162,9 +167,11 @@ def _write_hf(
         slots |= _write_hollow_safetensors(folder / file_name, in_files, shard)
         weight_map |= dict.fromkeys(_by_width(in_files, shard), file_name)
     if len(shards) > 1:
-        total_size = sum(map(nbytes, specs.values()))
+        total_size = sum(map(nbytes, in_files.values()))
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
+    for copy, original in copies.items():
+        slots[original] += slots.pop(copy)
     _add_slots_of_parts(slots, specs, locations)
     return _fill(slots, _in_files(stream, locations))
 

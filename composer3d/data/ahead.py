@@ -112,4 +112,5 @@ def _pin(batch: Batch, device: torch.device) -> Batch:
         tokens_BT=batch.tokens_BT.pin_memory(),
         labels_BT=batch.labels_BT.pin_memory(),
         positions_BT=batch.positions_BT.pin_memory(),
+        ahead_B2KT=None if batch.ahead_B2KT is None else batch.ahead_B2KT.pin_memory(),
     )

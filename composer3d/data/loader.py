@@ -61,12 +61,15 @@ class Batch(NamedTuple):
             the part of its document that lies in the row. It starts at 0.
         documents_BT: the number of each token's document within the row, from 0. It covers whole
             rows on every cp rank. None: rows are not split, and each row is one sequence.
+        ahead_B2KT: for multi-token prediction (``tokens_ahead``), of the shape (rows, 2, depths,
+            seq_len / cp). None: there is none.
     """
 
     tokens_BT: torch.Tensor
     labels_BT: torch.Tensor
     positions_BT: torch.Tensor
     documents_BT: torch.Tensor | None = None
+    ahead_B2KT: torch.Tensor | None = None
 
 
 class _Pick(NamedTuple):
@@ -118,6 +121,34 @@ def number_documents(ends_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return starts_BT.cumsum(1), places_T - start_places_BT
 
 
+def tokens_ahead(batch: Batch, depths: int) -> torch.Tensor:
+    """Return what multi-token prediction reads and predicts besides, of whole rows.
+
+    Depth k = 1, 2 ... reads the token k further on, and predicts the one after it. That token has
+    the label k further on: ``IGNORE_INDEX`` if it is not learned. Where the document or the row of
+    a position ends before, the token is 0 and the label ``IGNORE_INDEX``. No position whose label
+    counts sees such a token, as they are the last ones of a document.
+
+    Args:
+        batch: whole rows.
+        depths: the number of depths.
+
+    Returns:
+        int64, (rows, 2, depths, seq_len): the tokens, and the labels.
+    """
+    tokens_BT, labels_BT = batch.tokens_BT, batch.labels_BT
+    documents_BT = torch.zeros_like(tokens_BT) if batch.documents_BT is None else batch.documents_BT
+    ahead_B2KT = tokens_BT.new_zeros((len(tokens_BT), 2, depths, tokens_BT.shape[1]))
+    ahead_B2KT[:, 1] = IGNORE_INDEX
+    for depth in range(1, min(depths, tokens_BT.shape[1] - 1) + 1):
+        here, further = slice(None, -depth), slice(depth, None)
+        is_other_BT = documents_BT[:, here] != documents_BT[:, further]
+        tokens, labels = ahead_B2KT[:, :, depth - 1, here].unbind(1)
+        tokens.copy_(tokens_BT[:, further].masked_fill(is_other_BT, 0))
+        labels.copy_(labels_BT[:, further].masked_fill(is_other_BT, IGNORE_INDEX))
+    return ahead_B2KT
+
+
 def _shifted(pick: _Pick, columns: np.ndarray, shift: int) -> np.ndarray:
     """Return the places of some columns of a pick's rows, moved, within the corpus."""
     return np.clip(pick.places[:, columns] + shift, 0, len(pick.corpus.tokens) - 1)
@@ -149,6 +180,7 @@ class Loader(Dataset[Batch]):
             cut none that fits; "none" does not.
         owned_ranges: the ranges of each row's tokens that this rank holds with context
             parallelism, each as (first, count), in order. None: whole rows.
+        mtp_layers: the depths of multi-token prediction. With any, the loader reads whole rows.
         next_step: the step of the next batch.
         order: the kind of permutation of the samples. ``load_state_dict`` sets it to that of the
             checkpoint.
@@ -167,6 +199,7 @@ class Loader(Dataset[Batch]):
     batch_ranks: int
     packing: Packing = "none"
     owned_ranges: Sequence[tuple[int, int]] | None = None
+    mtp_layers: int = 0
     next_step: int = 0
     order: Order = "feistel"
 
@@ -220,6 +253,20 @@ class Loader(Dataset[Batch]):
         picks = self._pick(first_sample)
         ranges = self.owned_ranges or [(0, self.seq_len)]
         columns = np.concatenate([np.arange(first, first + count) for first, count in ranges])
+        if not self.mtp_layers:
+            return self._batch(picks, columns)
+        # Tokens further on may be those of another rank of cp: shift whole rows, and then cut them.
+        whole = self._batch(picks, np.arange(self.seq_len))
+        return Batch(
+            whole.tokens_BT[:, columns],
+            whole.labels_BT[:, columns],
+            whole.positions_BT[:, columns],
+            whole.documents_BT,
+            tokens_ahead(whole, self.mtp_layers)[..., columns],
+        )
+
+    def _batch(self, picks: list[_Pick], columns: np.ndarray) -> Batch:
+        """Return some columns of the rows, without tokens further on."""
         tokens_BT = self._gather(picks, columns)
         labels_BT = self._gather(picks, columns, shift=1)
         if any(pick.corpus.mask is not None for pick in picks):

@@ -379,7 +379,9 @@ def _batch(recipe: Recipe, documents_BT: Tensor | None) -> Batch:
     rows = recipe.data.micro_batch * recipe.micro_batches
     shape = (rows, recipe.data.seq_len // recipe.mesh.cp)
     tokens_BT, labels_BT, positions_BT = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
-    return Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
+    depths = recipe.model.mtp_layers
+    ahead_B2KT = torch.zeros((rows, 2, depths, shape[1]), dtype=torch.int64) if depths else None
+    return Batch(tokens_BT, labels_BT, positions_BT, documents_BT, ahead_B2KT)
 
 
 def _mark_all_gradients(stages: Stages, ledger: MemoryLedger) -> None:

@@ -48,6 +48,7 @@ MOST_LAYERS = 10_000  # published models have 126 at most
 MOST_HEADS = 1 << 16
 MOST_WIDTH = 1 << 20  # width of the residual stream; Llama 3 405B has 16,384
 MOST_EXPERTS = 1 << 16
+MOST_DEPTHS = 16  # tokens that are predicted beyond the next one; DeepSeek-V3 predicts 1
 MOST_TOKENS = 1 << 27  # tokens in a sequence: 134 million
 MOST_VOCAB = 1 << 24
 

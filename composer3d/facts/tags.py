@@ -20,6 +20,11 @@ COUNTED_TOKENS = (
 # Any other metric has the tag NAME if it contains a "/", or else "other/NAME".
 _TAGS = {
     "loss": Tag("loss/train", "Mean loss of the batch of this step, in nats per valid token."),
+    "mtp_loss": Tag(
+        "loss/mtp",
+        "Mean loss of multi-token prediction over its depths, in nats per valid token of each. "
+        "Times model.mtp_loss, it is what is added to the loss.",
+    ),
     "validation_loss": Tag("loss/validation", "Mean loss on held-out data, in nats per token."),
     "grad_norm": Tag("optim/grad_norm", "Norm of all gradients of the job, before clipping."),
     "lr": Tag("optim/lr", "Learning rate of this step."),

@@ -10,11 +10,11 @@ Shapes: B sequences, T tokens, V vocabulary.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from composer3d.facts.errors import CheckpointError, PlanError
 from composer3d.generate.cache import (
@@ -25,7 +25,7 @@ from composer3d.generate.cache import (
     attend_remembered,
 )
 from composer3d.generate.sampling import Sampler, Sampling
-from composer3d.models.contract import ShardingPlan, hidden
+from composer3d.models.contract import Parts, ShardingPlan
 from composer3d.parallel.tensor.collectives import gather_columns
 
 # A longer prompt is read in parts of this many tokens, which bounds the memory of its activations
@@ -33,20 +33,6 @@ from composer3d.parallel.tensor.collectives import gather_columns
 _PREFILL_TOKENS = 2048
 
 Stop = Literal["end", "max_tokens", "longest"]
-
-
-class WholeModel(Protocol):
-    """A whole model: a ``Decoder``, or the only ``Stage`` of a composed one."""
-
-    blocks: nn.ModuleDict
-
-    @property
-    def first(self) -> Any:
-        """The embedding, which turns tokens into the residual stream."""
-
-    @property
-    def last(self) -> Any:
-        """The norm and the head after the last block."""
 
 
 class Completion(NamedTuple):
@@ -85,8 +71,9 @@ class Generator:
     """Generates tokens with one model.
 
     Args:
-        model: the model, which is changed: its modules get other functions in their seams
-            ``attend``, ``remember`` and ``cross_entropy``, so it cannot be trained afterwards.
+        model: the whole model, or the only stage of a composed one. It is changed: its modules get
+            other functions in their seams ``attend``, ``remember`` and ``cross_entropy``, so it
+            cannot be trained afterwards.
         plan: its sharding plan.
         device: the device of its parameters.
         end_tokens: tokens that end a text.
@@ -100,7 +87,7 @@ class Generator:
 
     def __init__(
         self,
-        model: WholeModel,
+        model: Parts,
         plan: ShardingPlan,
         *,
         device: torch.device,
@@ -279,7 +266,7 @@ class Generator:
         """Run the model, and return the logits (B, V) after the last token of each row."""
         model = self._model
         tokens_BT = tokens_BT.to(self._device)
-        h_BTC = hidden(model.first, model.blocks, tokens_BT, seq)
+        h_BTC = model.hidden(tokens_BT, seq)
         if not needs_logits:
             return None
         model.last(h_BTC[:, -1:], seq, torch.zeros_like(tokens_BT[:, -1:]))

@@ -44,8 +44,8 @@ class Checkpoint:
 
     @property
     def shape(self) -> DecoderShape:
-        """The sizes of the model."""
-        return self.source.shape
+        """The sizes of the model, without what only training computes."""
+        return self.source.shape.without_mtp
 
     @property
     def plan(self) -> ShardingPlan:

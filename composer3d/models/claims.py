@@ -56,6 +56,8 @@ def unread_modules(model: Decoder, block: nn.Module) -> frozenset[str] | None:
     Returns:
         The names of modules within the block; None: its forward cannot run on the meta device.
     """
+    main_blocks = list(model.blocks.values())[: len(model.blocks) - model.mtp_layers]
+    reads_embedding = block not in main_blocks
     block = deepcopy(block)  # a router counts its tokens
     is_meta = next(block.parameters()).is_meta
     if is_meta:
@@ -72,9 +74,10 @@ def unread_modules(model: Decoder, block: nn.Module) -> frozenset[str] | None:
         module.register_forward_hook(partial(remember, name=name))
     seq = _sequence(model)
     h_BTC = model.first(_tokens(model), seq).detach().to(next(block.parameters()).dtype)
+    embeddings = (h_BTC.clone(),) if reads_embedding else ()
     try:
         with _keeping(kept.append):
-            block(h_BTC.requires_grad_(), seq)
+            block(h_BTC.requires_grad_(), seq, *embeddings)
     except Exception:  # whatever a user's block raises; if it is wrong, its first step says so
         if is_meta:
             return None

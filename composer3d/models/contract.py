@@ -53,19 +53,39 @@ class SequenceInfo:
         self.kept: dict[Any, Any] = {}
 
 
-def hidden(
-    first: nn.Module | None, blocks: nn.ModuleDict, tokens_BT_or_h_BTC: Tensor, seq: SequenceInfo
-) -> Tensor:
-    """Run ``first``, if it is not None, and then ``blocks``; return h_BTC.
+class Parts(nn.Module):
+    """The three parts of a model, which ``Decoder`` describes, or those that a stage holds.
 
-    A whole model and each of its pipeline stages run this, and then ``last`` if they have it.
+    Attributes:
+        mtp_layers: so many blocks, the last ones, stand beside ``last``, which runs them.
     """
-    h = tokens_BT_or_h_BTC
-    if first is not None:
-        h = first(h, seq)
-    for block in blocks.values():
-        h = block(h, seq)
-    return h
+
+    first: Any
+    blocks: nn.ModuleDict
+    last: Any
+    mtp_layers: int = 0
+
+    def hidden(self, tokens_BT_or_h_BTC: Tensor, seq: SequenceInfo) -> Tensor:
+        """Run ``first``, if it is there, and then the blocks before ``last``; return h_BTC."""
+        h = tokens_BT_or_h_BTC
+        if self.first is not None:
+            h = self.first(h, seq)
+        for block in list(self.blocks.values())[: len(self.blocks) - self.mtp_layers]:
+            h = block(h, seq)
+        return h
+
+    def losses(
+        self,
+        h_BTC: Tensor,
+        seq: SequenceInfo,
+        labels_BT: Tensor | None,
+        ahead_B2KT: Tensor | None,
+    ) -> Tensor:
+        """Run ``last``, with its blocks if there is ``ahead_B2KT``; return what it returns."""
+        if ahead_B2KT is None:
+            return self.last(h_BTC, seq, labels_BT)
+        blocks = list(self.blocks.values())[len(self.blocks) - self.mtp_layers :]
+        return self.last(h_BTC, seq, labels_BT, ahead_B2KT, blocks)
 
 
 class DecoderBlock(nn.Module):
@@ -89,8 +109,8 @@ class DecoderBlock(nn.Module):
         """
 
 
-class Decoder(nn.Module):
-    """A model as the parallelisms see it. A subclass sets three attributes:
+class Decoder(Parts):
+    """A whole model as the parallelisms see it. A subclass sets three attributes:
 
     - ``first(tokens_BT, seq) -> h_BTC``: the embedding of the tokens;
     - ``blocks``: in order, each ``block(h_BTC, seq) -> h_BTC`` (see ``DecoderBlock``);
@@ -98,18 +118,14 @@ class Decoder(nn.Module):
       of all tokens whose label is not ``IGNORE_INDEX``. It is a sum, not a mean: only the whole job
       knows the number of valid tokens by which it must be divided.
 
+    With multi-token prediction, ``last`` runs the last K = ``mtp_layers`` blocks in training:
+    ``last(h_BTC, seq, labels_BT, ahead_B2KT, blocks) -> losses``, a tensor (1 + K): the sum above,
+    and that of each depth times its coefficient. ``last.embed`` is the embedding.
+
     A pipeline stage keeps these three names, so a parameter has one global name on every layout. A
     module that attends across tokens calls its attribute ``attend`` (see ``layers.attention``),
     which context parallelism replaces.
     """
-
-    first: nn.Module
-    blocks: nn.ModuleDict
-    last: nn.Module
-
-    def hidden(self, tokens_BT: Tensor, seq: SequenceInfo) -> Tensor:
-        """Run ``first`` and ``blocks`` on one process; return h_BTC."""
-        return hidden(self.first, self.blocks, tokens_BT, seq)
 
     def forward(
         self,
@@ -117,6 +133,7 @@ class Decoder(nn.Module):
         labels_BT: Tensor,
         positions_BT: Tensor,
         documents_BT: Tensor | None = None,
+        ahead_B2KT: Tensor | None = None,
         step_tokens: int | None = None,
     ) -> Tensor:
         """Run the whole model on one process.
@@ -124,13 +141,16 @@ class Decoder(nn.Module):
         Args:
             tokens_BT: int64 (B, T).
             labels_BT: int64 (B, T): the token to predict at each position, or ``IGNORE_INDEX``.
+            ahead_B2KT: int64: for depth k = 1 ... K of multi-token prediction, the token k further
+                on (0 if the document ends before it) and the label k further on. None: no such
+                losses.
             positions_BT, documents_BT, step_tokens: as in ``SequenceInfo``.
 
         Returns:
-            The summed loss, a scalar in float32 or wider.
+            What ``last`` returns: the summed loss, or the summed losses, in float32 or wider.
         """
         seq = SequenceInfo(positions_BT, documents_BT, step_tokens)
-        return self.last(self.hidden(tokens_BT, seq), seq, labels_BT)
+        return self.losses(self.hidden(tokens_BT, seq), seq, labels_BT, ahead_B2KT)
 
     def logits(self, tokens_BT: Tensor, seq: SequenceInfo) -> Tensor:
         """Run the whole model on one process; return the logits (B, T, vocabulary).

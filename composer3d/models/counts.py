@@ -45,8 +45,8 @@ def flops_per_token(
     A parameter costs 2 FLOPs forward, and 4 backward for the gradients of its input and of itself.
     For each key, an element of a query costs 2 FLOPs for the score, and one of a value 2 for the
     weighted sum of values forward, and twice as much backward. So fewer key-value heads save
-    memory, but no operations. The head counts even if it is tied; the lookup of the embedding does
-    not.
+    memory, but no operations. The head counts even if it is tied, and once more for each depth of
+    multi-token prediction; the lookup of the embedding does not.
 
     Args:
         table: the parameters of the model.
@@ -64,6 +64,8 @@ def flops_per_token(
             _active_elements(row, shape) if row.is_matrix and row.style != "embedding" else 0
         ),
     )
+    heads = sum(row.elements for row in table.last if row.style == "head")
+    matmul += shape.mtp_layers * heads
     attention, widths = 0.0, shape.head_width + shape.value_width
     for window, blocks in shape.windows.items():
         keys = keys_seen(seq_len, window) if causal else seq_len

@@ -108,6 +108,17 @@ class Architecture:
         function = getattr(resolve(self.names), "left_out", None)
         return frozenset() if function is None else function(shape, in_files)
 
+    def copies(self, shape: DecoderShape) -> dict[str, str]:
+        """Return the tensors in files of Hugging Face that repeat another one.
+
+        They are those of the function ``copies`` of ``names``, if it has one.
+
+        Returns:
+            Our name of the parameter that each of them repeats.
+        """
+        function = getattr(resolve(self.names), "copies", None)
+        return {} if function is None else function(shape)
+
     def count_parameters(self, shape: DecoderShape) -> int:
         """Count the parameters of the whole model."""
         if self.parameters is not None:

@@ -72,3 +72,11 @@ def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
     DeepSeek's configurations scale its distance from 1 by ``mscale``.
     """
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def yarn_mscale(factor: float, attention_factor: float) -> float:
+    """Return the ``mscale`` with which YaRN has ``attention_factor``, up to rounding.
+
+    ``factor`` must be above 1.
+    """
+    return (attention_factor - 1.0) / (0.1 * math.log(factor))

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
+from typing import Self
 
 from composer3d.facts.ranges import MOST_HEADS, MOST_LAYERS, MOST_VOCAB, MOST_WIDTH, between, key
 
@@ -76,7 +77,7 @@ class DecoderShape:
     @property
     def windows(self) -> Counter[int]:
         """The number of blocks of each window, which ``window_of`` gives."""
-        return Counter(map(self.window_of, range(self.n_layers)))
+        return Counter(map(self.window_of, range(self.all_layers)))
 
     @property
     def qk_norm(self) -> bool:
@@ -117,6 +118,26 @@ class DecoderShape:
     def expert_width(self) -> int:
         """The width of an expert."""
         return self.ffn
+
+    @property
+    def mtp_layers(self) -> int:
+        """The depths of multi-token prediction: blocks that predict one token more each."""
+        return 0
+
+    @property
+    def mtp_loss(self) -> float:
+        """The coefficient of the mean of their losses, which training adds to the main one."""
+        return 0.0
+
+    @property
+    def all_layers(self) -> int:
+        """The number of blocks with those of multi-token prediction, which are the last ones."""
+        return self.n_layers + self.mtp_layers
+
+    @property
+    def without_mtp(self) -> Self:
+        """The shape of the model without multi-token prediction, as it generates text."""
+        return self
 
     @property
     def head_width(self) -> int:

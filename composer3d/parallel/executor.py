@@ -42,11 +42,11 @@ class Executor(Protocol):
                 stage 0 reads them.
             keywords: the other inputs of the stages, with the rows of ``tokens_BT``. ``labels_BT``
                 is among them on the rank of the last stage.
-            divisor: the losses are divided by this scalar on the mesh's device.
+            divisor: the losses are divided by this tensor on the mesh's device, of their shape.
 
         Returns:
-            The sum of the divided losses on the ranks of the last stage, 0 on the others: a float64
-            scalar.
+            The sum of the divided losses on the ranks of the last stage, 0 on the others: float64,
+            of the shape of ``divisor``.
 
         Collectives: those of the stages; with a pipeline, sends and receives over pp.
         """
@@ -80,14 +80,14 @@ class OneStage:
         self, tokens_BT: Tensor, keywords: Mapping[str, Any], divisor: Tensor
     ) -> Tensor:
         """See ``Executor.forward_backward``, with its shapes (B, T)."""
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        total = torch.zeros(divisor.shape, dtype=torch.float64, device=self._device)
         micro_batches = list(cut_into_micro_batches(tokens_BT, keywords, self._micro_batch))
         for index, (tokens, inputs) in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
             fsdp.begin_micro_batch(self._units, self._parallel, last=is_last)
             summed = self._module(tokens, **inputs)
             loss = summed / divisor.to(summed.dtype)
-            loss.backward()
+            loss.sum().backward()
             total += loss.detach()
         return total
 

@@ -6,14 +6,16 @@ one whole gradient is in memory, and FSDP finds nothing to reduce.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from composer3d.parallel.data import fsdp
 from composer3d.parallel.pipeline.ties import local_shard
+from composer3d.parallel.stages import Stages
 from composer3d.runtime.torch_private import gathered_parameters, modules_of_unit
 
 # The unit that is a whole stage holds parameters only if the embedding is also the head.
@@ -39,6 +41,49 @@ class GradientUnit(NamedTuple):
 # see(unit, number of the parameter in the unit, gradient). tp may have cut the gradient, and it may
 # be a part of a sum over tp.
 SeeGradient = Callable[[GradientUnit, int, Tensor], None]
+
+
+def see_local_gradients(
+    stages: Stages,
+    tokens_BT: Tensor,
+    labels_BT: Tensor,
+    positions_BT: Tensor,
+    documents_BT: Tensor | None = None,
+    ahead_B2KT: Tensor | None = None,
+    *,
+    see: SeeGradient,
+) -> Tensor:
+    """Give the gradients of some rows on this rank to ``see``, before any is reduced.
+
+    A gradient is dropped as soon as ``see`` returns, so FSDP finds nothing to reduce. Afterwards
+    ``.grad``, what routers have seen, and all that the next step reads are as before. There must be
+    FSDP.
+
+    Args:
+        stages: this rank's stages.
+        tokens_BT, labels_BT, positions_BT, documents_BT, ahead_B2KT: as for
+            ``Stages.forward_backward``; without a pipeline, of any number of micro-batches. The
+            losses are divided by their tokens.
+        see: see ``seen_by``. It is called on the device's stream, in backward.
+
+    Returns:
+        This rank's share of the sum of the divided losses, a float64 scalar.
+
+    Collectives: those of a step, without sums of gradients over data-parallel ranks.
+    """
+    if not stages.has_run:
+        # FSDP makes the whole parameters in its first forward.
+        stages.evaluate(tokens_BT, labels_BT, positions_BT, documents_BT)
+    stages.begin(training=True)
+    keywords = stages.keywords(labels_BT, positions_BT, documents_BT, ahead_B2KT)
+    tokens = labels_BT.numel() * stages.mesh.sizes.cp
+    depths = 0 if ahead_B2KT is None else ahead_B2KT.shape[2]
+    divisor = torch.full((1 + depths,), tokens, device=stages.mesh.device)
+    modules = {module.number: module for module in stages.modules}
+    undisturbed = nullcontext() if stages.balance is None else stages.balance.undisturbed()
+    with undisturbed, seen_by(see, modules):
+        total = stages.executor.forward_backward(tokens_BT, keywords, divisor).sum()
+    return total if stages.counts_loss else torch.zeros_like(total)
 
 
 def units_of(stage_number: int, stage: nn.Module) -> dict[GradientUnit, list[nn.Parameter]]:

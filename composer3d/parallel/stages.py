@@ -1,7 +1,6 @@
 """The stages of a composed model on one rank, and the forward and backward of a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -10,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composer3d.models.contract import Decoder, SequenceInfo, hidden
-from composer3d.parallel import local_gradients
+from composer3d.models.contract import Decoder, Parts, SequenceInfo
 from composer3d.parallel.context.ownership import shard_sequence
 from composer3d.parallel.data import fsdp
 from composer3d.parallel.executor import Executor
@@ -22,7 +20,7 @@ from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.mesh import Mesh
 
 
-class Stage(nn.Module):
+class Stage(Parts):
     """Consecutive layers of a model, under the names they have in the whole model.
 
     ``stage(tokens_BT or h_BTC, positions_BT=..., documents=..., labels_BT=...)`` returns ``h_BTC``,
@@ -52,9 +50,10 @@ class Stage(nn.Module):
         self.number = number
         self._step_tokens = step_tokens
         names = list(model.blocks)
-        self.first: nn.Module | None = model.first if first else None
+        self.first = model.first if first else None
         self.blocks = nn.ModuleDict({names[i]: model.blocks[names[i]] for i in blocks})
-        self.last: nn.Module | None = model.last if last else None
+        self.last = model.last if last else None
+        self.mtp_layers = model.mtp_layers if last else 0
         self.tied_copies: dict[str, str] = {}
         self.partial_gradients: frozenset[str] = frozenset()
 
@@ -65,11 +64,12 @@ class Stage(nn.Module):
         positions_BT: Tensor,
         documents: HostTensor | None = None,
         labels_BT: Tensor | None = None,
+        ahead_B2KT: Tensor | None = None,
     ) -> Tensor:
         documents_BT = None if documents is None else documents.tensor
         seq = SequenceInfo(positions_BT, documents_BT, self._step_tokens)
-        h = hidden(self.first, self.blocks, h, seq)
-        return h if self.last is None else self.last(h, seq, labels_BT)
+        h = self.hidden(h, seq)
+        return h if self.last is None else self.losses(h, seq, labels_BT, ahead_B2KT)
 
 
 @dataclass(eq=False)
@@ -81,7 +81,7 @@ class Stages:
         mesh: the mesh of the job.
         executor: runs their micro-batches: ``Pipeline`` if pp is above 1, else ``OneStage``.
         _ties: the exchange of tied parameters; None if no two stages share one.
-        _balance: what the routers see; None if the model has none.
+        balance: what the routers see; None if the model has none.
     """
 
     modules: Sequence[Stage]
@@ -89,8 +89,8 @@ class Stages:
     executor: Executor
     _parallel: ParallelTable
     _ties: Ties | None
-    _balance: Balance | None
-    _has_run: bool = False
+    balance: Balance | None
+    has_run: bool = False
 
     @cached_property
     def _parameters_by_module(self) -> list[list[tuple[str, nn.Parameter]]]:
@@ -124,12 +124,12 @@ class Stages:
         return self.modules[-1].last is not None and self.mesh.coords["tp"] == 0
 
     def own_tokens(self, whole_BT: Tensor) -> Tensor:
-        """Cut out this rank's part of tokens or the like, without a collective: (B, T / cp)."""
+        """Cut out this rank's part of tokens or the like, without a collective: (..., T / cp)."""
         group = self.mesh.cp_group
         if group is None:
             return whole_BT
         balanced = self._parallel.cp_balance == "zigzag"
-        return shard_sequence(whole_BT, 1, group, balanced=balanced)
+        return shard_sequence(whole_BT, -1, group, balanced=balanced)
 
     def forward_backward(
         self,
@@ -138,37 +138,42 @@ class Stages:
         positions_BT: Tensor,
         valid_tokens: Tensor | int,
         documents_BT: Tensor | None = None,
+        ahead_B2KT: Tensor | None = None,
     ) -> Tensor:
         """Compute the gradients of a step into ``.grad``, reduced over the whole job.
 
-        The loss is the sum of the losses of all tokens of the job, divided by ``valid_tokens``.
+        The loss is the sum of the losses of all tokens of the job, divided by ``valid_tokens``;
+        with multi-token prediction, the sum of 1 + K such quotients.
 
         Args:
             tokens_BT, labels_BT, positions_BT: int64 (micro_batches x micro_batch, T / cp): this
                 rank's rows of the step, and its part of each (``own_tokens``).
-            valid_tokens: the number of valid labels in the whole step, over all ranks. A scalar on
-                the mesh's device may still be on its way there: the host does not read it.
+            valid_tokens: the number of valid labels in the whole step, over all ranks: a scalar, or
+                (1 + K). A tensor on the mesh's device may still be on its way there: the host does
+                not read it.
             documents_BT: int64 (micro_batches x micro_batch, T) on the CPU: the documents of the
                 same rows, whole on every cp rank.
+            ahead_B2KT: as for ``Decoder.forward``, cut like ``labels_BT``.
 
         Returns:
-            This rank's share of the loss, a float64 scalar; ``Mesh.sum_over_world`` gives the loss.
+            This rank's shares of the quotients, in float64 and of the shape of ``valid_tokens``;
+            ``Mesh.sum_over_world`` gives them.
 
         Collectives: those of the techniques composed, and with experts one all-reduce of what the
         routers have seen. Afterwards no gradient is partial.
         """
         if isinstance(valid_tokens, int):
             valid_tokens = torch.full((), valid_tokens, device=self.mesh.device)
-        self._begin(training=True)
+        self.begin(training=True)
         for _, parameter in chain.from_iterable(self._parameters_by_module):
             parameter.grad = None
-        if self._balance is not None:
-            self._balance.reset()
-        keywords = self._keywords(labels_BT, positions_BT, documents_BT)
+        if self.balance is not None:
+            self.balance.reset()
+        keywords = self.keywords(labels_BT, positions_BT, documents_BT, ahead_B2KT)
         total = self.executor.forward_backward(tokens_BT, keywords, valid_tokens)
         self.finish_gradients()
-        if self._balance is not None:
-            self._balance.collect()
+        if self.balance is not None:
+            self.balance.collect()
         return total if self.counts_loss else torch.zeros_like(total)
 
     @property
@@ -177,15 +182,15 @@ class Stages:
 
         The same on all ranks. On a GPU, the host waits for it.
         """
-        return {} if self._balance is None else self._balance.loads()
+        return {} if self.balance is None else self.balance.loads()
 
     def move_router_biases(self, is_good: Tensor) -> None:
         """Move the biases of routers by their loads, once a step, if ``is_good``.
 
         ``is_good`` is a bool scalar on the mesh's device. No collective, and no wait.
         """
-        if self._balance is not None:
-            self._balance.move_biases(is_good)
+        if self.balance is not None:
+            self.balance.move_biases(is_good)
 
     def finish_gradients(self) -> None:
         """Sum the gradients that are parts of a sum over tp, and those of tied parameters.
@@ -225,53 +230,16 @@ class Stages:
             A float64 scalar. ``Mesh.sum_over_world`` gives the sum of the losses of all tokens, not
             divided by their number.
         """
-        self._begin(training=False)
-        keywords = self._keywords(labels_BT, positions_BT, documents_BT)
+        self.begin(training=False)
+        keywords = self.keywords(labels_BT, positions_BT, documents_BT)
         total = self.executor.forward(tokens_BT, keywords)
         for module in self.modules:
             fsdp.reshard(module)
         return total if self.counts_loss else torch.zeros_like(total)
 
-    def see_local_gradients(
-        self,
-        tokens_BT: Tensor,
-        labels_BT: Tensor,
-        positions_BT: Tensor,
-        documents_BT: Tensor | None = None,
-        *,
-        see: local_gradients.SeeGradient,
-    ) -> Tensor:
-        """Give the gradients of some rows on this rank to ``see``, before any is reduced.
-
-        A gradient is dropped as soon as ``see`` returns, so FSDP finds nothing to reduce.
-        Afterwards ``.grad``, what routers have seen, and all that the next step reads are as
-        before. There must be FSDP.
-
-        Args:
-            tokens_BT, labels_BT, positions_BT, documents_BT: as for ``forward_backward``; without a
-                pipeline, of any number of micro-batches. The loss is divided by their tokens.
-            see: see ``local_gradients.seen_by``. It is called on the device's stream, in backward.
-
-        Returns:
-            This rank's share of the divided loss, a float64 scalar.
-
-        Collectives: those of a step, without sums of gradients over data-parallel ranks.
-        """
-        if not self._has_run:
-            # FSDP makes the whole parameters in its first forward.
-            self.evaluate(tokens_BT, labels_BT, positions_BT, documents_BT)
-        self._begin(training=True)
-        keywords = self._keywords(labels_BT, positions_BT, documents_BT)
-        tokens = labels_BT.numel() * self.mesh.sizes.cp
-        divisor = torch.full((), tokens, device=self.mesh.device)
-        modules = {module.number: module for module in self.modules}
-        undisturbed = nullcontext() if self._balance is None else self._balance.undisturbed()
-        with undisturbed, local_gradients.seen_by(see, modules):
-            total = self.executor.forward_backward(tokens_BT, keywords, divisor)
-        return total if self.counts_loss else torch.zeros_like(total)
-
-    def _begin(self, *, training: bool) -> None:
-        self._has_run = True
+    def begin(self, *, training: bool) -> None:
+        """Prepare a forward. Collective over pp, if parameters are tied over stages."""
+        self.has_run = True
         for module in self.modules:
             if module.training != training:  # ``train`` visits all modules
                 module.train(training)
@@ -279,8 +247,12 @@ class Stages:
             # The optimizer or a loaded checkpoint may have changed the owners of tied copies.
             self._ties.refresh()
 
-    def _keywords(
-        self, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None
+    def keywords(
+        self,
+        labels_BT: Tensor,
+        positions_BT: Tensor,
+        documents_BT: Tensor | None,
+        ahead_B2KT: Tensor | None = None,
     ) -> dict[str, Tensor | HostTensor]:
         """Collect the keyword arguments that this rank's stages are called with."""
         keywords: dict[str, Tensor | HostTensor] = {"positions_BT": positions_BT}
@@ -288,4 +260,6 @@ class Stages:
             keywords["documents"] = HostTensor(documents_BT)
         if self.modules[-1].last is not None:
             keywords["labels_BT"] = labels_BT
+            if ahead_B2KT is not None:
+                keywords["ahead_B2KT"] = ahead_B2KT
         return keywords

@@ -60,6 +60,8 @@ class HeadBytes(NamedTuple):
         gradient: the gradient of the logits, when the products of backward run.
         saved: what of ``loss`` stays from forward to backward.
         input_gradient: the gradient of the head's input.
+        waiting: what of ``loss`` and of ``gradient`` belongs to the losses before the last one, and
+            waits for the backward of the depths of multi-token prediction.
     """
 
     kept: float
@@ -67,6 +69,7 @@ class HeadBytes(NamedTuple):
     gradient: float
     saved: float
     input_gradient: float
+    waiting: float
 
 
 class Stream(NamedTuple):
@@ -178,7 +181,12 @@ def _latent_bytes(setup: Setup, latents: Latents) -> _LatentBytes:
 
 
 def block_bytes(
-    setup: Setup, *, has_experts: bool, splits_backward: bool, share: Share
+    setup: Setup,
+    *,
+    has_experts: bool,
+    splits_backward: bool,
+    share: Share,
+    predicts: bool = False,
 ) -> BlockBytes:
     """Return the bytes of a block.
 
@@ -191,6 +199,7 @@ def block_bytes(
         has_experts: whether the feed-forward layer has experts.
         splits_backward: whether the gradients of weights are computed later.
         share: how many of its parameters train. Its activations are those of training all.
+        predicts: whether it is a depth of multi-token prediction.
     """
     sizes, layout = setup.sizes, setup.layout
     tp, e, local = layout.tp, setup.precision.gathered, setup.tokens / layout.tp
@@ -203,7 +212,8 @@ def block_bytes(
         latent = _latent_bytes(setup, sizes.latents)
     ffn = (sizes.shared_parameters if has_experts else sizes.dense_parameters) / tp
     experts = sizes.expert_parameters / layout.ep if has_experts else 0.0
-    linear = attention + ffn
+    merge = sizes.merge_parameters if predicts else 0.0
+    linear = attention + ffn + merge
     rows = local * sizes.experts_per_token * e if has_experts else 0.0
     part = _Sizes(
         query=local * sizes.query_width * e,
@@ -239,12 +249,18 @@ def block_bytes(
     if weighed:
         # What a gate weighs; and its input, which the shared expert reads as it is gathered.
         full += stream.own if tp == 1 else 2 * stream.own
+    # A depth of multi-token prediction has two streams as inputs, which its norms keep, and keeps
+    # what they return as one tensor. Then its block begins, as others do.
+    merged = 2 * stream.own
+    if predicts:
+        full += 2 * stream.own * of_norm + merged
 
     match setup.recompute:
         case "none":
             kept, again = full, 0.0
         case "full":
-            kept, again = stream.own, full - stream.own
+            kept = 2 * stream.own if predicts else stream.own
+            again = full - kept
         # The outputs of products, of attention and of exchanges. That of the second feed-forward
         # matrix is only added to the stream, if neither a gate nor a norm reads it.
         case _:
@@ -256,6 +272,7 @@ def block_bytes(
             kept += attention_output + weighed + from_exchanges + rows_exchanged
             kept += stream.inner if sizes.norms_after else 0.0
             kept += 2 * part.expert_width + part.rows
+            kept += 2 * stream.own if predicts else 0.0
             # Values, if they are no copies, and the gate's halves are not computed again, and the
             # output of attention's product is dropped when it has been added.
             again = full - stream.own - attended - 2 * part.width - rows_exchanged
@@ -265,7 +282,11 @@ def block_bytes(
         kept=kept,
         again=again,
         extra=_backward_extra(setup, part, splits_backward),
-        deferred=4 * stream.inner + 2 * part.query + 2 * part.kv + 3 * part.width,
+        deferred=4 * stream.inner
+        + 2 * part.query
+        + 2 * part.kv
+        + 3 * part.width
+        + (merged + stream.own if predicts else 0.0),
         unit=unit_of(setup, linear, experts, share),
         linear=linear,
     )
@@ -327,7 +348,8 @@ def head_bytes(setup: Setup) -> HeadBytes:
     """Return the bytes of the last norm, the head and the loss.
 
     With several chunks, ``loss`` and ``gradient`` also hold the gradient of the head's weight,
-    summed in float32, and ``loss`` that of the head's input.
+    summed in float32, and ``loss`` that of the head's input. With multi-token prediction, the head
+    runs again for each depth, and what it saves of the losses before stays.
     """
     sizes, layout, e = setup.sizes, setup.layout, setup.precision.gathered
     stream = stream_of(setup)
@@ -341,8 +363,20 @@ def head_bytes(setup: Setup) -> HeadBytes:
         saved, gradient = _WIDE * logits, e * logits
         if layout.tp > 1:
             gradient += e * logits / layout.tp
-    kept = stream.own * _kept_by_a_norm(setup) + stream.inner
-    if setup.loss_chunks == 1:
-        return HeadBytes(kept, loss, gradient, saved, stream.inner)
-    summed = _WIDE * sizes.head_parameters / layout.tp
-    return HeadBytes(kept, loss + summed + stream.inner, gradient + summed, 0.0, 2 * stream.inner)
+    depths = sizes.mtp_layers
+    kept = (1 + depths) * (stream.own * _kept_by_a_norm(setup) + stream.inner)
+    input_gradient, waiting = stream.inner, depths * saved
+    if setup.loss_chunks > 1:
+        summed = _WIDE * sizes.head_parameters / layout.tp
+        loss, gradient, saved = loss + summed + stream.inner, gradient + summed, 0.0
+        input_gradient = 2 * stream.inner
+        # Forward has computed the gradients of the losses before, unless backward does.
+        waiting = 0.0 if setup.repeats_loss else depths * (summed + stream.inner)
+    return HeadBytes(
+        kept=kept,
+        loss=waiting + loss,
+        gradient=waiting + gradient,
+        saved=(1 + depths) * saved,
+        input_gradient=input_gradient,
+        waiting=waiting,
+    )

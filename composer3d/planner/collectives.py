@@ -119,7 +119,7 @@ def all_to_all_s(
     return 2 * _launch_s(machine, crosses) + seconds
 
 
-class Routing(NamedTuple):
+class ExpertChoice(NamedTuple):
     """The experts to which a router sends a token.
 
     Attributes:
@@ -150,7 +150,7 @@ class Routing(NamedTuple):
 def token_exchange_s(
     group: GroupShape,
     size_bytes: float,
-    routing: Routing,
+    routing: ExpertChoice,
     machine: Machine,
     constants: Constants,
 ) -> float:

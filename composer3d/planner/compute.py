@@ -245,7 +245,16 @@ def keys_per_query(setup: Setup, window: int) -> float:
     return width - width * (width - 1) / 2 / seq_len
 
 
-def block_work(setup: Setup, constants: Constants, *, has_experts: bool, window: int) -> Work:
+def merge_product(setup: Setup) -> Product:
+    """Return the product before a depth of multi-token prediction, of this rank's tokens."""
+    tokens, layout = setup.tokens, setup.layout
+    own_tokens = tokens / layout.tp if layout.sequence_parallel else tokens
+    return Product(own_tokens, setup.sizes.dim, 2 * setup.sizes.dim)
+
+
+def block_work(
+    setup: Setup, constants: Constants, *, has_experts: bool, window: int, predicts: bool = False
+) -> Work:
     """Return the computing time of one block for one micro-batch, without collectives.
 
     Args:
@@ -253,6 +262,7 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool, window:
         constants: the fitted constants.
         has_experts: whether the feed-forward layer has experts.
         window: the sliding window of the block's attention in tokens; 0: none.
+        predicts: whether it is a depth of multi-token prediction.
     """
     rate = rates(setup, constants)
 
@@ -261,7 +271,7 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool, window:
 
     attention_parts = attention_products(setup)
     ffn_parts = ffn_products(setup, has_experts)
-    products = attention_parts + ffn_parts
+    products = attention_parts + ffn_parts + [merge_product(setup)] * predicts
     forward_products = seconds(products)
     input_products = seconds([product.input_gradient() for product in products])
     weight_products = sum(
@@ -272,7 +282,10 @@ def block_work(setup: Setup, constants: Constants, *, has_experts: bool, window:
     traffic = constants.fused_traffic
     if not setup.software.fuses_elementwise:
         traffic = constants.eager_traffic
-    elementwise = _elementwise_bytes(setup, has_experts=has_experts) / rate.memory * traffic
+    moved_bytes = _elementwise_bytes(setup, has_experts=has_experts)
+    if predicts:  # two norms, and their results as one tensor, each read and written
+        moved_bytes += 4 * 4.0 * setup.sizes.dim * merge_product(setup).rows
+    elementwise = moved_bytes / rate.memory * traffic
     # Only the products of outputs and of input gradients round their operands. Those of experts are
     # never compiled.
     rounding = input_rounding = 0.0

@@ -3,10 +3,11 @@
 ``moments`` finds the peak; here is what no formula counts.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from composer3d.planner.constants import SHIPPED, Constants
-from composer3d.planner.moments import peak_moment
+from composer3d.planner.moments import Always, Moment, peak_moments
 from composer3d.planner.setup import Setup
 
 GIB = float(1 << 30)
@@ -62,7 +63,16 @@ def predict_memory(setup: Setup, constants: Constants = SHIPPED) -> list[RankMem
     Raises:
         PlanError: the schedule cannot run with these numbers.
     """
-    return [_rank(setup, constants, rank) for rank in range(setup.layout.pp)]
+    return list(memory_of_ranks(setup, constants))
+
+
+def memory_of_ranks(setup: Setup, constants: Constants = SHIPPED) -> Iterator[RankMemory]:
+    """Yield the peak of one pipeline rank after the other, as ``predict_memory`` returns them.
+
+    Whoever asks whether all ranks fit may stop at the first one that does not.
+    """
+    for always, moment in peak_moments(setup):
+        yield _rank(constants, always, moment)
 
 
 def peak(setup: Setup, constants: Constants = SHIPPED) -> RankMemory:
@@ -70,8 +80,7 @@ def peak(setup: Setup, constants: Constants = SHIPPED) -> RankMemory:
     return max(predict_memory(setup, constants), key=lambda rank: rank.device_bytes)
 
 
-def _rank(setup: Setup, constants: Constants, rank: int) -> RankMemory:
-    always, moment = peak_moment(setup, rank)
+def _rank(constants: Constants, always: Always, moment: Moment) -> RankMemory:
     known = RankMemory(
         weights=always.weights,
         gradients=moment.gradients,

@@ -10,8 +10,9 @@ the peak is that of the largest moment.
 All numbers are bytes of one rank.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from composer3d.facts.schedules import SCHEDULES
@@ -26,7 +27,7 @@ from composer3d.planner.activations import (
     unit_of,
 )
 from composer3d.planner.matrices import ELEMENTS_PER_ROUND, buffer_elements
-from composer3d.planner.setup import BlockKind, Matrices, Setup
+from composer3d.planner.setup import BlockKind, BlockMatrices, Matrices, Setup
 from composer3d.planner.states import Counts, State, states_of_ranks
 from composer3d.planner.time import matrices_of_ranks, rank_of, saved_by_matrices
 from composer3d.planner.trained import Share
@@ -62,14 +63,17 @@ class Moment(NamedTuple):
         return sum(self)
 
 
-class _Stage(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
     """A stage: its blocks, and what it has besides.
+
+    Each action of a schedule reads the sums over its units, so they are added up once.
 
     Attributes:
         blocks: in order.
         groups: the units of FSDP that hold them, in order: one or several blocks each.
-        first, last: the units of embedding and head. None: the stage has none, or they are tied
-            and ``last`` is the unit of both.
+        first, last: the units of embedding and head. None: the stage has none, or they share a
+            parameter and ``last`` is the unit of both.
         output: the stream that it sends on, which stays until its gradient arrives.
         messages: buffers in which messages arrive.
         input_is_message: the first block's input is such a buffer.
@@ -83,24 +87,28 @@ class _Stage(NamedTuple):
     messages: float
     input_is_message: bool
 
-    @property
+    @cached_property
+    def units_of_groups(self) -> list[Unit]:
+        return list(map(_unit_of, self.groups))
+
+    @cached_property
     def units(self) -> list[Unit]:
         ends = [unit for unit in (self.first, self.last) if unit is not None]
-        return [_unit_of(group) for group in self.groups] + ends
+        return self.units_of_groups + ends
 
-    @property
+    @cached_property
     def elements(self) -> float:
         return sum(unit.elements for unit in self.units)
 
-    @property
+    @cached_property
     def shard(self) -> float:
         return sum(unit.shard for unit in self.units)
 
-    @property
+    @cached_property
     def trained(self) -> float:
         return sum(unit.trained for unit in self.units)
 
-    @property
+    @cached_property
     def trained_shard(self) -> float:
         return sum(unit.trained_shard for unit in self.units)
 
@@ -112,25 +120,56 @@ def _unit_of(blocks: tuple[BlockBytes, ...]) -> Unit:
     return Unit(*map(sum, zip(*(block.unit for block in blocks), strict=True)))
 
 
-def peak_moment(setup: Setup, rank: int) -> tuple[Always, Moment]:
-    """Return what pipeline rank ``rank`` always holds, and the rest at its largest moment.
+def peak_moments(setup: Setup) -> Iterator[tuple[Always, Moment]]:
+    """Yield what each pipeline rank always holds, and the rest at its largest moment.
 
     Raises:
         PlanError: the schedule cannot run with these numbers.
     """
-    held = _Rank(setup, rank)
-    moments = _step_moments(held) if setup.layout.pp == 1 else _pipeline_moments(held, rank)
-    if setup.matrices is not None:
-        moments.append(_orthogonalising(held, rank, setup.matrices))
-    return held.always(), max(moments, key=lambda moment: moment.total)
+    blocks = _Blocks(setup)
+    for number, matrices in enumerate(matrices_of_ranks(setup)):
+        rank = _Rank(setup, number, blocks, matrices)
+        moments = _step_moments(rank) if setup.layout.pp == 1 else _pipeline_moments(rank)
+        if setup.matrices is not None:
+            moments.append(_orthogonalising(rank, setup.matrices))
+        yield rank.always(), max(moments, key=lambda moment: moment.total)
+
+
+class _Blocks:
+    """The blocks of a setup: those of one kind, of which as much trains, are computed once."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        layout = setup.layout
+        self.splits_backward = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
+        self._bytes: dict[tuple[BlockKind, Share], BlockBytes] = {}
+
+    def of(self, place: int, layer: int) -> BlockBytes:
+        """Return the bytes of block ``layer`` of the model, at ``place`` in its stage."""
+        kind = self._setup.kind_of(layer, place)
+        share = self._setup.trained.of_block(layer)
+        if (kind, share) not in self._bytes:
+            self._bytes[kind, share] = block_bytes(
+                replace(self._setup, recompute=kind.recompute),
+                has_experts=kind.has_experts,
+                splits_backward=self.splits_backward,
+                share=share,
+                predicts=kind.predicts,
+            )
+        return self._bytes[kind, share]
 
 
 class _Rank:
     """The sizes of one pipeline rank.
 
-    Attributes:
+    Args:
         setup: the whole setup.
-        rank: the pipeline rank.
+        number: the pipeline rank.
+        blocks: the blocks of the model.
+        matrices: those that an optimizer of matrices works on, on all ranks of this one's stages.
+
+    Attributes:
+        setup, number, matrices: as given.
         stages: by number.
         narrow, wide: bytes of a gathered parameter, and of a sharded one or a summed gradient.
         written: bytes of a gradient's element when backward writes it.
@@ -140,8 +179,8 @@ class _Rank:
         splits_backward: whether the gradients of weights are computed later.
     """
 
-    def __init__(self, setup: Setup, rank: int) -> None:
-        self.setup, self.rank = setup, rank
+    def __init__(self, setup: Setup, number: int, blocks: _Blocks, matrices: BlockMatrices) -> None:
+        self.setup, self.number, self.matrices = setup, number, matrices
         layout, sizes, precision = setup.layout, setup.sizes, setup.precision
         self.narrow, self.wide = precision.gathered, precision.gradients
         self.written = gradient_width(setup)
@@ -154,46 +193,36 @@ class _Rank:
             or setup.software.offloads
             or (sizes.expert_blocks > 0 and layout.tp > 1)
         )
-        self.splits_backward = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
+        self.splits_backward = blocks.splits_backward
 
-        self._blocks: dict[tuple[BlockKind, Share], BlockBytes] = {}
         self.stages: dict[int, _Stage] = {}
         begin = 0
-        for number, count in enumerate(layout.stage_blocks):
-            if rank_of(layout.pp, number, layout.schedule) == rank:
-                blocks = [self._block(place, begin + place) for place in range(count)]
-                self.stages[number] = self._stage(number, tuple(blocks))
+        for stage, count in enumerate(layout.stage_blocks):
+            if rank_of(layout.pp, stage, layout.schedule) == number:
+                of_stage = [blocks.of(place, begin + place) for place in range(count)]
+                self.stages[stage] = self._stage(stage, tuple(of_stage))
             begin += count
-
-    def _block(self, place: int, layer: int) -> BlockBytes:
-        """Return the bytes of block ``layer`` of the model, at ``place`` in its stage."""
-        kind = self.setup.kind_of(layer, place)
-        share = self.setup.trained.of_block(layer)
-        if (kind, share) not in self._blocks:
-            self._blocks[kind, share] = block_bytes(
-                replace(self.setup, recompute=kind.recompute),
-                has_experts=kind.has_experts,
-                splits_backward=self.splits_backward,
-                share=share,
-            )
-        return self._blocks[kind, share]
 
     def _stage(self, number: int, blocks: tuple[BlockBytes, ...]) -> _Stage:
         setup, layout, sizes = self.setup, self.setup.layout, self.setup.sizes
         is_first, is_last = number == 0, number == layout.stages - 1
-        is_one_unit = sizes.tied and is_first and is_last
+        is_one_unit = sizes.shares_embedding and is_first and is_last
         trained = setup.trained
-        embedding = unit_of(
-            setup, sizes.embedding_parameters / layout.tp, 0.0, Share(trained.first)
-        )
+        embedding = self._embedding()
         head = unit_of(setup, sizes.head_parameters / layout.tp, 0.0, Share(trained.last))
+        if sizes.last_embedding_parameters:
+            head = Unit(*map(sum, zip(head, embedding, strict=True)))
         neighbours = (not is_first) + (not is_last)
         # Since torch 2.15 a buffer is made for each message, and what arrived belongs to the stage.
         keeps_buffers = not setup.software.since_torch_2_15
         buffers = setup.batch.micro_batches if keeps_buffers else 1
         return _Stage(
             blocks=blocks,
-            groups=tuple(units_of_blocks(blocks, layout.fsdp_blocks)),
+            groups=tuple(
+                units_of_blocks(
+                    blocks, layout.fsdp_blocks, alone=sizes.mtp_layers if is_last else 0
+                )
+            ),
             first=embedding if is_first and not is_one_unit else None,
             last=head if is_last else None,
             output=0.0 if is_last else self.stream,
@@ -201,40 +230,54 @@ class _Rank:
             input_is_message=keeps_buffers and not is_first,
         )
 
+    def _embedding(self) -> Unit:
+        """Return the embedding, which may have a copy on the last stage."""
+        setup = self.setup
+        elements = setup.sizes.embedding_parameters / setup.layout.tp
+        return unit_of(setup, elements, 0.0, Share(setup.trained.first))
+
     def always(self) -> Always:
-        """Return the shards. The optimizer does not update the copy of a tied head."""
+        """Return the shards. The optimizer does not update the copy of a tied embedding."""
         if self.setup.software.offloads:
             return Always(0.0, 0.0)
         shard = sum(stage.shard for stage in self.stages.values())
         updated = sum(stage.trained_shard for stage in self.stages.values())
-        if self.setup.sizes.tied and self.setup.layout.stages > 1:
-            copies = [stage.last for stage in self.stages.values() if stage.last is not None]
-            updated -= sum(copy.trained_shard for copy in copies)
+        has_last = any(stage.last is not None for stage in self.stages.values())
+        if self.setup.sizes.shares_embedding and self.setup.layout.stages > 1 and has_last:
+            updated -= self._embedding().trained_shard
         # The optimizer's width includes that of the parameters.
         state = (self.setup.precision.optimizer - self.wide) * updated
-        state -= saved_by_matrices(self.setup, matrices_of_ranks(self.setup)[self.rank])
+        state -= saved_by_matrices(self.setup, self.matrices)
         return Always(self.wide * shard, state)
+
+    def waiting_losses(self, nth: int) -> float:
+        """Return what losses keep in the backward of the ``nth`` block from the end, from 0.
+
+        A depth of multi-token prediction has as many losses before it as its number.
+        """
+        depths = self.setup.sizes.mtp_layers
+        return self.head.waiting * max(0, depths - nth) / max(1, depths)
 
     def sharded_gradients(self, elements: float) -> float:
         """Return the bytes of gradients of this rank's shards."""
         return 0.0 if self.setup.software.offloads else self.wide * elements
 
 
-def _orthogonalising(held: _Rank, rank: int, matrices: Matrices) -> Moment:
+def _orthogonalising(rank: _Rank, matrices: Matrices) -> Moment:
     """Return the moment in which an optimizer of matrices runs one of its rounds."""
-    layout = held.setup.layout
-    stages = held.stages.values()
+    layout = rank.setup.layout
+    stages = rank.stages.values()
     elements = sum(s.trained_shard if layout.zero >= 2 else s.trained for s in stages)
     # Without a pipeline, FSDP drops the gathered parameters after the last backward.
     keeps_gathered = layout.pp > 1 and layout.zero < 3
-    gathered = held.narrow * sum(stage.elements for stage in stages) if keeps_gathered else 0.0
-    owned = matrices_of_ranks(held.setup)[rank].elements / layout.ranks_of("stage").size
+    gathered = rank.narrow * sum(stage.elements for stage in stages) if keeps_gathered else 0.0
+    owned = rank.matrices.elements / layout.ranks_of("stage").size
     of_round = max(min(owned, ELEMENTS_PER_ROUND), matrices.largest.elements)
     # The new values of a part, and what is chosen of them and the old ones.
     part = matrices.largest.elements * layout.replicas / layout.ranks_of("stage").size
-    updated = 2 * held.wide * part
+    updated = 2 * rank.wide * part
     return Moment(
-        gradients=held.sharded_gradients(elements),
+        gradients=rank.sharded_gradients(elements),
         gathered=gathered,
         buffers=matrices.element_bytes * buffer_elements(of_round, layout.replicas) + updated,
         activations=0.0,
@@ -280,7 +323,7 @@ class _MicroBatch:
         rank, stage, last, head = self.rank, self.stage, self.last, self.rank.head
         wide, written = rank.wide, rank.written
         groups = stage.groups[::-1]
-        units = [_unit_of(group) for group in groups[:4]]
+        units = stage.units_of_groups[:-5:-1]
         held = sum(each.kept for each in stage.blocks)
 
         sums = self._earlier_sums()
@@ -321,8 +364,15 @@ class _MicroBatch:
         # The last unit may be smaller than the two before it.
         for nth, (group, unit) in enumerate(zip(groups[:3], units, strict=False)):
             after = units[nth + 1 : nth + 2]
+            waiting = rank.waiting_losses(nth)
             moments += self._backward_of_unit(
-                group, unit, after, sums=sums, buffer=buffer, held=held, kept_width=kept_width
+                group,
+                unit,
+                after,
+                sums=sums,
+                buffer=buffer,
+                held=held + waiting,
+                kept_width=kept_width,
             )
             for block in reversed(group):
                 held -= block.kept
@@ -419,8 +469,8 @@ class _MicroBatch:
 # --- with a pipeline ---
 
 
-def _pipeline_moments(rank: _Rank, number: int) -> list[Moment]:
-    """Return the moments of all actions of pipeline rank ``number``."""
+def _pipeline_moments(rank: _Rank) -> list[Moment]:
+    """Return the moments of all actions of a pipeline rank."""
     layout, micro_batches = rank.setup.layout, rank.setup.batch.micro_batches
     # In a long step, the middle repeats itself.
     can_shorten = layout.schedule not in ("csv", "GPipe", "LoopedBFS")
@@ -433,7 +483,7 @@ def _pipeline_moments(rank: _Rank, number: int) -> list[Moment]:
         micro_batches,
         layout.zero == 3,
         layout.schedule_csv,
-    )[number]
+    )[rank.number]
     pipeline = _PipelineRank(rank)
     return [moment for state in states for moment in pipeline.moments(state)]
 
@@ -515,7 +565,7 @@ class _PipelineRank:
         # the buffer has them. Before torch 2.15, the last one is freed after the reduction. Of the
         # embedding and of the head, it is almost all.
         moments = []
-        units = [stage.first, *(_unit_of(group) for group in stage.groups), stage.last]
+        units = [stage.first, *stage.units_of_groups, stage.last]
         frees_at_once = rank.setup.software.since_torch_2_15
         if frees_at_once:
             units.reverse()
@@ -543,14 +593,17 @@ class _PipelineRank:
         last = 0.0 if stage.last is None else stage.last.elements
         last_trained = 0.0 if stage.last is None else stage.last.trained
         if rank.has_fsdp and state.stage not in state.gathered:
-            unit = _unit_of(stage.groups[-1])
-            ahead = 0.0 if len(stage.groups) == 1 else _unit_of(stage.groups[-2]).ahead
+            *earlier, unit = stage.units_of_groups
+            ahead = earlier[-1].ahead if earlier else 0.0
             # The buffer of the all-gather, and the parameters copied from it.
             copied = at_block + rank.narrow * (last + unit.elements + unit.ahead)
             moments.append(Moment(sums, copied, self.messages, held))
             at_loss += rank.narrow * (last + unit.elements)
             at_block += rank.narrow * (last + unit.elements + ahead)
-        moments.append(Moment(sums, at_block, self.messages, held + block.again + block.extra))
+        running = held + block.again + block.extra
+        if stage.last is not None and rank.head.saved == 0:  # else ``held`` has it
+            running += rank.head.waiting
+        moments.append(Moment(sums, at_block, self.messages, running))
         if stage.last is not None:
             head = rank.head
             moments += [
@@ -569,7 +622,7 @@ class _PipelineRank:
         self, state: State, stage: _Stage, sums: float, gathered: float, held: float
     ) -> list[Moment]:
         """Return the moments of the first block, and after it."""
-        rank, block, unit = self.rank, stage.blocks[0], _unit_of(stage.groups[0])
+        rank, block, unit = self.rank, stage.blocks[0], stage.units_of_groups[0]
         others = held - self.held[state.stage] + stage.output
         if rank.splits_backward:
             others += self.deferred[state.stage] - block.deferred

@@ -66,7 +66,7 @@ class Prediction:
     @property
     def peak_gib(self) -> float:
         """The memory that the largest rank needs; ``fits`` compares it with the device's."""
-        return _needed_gib(self.memory)
+        return max(map(_needed_gib, self.memory))
 
 
 def predict(setup: Setup, constants: Constants = SHIPPED) -> Prediction:
@@ -79,24 +79,30 @@ def predict(setup: Setup, constants: Constants = SHIPPED) -> Prediction:
     time = predict_time(setup, constants)
     memory = tuple(predict_memory(setup, constants))
     return Prediction(
-        time=time,
-        memory=memory,
-        tokens_s=setup.step_tokens / (time.step_s * setup.layout.world_size),
-        fits=fits(setup, memory),
+        time=time, memory=memory, tokens_s=_tokens_s(setup, time), fits=fits(setup, memory)
     )
 
 
-def fits(setup: Setup, memory: tuple[RankMemory, ...]) -> bool:
-    """Return whether the largest rank fits its device."""
-    return _needed_gib(memory) <= setup.machine.hardware.memory_gib
+def predict_speed(setup: Setup) -> float:
+    """Predict the tokens per second and device alone, as ``predict`` does."""
+    return _tokens_s(setup, predict_time(setup))
 
 
-def _needed_gib(memory: tuple[RankMemory, ...]) -> float:
-    """Return what the largest rank allocates, with the least that CUDA's context takes.
+def _tokens_s(setup: Setup, time: StepTime) -> float:
+    return setup.step_tokens / (time.step_s * setup.layout.world_size)
+
+
+def fits(setup: Setup, memory: Iterable[RankMemory]) -> bool:
+    """Return whether every rank fits its device. Those after one that does not are not read."""
+    return all(_needed_gib(rank) <= setup.machine.hardware.memory_gib for rank in memory)
+
+
+def _needed_gib(rank: RankMemory) -> float:
+    """Return what a rank allocates, with the least that CUDA's context takes.
 
     The allocator's slack does not count: short of memory, it returns what it does not use.
     """
-    return max(rank.allocated_bytes for rank in memory) / GIB + _LEAST_CONTEXT_GIB
+    return rank.allocated_bytes / GIB + _LEAST_CONTEXT_GIB
 
 
 def mfu(setup: Setup, flops_per_token: float, tokens_s: float) -> float | None:
@@ -222,9 +228,10 @@ def sizes_of_shape(shape: DecoderShape, architecture_name: str) -> Sizes:
     feed_forward = [row for row in kinds[0] if not is_attention(row) and row.is_matrix]
     inner = sum(row.style == "column" for row in feed_forward)
     expert_blocks = getattr(shape, "moe_layers", shape.n_layers) if shape.experts else 0
+    expert_blocks += shape.mtp_layers
     norms = [row for row in kinds[0] if row.style == "norm" and not is_attention(row)]
     return Sizes(
-        layers=shape.n_layers,
+        layers=shape.all_layers,
         dim=shape.dim,
         heads=shape.n_heads,
         kv_heads=shape.n_kv_heads,
@@ -234,7 +241,7 @@ def sizes_of_shape(shape: DecoderShape, architecture_name: str) -> Sizes:
         attention_parameters=_elements(filter(is_attention, kinds[0])),
         dense_parameters=_elements(filterfalse(is_attention, dense)),
         embedding_parameters=_elements(table.first),
-        head_parameters=_elements(table.last),
+        head_parameters=_elements(row for row in table.last if row.style != "embedding"),
         expert_parameters=_elements(filter(is_expert, with_experts)),
         shared_parameters=_elements(
             row for row in with_experts if not is_attention(row) and not is_expert(row)
@@ -248,7 +255,7 @@ def sizes_of_shape(shape: DecoderShape, architecture_name: str) -> Sizes:
         wide_norms=getattr(shape, "wide_norms", False),
         norms_over_heads=any(row.style in NORMS_OVER_HEADS for row in kinds[0]),
         tied=shape.tied,
-        windows=tuple(map(shape.window_of, range(shape.n_layers))) if any(shape.windows) else (),
+        windows=tuple(map(shape.window_of, range(shape.all_layers))) if any(shape.windows) else (),
         experts=shape.experts,
         experts_per_token=shape.experts_per_token if shape.experts else 0,
         expert_width=shape.expert_width if shape.experts else 0,
@@ -256,6 +263,7 @@ def sizes_of_shape(shape: DecoderShape, architecture_name: str) -> Sizes:
         shared_gate=getattr(shape, "shared_gate", False),
         expert_blocks=expert_blocks,
         expert_every=getattr(shape, "moe_every", 1),
+        mtp_layers=shape.mtp_layers,
     )
 
 
@@ -317,9 +325,9 @@ def _matrices(model: Model, optim: OptimTable, wide_bytes: float) -> Matrices | 
     if not names:
         return None
     table = chosen.table_of(model)
-    places = {"first": 0, "last": model.n_layers - 1}
-    places |= {f"blocks.{layer}": layer for layer in range(model.n_layers)}
-    blocks = [BlockMatrices()] * model.n_layers
+    places = {"first": 0, "last": model.all_layers - 1}
+    places |= {f"blocks.{layer}": layer for layer in range(model.all_layers)}
+    blocks = [BlockMatrices()] * model.all_layers
     largest = BlockMatrices()
     for unit, rows in table.units():
         for row in rows:

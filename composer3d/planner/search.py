@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from composer3d.facts.hardware import Hardware
 from composer3d.planner.layouts import Choices, layouts
-from composer3d.planner.memory import GIB, predict_memory
+from composer3d.planner.memory import memory_of_ranks, predict_memory
 from composer3d.planner.predict import (
     Prediction,
     fits,
@@ -15,6 +15,7 @@ from composer3d.planner.predict import (
     model_flops_per_token,
     of_recipe,
     predict,
+    predict_speed,
 )
 from composer3d.planner.setup import Setup
 from composer3d.recipe.schema import Recipe
@@ -107,29 +108,31 @@ def search(
     """
     legal = 0
     fitting: list[tuple[Recipe, Setup]] = []
-    closest: list[tuple[float, Recipe]] = []
+    too_large: list[tuple[Recipe, Setup]] = []
     for variant in layouts(recipe, gpus, device.per_node, choices):
         legal += 1
         report("memory")
         setup = device.setup(variant)
-        memory = tuple(predict_memory(setup))
-        if fits(setup, memory):
-            fitting.append((variant, setup))
-        else:
-            largest = max(rank.allocated_bytes for rank in memory) / GIB
-            closest.append((largest, variant))
+        # Most layouts of a large model do not fit, and most of them not even their first rank.
+        found = fitting if fits(setup, memory_of_ranks(setup)) else too_large
+        found.append((variant, setup))
     if not fitting:
-        closest.sort(key=lambda item: item[0])
-        return Search([price(variant, device) for _, variant in closest[:top]], legal, 0)
+        too_large.sort(key=lambda item: _largest_bytes(item[1]))
+        return Search([price(variant, device) for variant, _ in too_large[:top]], legal, 0)
 
     fitting.sort(key=lambda item: item[1].layout.tp * item[1].layout.pp * item[1].layout.cp)
     timed = []
     for index, (_, setup) in enumerate(fitting[:_MOST_TIMED]):
         report("time")
-        timed.append((predict(setup).tokens_s, index))
+        timed.append((predict_speed(setup), index))
     timed.sort(key=lambda item: -item[0])
     plans = [price(fitting[index][0], device) for _, index in timed[:top]]
     return Search(plans, legal, len(fitting))
+
+
+def _largest_bytes(setup: Setup) -> float:
+    """Return what the pipeline rank that needs most allocates."""
+    return max(rank.allocated_bytes for rank in predict_memory(setup))
 
 
 class ScalePoint(NamedTuple):

@@ -72,6 +72,9 @@ class Sizes:
         expert_blocks: the number of blocks with experts.
         expert_every: the distance between two of them; they are the last ones that fit, so that
             with 1 all dense blocks come first.
+        mtp_layers: the last so many blocks are depths of multi-token prediction. Each has another
+            norm and another projection before it, and its own pass of the head after it. They read
+            the embedding on the last stage.
         expert_width: the width of one expert.
         shared_width: the width of the expert that computes every token; 0: none.
         shared_gate: whether a gate weighs its output (Qwen 2).
@@ -99,6 +102,7 @@ class Sizes:
     shared_gate: bool = False
     expert_blocks: int = 0
     expert_every: int = 1
+    mtp_layers: int = 0
     ffn_matrices: int = 3
     norms: int = 2
     norms_after: bool = False
@@ -114,6 +118,25 @@ class Sizes:
     def window_of(self, block: int) -> int:
         """Return the sliding window of a block, counted from 0, in tokens; 0: none."""
         return self.windows[block] if self.windows else 0
+
+    def predicts(self, block: int) -> bool:
+        """Return whether a block, counted from 0, is a depth of multi-token prediction."""
+        return block >= self.layers - self.mtp_layers
+
+    @property
+    def merge_parameters(self) -> int:
+        """The projection of an embedding and a hidden state before such a block."""
+        return 2 * self.dim * self.dim
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the last stage reads the embedding."""
+        return self.tied or self.mtp_layers > 0
+
+    @property
+    def last_embedding_parameters(self) -> int:
+        """Those of the embedding that the last stage holds besides its head."""
+        return 0 if self.tied or not self.mtp_layers else self.embedding_parameters
 
     @property
     def query_width(self) -> int:
@@ -141,6 +164,7 @@ class Sizes:
         dense_blocks = self.layers - self.expert_blocks
         blocks = self.layers * self.attention_parameters + dense_blocks * self.dense_parameters
         blocks += self.expert_blocks * (self.expert_parameters + self.shared_parameters)
+        blocks += self.mtp_layers * self.merge_parameters
         head = 0 if self.tied else self.head_parameters
         return blocks + self.embedding_parameters + head
 
@@ -392,11 +416,13 @@ class BlockKind(NamedTuple):
         has_experts: whether its feed-forward layer has experts.
         recompute: what backward repeats.
         window: the sliding window of its attention in tokens; 0: none.
+        predicts: whether it is a depth of multi-token prediction.
     """
 
     has_experts: bool
     recompute: Recompute
     window: int
+    predicts: bool = False
 
 
 class BlockMatrices(NamedTuple):
@@ -523,6 +549,7 @@ def _kind_of(sizes: Sizes, block: int, recompute: Recompute, is_recomputed: bool
         has_experts=bool(sizes.expert_blocks) and sizes.has_experts(block),
         recompute=recompute if is_recomputed else "none",
         window=sizes.window_of(block),
+        predicts=sizes.predicts(block),
     )
 
 

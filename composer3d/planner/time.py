@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from composer3d.planner import compute
 from composer3d.planner.collectives import (
+    ExpertChoice,
     GroupShape,
     Operation,
-    Routing,
     all_to_all_s,
     collective_s,
     send_s,
@@ -126,6 +126,7 @@ def _stage_parts(setup: Setup, constants: Constants) -> list["_BlockTimes"]:
             constants,
             has_experts=kind.has_experts,
             window=kind.window,
+            predicts=kind.predicts,
         )
         for kind in sorted(set().union(*setup.block_kinds))
     }
@@ -138,7 +139,8 @@ def _stage_parts(setup: Setup, constants: Constants) -> list["_BlockTimes"]:
             if counts[kind]:
                 part = part.plus(block.times(counts[kind]))
         if stage == layout.stages - 1:
-            part = part.plus(_BlockTimes(head, head.recompute_s, {}))
+            losses = 1 + setup.sizes.mtp_layers
+            part = part.plus(_BlockTimes(head, head.recompute_s, {}).times(losses))
         stage_times.append(part)
     return stage_times
 
@@ -174,12 +176,20 @@ class _BlockTimes(NamedTuple):
         )
 
 
-def _block(setup: Setup, constants: Constants, *, has_experts: bool, window: int) -> _BlockTimes:
-    """Return the time of one block for one micro-batch, with its collectives."""
+def _block(
+    setup: Setup, constants: Constants, *, has_experts: bool, window: int, predicts: bool = False
+) -> _BlockTimes:
+    """Return the time of one block for one micro-batch, with its collectives.
+
+    Those of the projection before a depth of multi-token prediction, and of its lookup in the
+    embedding, are small beside them, and left out.
+    """
     layout, sizes, software = setup.layout, setup.sizes, setup.software
     machine = setup.machine
     axis_groups = groups(setup)
-    work = compute.block_work(setup, constants, has_experts=has_experts, window=window)
+    work = compute.block_work(
+        setup, constants, has_experts=has_experts, window=window, predicts=predicts
+    )
     forward_s, input_s, weight_s, recompute_s = work
     repeats = {"full": 1.0, "half_blocks": 0.5}.get(setup.recompute, 0.0)
     exposed: dict[str, float] = {}
@@ -262,7 +272,7 @@ def _exchange_s(setup: Setup, constants: Constants, group: GroupShape) -> float:
     sent = setup.precision.activations * rows * sizes.dim / setup.layout.tp
     if not software.sends_tokens_once:
         return all_to_all_s(group, sent, setup.machine, constants)
-    routing = Routing(sizes.experts, sizes.experts_per_token, software.routes_to_neighbours)
+    routing = ExpertChoice(sizes.experts, sizes.experts_per_token, software.routes_to_neighbours)
     return token_exchange_s(group, sent, routing, setup.machine, constants)
 
 
@@ -474,8 +484,10 @@ def stage_parameters(setup: Setup) -> list[tuple[float, float]]:
         experts = with_experts * sizes.expert_parameters / layout.ep
         if layout.expert_tp:
             experts /= layout.tp
-        attention = count * sizes.attention_on_rank(layout.tp)
-        found.append((attention + dense / layout.tp, experts))
+        whole = count * sizes.attention_on_rank(layout.tp)
+        if is_last:
+            whole += sizes.mtp_layers * sizes.merge_parameters
+        found.append((whole + dense / layout.tp, experts))
     return found
 
 

@@ -271,8 +271,14 @@ class _RankTraffic:
         if tp == 1:
             return
         blocks = self.table.blocks
-        units = [blocks[layer] for layer in stage.blocks]
-        units += [self.table.first] * stage.has_first + [self.table.last] * stage.has_last
+        units: list[Sequence[Row]] = [blocks[layer] for layer in stage.blocks]
+        units += [self.table.first] * stage.has_first
+        if stage.has_last:
+            last = self.table.last
+            units.append([row for row in last if row.style != "embedding"])
+            # Each depth of multi-token prediction reads the embedding, and has a loss of its own.
+            of_depth = [row for row in last if row.style in ("embedding", "head")]
+            units += [of_depth] * self.shape.mtp_layers
         recomputed = [blocks[layer] for layer in self._recomputed(stage)]
         gathers, gathers_again = (
             sum(map(_gathers, rows_of_units), Counter[int]())
@@ -330,6 +336,7 @@ class _RankTraffic:
         has computed their gradients.
         """
         tp, chunks = self.mesh.tp, self.recipe.memory.loss_chunks
+        losses = (1 + self.shape.mtp_layers) * self.m
         chunk_tokens = -(-self.tokens // chunks)
         parts = -(-self.tokens // chunk_tokens)
         repeats = chunks > 1 and not keeps_gradients_of_loss(self.mesh.pp, self.parallel, self.m)
@@ -338,11 +345,11 @@ class _RankTraffic:
             if self.parallel.loss_parallel:
                 for purpose, numbers in (("maxima of logits", 1), ("sums of the softmax", 2)):
                     one_bytes = self.tokens * numbers * self.w / parts
-                    self._add("tp", "all_reduce", phase, purpose, parts * self.m, one_bytes, tp)
+                    self._add("tp", "all_reduce", phase, purpose, parts * losses, one_bytes, tp)
             else:
                 columns = -(-self.shape.vocab // tp) * tp
                 one_bytes = self.tokens * columns * self.e / parts
-                self._add("tp", "all_gather", phase, "logits", parts * self.m, one_bytes, tp)
+                self._add("tp", "all_gather", phase, "logits", parts * losses, one_bytes, tp)
 
     def _partial_gradients(self) -> None:
         """One all-reduce a step of gradients that are parts of a sum over tp, after FSDP's.
@@ -461,9 +468,9 @@ class _RankTraffic:
     def _ties(self) -> None:
         """Sends of ``parallel.pipeline.ties``: a tied embedding on, and its gradient back."""
         is_split = self.rank_of[0] != self.rank_of[self.n_stages - 1]
-        if not self.shape.tied or not is_split:
+        tied = {row.tied_to for row in self.table.last if row.tied_to}
+        if not tied or not is_split:
             return
-        tied = {row.tied_to for row in self.table.last}
         first = self._of_unit("first", self.table.first)
         (embedding,) = (p for p in first if f"first.{p.row.name}" in tied)
         ranks = self._shard_sizes(embedding)[0] if self._has_fsdp() else 1
@@ -472,7 +479,7 @@ class _RankTraffic:
             if stage.has_first:
                 self._add("pp", "send", "step", "tied embedding", 1, shard_bytes, 2)
             if stage.has_last:
-                self._add("pp", "send", "step", "gradient of the tied head", 1, shard_bytes, 2)
+                self._add("pp", "send", "step", "gradient of its copy", 1, shard_bytes, 2)
 
     # --- dp ---
 
@@ -647,7 +654,10 @@ class _RankTraffic:
         return _pipeline_gathers(self.cells, stage.stage, unit._replace(drops=drops), has_windows)
 
     def _units(self, stage: StageLayers) -> list[_Unit]:
-        """Return the units of a stage: ``first``, those of blocks, ``last``; tied are one unit."""
+        """Return the units of a stage: ``first``, those of blocks, ``last``; tied are one unit.
+
+        A parameter with several names in ``last`` is one parameter.
+        """
         table = self.table
         units = [
             _Unit(
@@ -659,18 +669,23 @@ class _RankTraffic:
                 ],
                 drops=True,
             )
-            for layers in units_of_blocks(stage.blocks, self.parallel.fsdp_blocks)
+            for layers in units_of_blocks(
+                stage.blocks,
+                self.parallel.fsdp_blocks,
+                alone=self.shape.mtp_layers if stage.has_last else 0,
+            )
         ]
         first, last = self._of_unit("first", table.first), self._of_unit("last", table.last)
-        if self.shape.tied and stage.has_first and stage.has_last:
-            # The head is the embedding: it is gathered once for both.
-            untied = [parameter for parameter in last if not parameter.row.tied_to]
+        untied = [parameter for parameter in last if not parameter.row.tied_to]
+        tied = {parameter.row.tied_to: parameter for parameter in last if parameter.row.tied_to}
+        if tied and stage.has_first and stage.has_last:
+            # It is gathered once for both.
             return [*units, _Unit("stage", [*first, *untied], drops=False)]
         if stage.has_first:
             backward_reads = not table.first_only_looks_up
             units.insert(0, _Unit("first", first, drops=True, backward_reads=backward_reads))
         if stage.has_last:
-            units.append(_Unit("last", last, drops=False))
+            units.append(_Unit("last", [*untied, *tied.values()], drops=False))
         return units
 
     def _of_unit(self, unit: str, rows: Sequence[Row]) -> list[_Parameter]:
@@ -680,7 +695,7 @@ class _RankTraffic:
             _Parameter(
                 row,
                 cut_of(row, self.shape, tp=tp, sequence_parallel=sequence_parallel),
-                is_frozen=not is_trained(self.recipe.optim, f"{unit}.{row.name}"),
+                is_frozen=not is_trained(self.recipe.optim, row.tied_to or f"{unit}.{row.name}"),
             )
             for row in rows
         ]
@@ -691,13 +706,14 @@ class _RankTraffic:
         """All-reduces over all ranks, in float64.
 
         The valid tokens; the loss, the norm, the flags of ``training.loop`` and the norms by part;
-        and E + 5 numbers of each router (``expert.balance``).
+        and E + 5 numbers of each router (``expert.balance``). Each depth of multi-token prediction
+        has valid tokens and a loss of its own.
         """
-        size = self.mesh.world_size
-        of_step = 2 + N_FLAGS + _PARTS
-        for purpose, numbers in (("valid tokens", 1), ("loss, norms and flags", of_step)):
+        size, depths = self.mesh.world_size, self.shape.mtp_layers
+        of_step = 2 + N_FLAGS + _PARTS + depths
+        for purpose, numbers in (("valid tokens", 1 + depths), ("loss, norms and flags", of_step)):
             self._add("world", "all_reduce", "step", purpose, 1, numbers * _COUNT_BYTES, size)
-        routers = sum(map(self._has_experts, range(self.shape.n_layers)))
+        routers = sum(map(self._has_experts, range(self.shape.all_layers)))
         if routers:
             numbers = routers * (self.shape.experts + 5)
             purpose = "loads of experts"

@@ -56,7 +56,8 @@ def trained_of(recipe: Recipe) -> Trained:
         return trained / max(1, sum(row.elements for row in matrices))
 
     table = recipe.parameters
-    first, last = share("first", table.first), share("last", table.last)
+    untied = [row for row in table.last if not row.tied_to]
+    first, last = share("first", table.first), share("last", untied)
     blocks = []
     for layer, rows in enumerate(table.blocks):
         dense = share(f"blocks.{layer}", (row for row in rows if row.style != "experts"))

@@ -199,7 +199,9 @@ def _resolve_shape(draft: Draft) -> Model:
     elif folder is not None:
         row_origin, row_key = f"config.json of {folder}", "model.hf"
         try:
-            row = registry.resolve(architecture.huggingface).read_shape(folder)
+            # A recipe asks for multi-token prediction itself: transformers writes the number of its
+            # layers, but not their tensors.
+            row = registry.resolve(architecture.huggingface).read_shape(folder).without_mtp
         except CheckpointError as error:
             # A resolved recipe has the whole shape, so it does not need the folder any more.
             is_whole = all(

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, Field, asdict, fields, is_dataclass, replace
+from functools import cache
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -35,9 +36,14 @@ FIELDS = entries_of(TABLES)
 
 def entries_of_recipe(recipe: Recipe) -> Entries:
     """Return the fields of a recipe, by key. [model] has the fields of the architecture's shape."""
-    if type(recipe.model) is Model:
-        return FIELDS
-    return entries_of({**TABLES, "model": type(recipe.model)})
+    shape: Any = type(recipe.model)  # mypy takes a class of dataclasses for unhashable
+    return entries_of_shape(shape)
+
+
+@cache
+def entries_of_shape(shape: Any) -> Entries:
+    """Return the fields of a recipe whose table [model] is of this class, by key."""
+    return FIELDS if shape is Model else entries_of({**TABLES, "model": shape})
 
 
 def coerce(value: Any, value_type: Any) -> Any:

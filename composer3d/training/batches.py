@@ -40,9 +40,18 @@ def open_data(recipe: Recipe) -> tuple[Corpus | Blend, Corpus | None]:
 
 
 def make_loader(
-    recipe: Recipe, mesh: Mesh, corpus: Corpus | Blend, *, seed: int, order: Order = "feistel"
+    recipe: Recipe,
+    mesh: Mesh,
+    corpus: Corpus | Blend,
+    *,
+    seed: int,
+    order: Order = "feistel",
+    is_training: bool = True,
 ) -> Loader:
-    """Make the loader of this rank: its rows of each global batch, and its tokens of each row."""
+    """Make the loader of this rank: its rows of each global batch, and its tokens of each row.
+
+    Only batches for training have what multi-token prediction reads.
+    """
     return Loader(
         corpus,
         seq_len=recipe.data.seq_len,
@@ -53,6 +62,7 @@ def make_loader(
         packing=recipe.data.packing,
         owned_ranges=owned_ranges_of(recipe, mesh),
         order=order,
+        mtp_layers=recipe.model.mtp_layers if is_training else 0,
     )
 
 
@@ -72,6 +82,7 @@ def make_common_loader(recipe: Recipe, mesh: Mesh, corpus: Corpus | Blend) -> Lo
         batch_ranks=1,
         packing=recipe.data.packing,
         owned_ranges=owned_ranges_of(recipe, mesh),
+        mtp_layers=recipe.model.mtp_layers,
     )
 
 
@@ -93,7 +104,10 @@ class DeviceBatch(NamedTuple):
     labels_BT: Tensor
     positions_BT: Tensor
     documents_BT: Tensor | None
-    valid_tokens: Tensor  # this rank's share: summed over all ranks, each valid label counts once
+    ahead_B2KT: Tensor | None
+    # This rank's shares, of the next token and of each depth of multi-token prediction: (1 + K).
+    # Summed over all ranks, each valid label counts once.
+    valid_tokens: Tensor
 
 
 def move_to_device(stages: Stages, batch: Batch) -> DeviceBatch:
@@ -102,7 +116,14 @@ def move_to_device(stages: Stages, batch: Batch) -> DeviceBatch:
     tokens_BT = batch.tokens_BT.to(device, non_blocking=True)
     labels_BT = batch.labels_BT.to(device, non_blocking=True)
     positions_BT = batch.positions_BT.to(device, non_blocking=True)
-    valid_tokens = (labels_BT != IGNORE_INDEX).sum()
+    ahead_B2KT = batch.ahead_B2KT
+    counts = [(labels_BT != IGNORE_INDEX).sum()]
+    if ahead_B2KT is not None:
+        ahead_B2KT = ahead_B2KT.to(device, non_blocking=True)
+        counts += (ahead_B2KT[:, 1] != IGNORE_INDEX).sum((0, 2)).unbind()
+    valid_tokens = torch.stack(counts)
     if not stages.counts_loss:
         valid_tokens = torch.zeros_like(valid_tokens)
-    return DeviceBatch(tokens_BT, labels_BT, positions_BT, batch.documents_BT, valid_tokens)
+    return DeviceBatch(
+        tokens_BT, labels_BT, positions_BT, batch.documents_BT, ahead_B2KT, valid_tokens
+    )

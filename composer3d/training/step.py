@@ -38,11 +38,11 @@ def compute_gradients(
     ranks.
     """
     mesh = stages.mesh
-    tokens_BT, labels_BT, positions_BT, documents_BT, local_valid = move_to_device(stages, batch)
-    (valid_tokens,) = mesh.start_sum_over_world(local_valid)
+    inputs = move_to_device(stages, batch)
+    valid_tokens = mesh.start_sum_over_world(*inputs.valid_tokens)
     # A step in which no label counts has the loss 0, not NaN.
-    local_loss = stages.forward_backward(
-        tokens_BT, labels_BT, positions_BT, valid_tokens.clamp(min=1.0), documents_BT
+    loss, *mtp_losses = stages.forward_backward(
+        *inputs[:3], valid_tokens.clamp(min=1.0), *inputs[3:5]
     )
     norm_sq = grad_norm.local_grad_norm_sq(stages.parameters(), mesh)
     # The order in which a ring adds a number up depends on its place and the message's length. So
@@ -53,7 +53,7 @@ def compute_gradients(
     else:
         n_parts = len(grad_norm.PARTS)
         parts = torch.zeros(n_parts, dtype=torch.float64, device=mesh.device).unbind()
-    sums = mesh.start_sum_over_world(local_loss, norm_sq, *own_flags().pack(), *parts)
+    sums = mesh.start_sum_over_world(loss, norm_sq, *own_flags().pack(), *parts, *mtp_losses)
     return StepSums(sums)
 
 

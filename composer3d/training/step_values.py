@@ -22,20 +22,24 @@ class StepValues(NamedTuple):
         flags: those that any rank has raised.
         norm_by_part: the norm of each part of the model (``grad_norm.PARTS``); empty if the step
             was not asked for it. A part that the model lacks has none.
+        mtp_losses: what each depth of multi-token prediction adds to the loss that is minimised:
+            the mean over its valid tokens, times its coefficient.
     """
 
     loss: float
     norm: float
     flags: StepFlags = StepFlags()
     norm_by_part: Mapping[str, float] = MappingProxyType({})
+    mtp_losses: tuple[float, ...] = ()
 
 
 class StepSums:
     """What all ranks have summed up after backward, on the device, where nothing waits for it.
 
     Args:
-        sums: float64 (2 + flags + parts) on the mesh's device: the loss, the squared norm, the
-            packed ``StepFlags``, and the squared norm of each of ``grad_norm.PARTS``.
+        sums: float64 (2 + flags + parts + depths) on the mesh's device: the loss, the squared norm,
+            the packed ``StepFlags``, the squared norm of each of ``grad_norm.PARTS``, and
+            ``StepValues.mtp_losses``.
 
     Attributes:
         loss, norm: the scalars of ``StepValues``, on the device.
@@ -57,8 +61,10 @@ class StepSums:
         """Wait until the device has summed up the step, and return the values."""
         values = self._values if self._copy is None else self._copy.read()
         loss, norm, *others = values.tolist()
-        flags, parts = others[:N_FLAGS], others[N_FLAGS:]
+        end_of_parts = N_FLAGS + len(grad_norm.PARTS)
+        flags, parts = others[:N_FLAGS], others[N_FLAGS:end_of_parts]
         norms_sq = zip(grad_norm.PARTS, parts, strict=True)
         # A part that the model lacks has no gradient on any rank, so its sum is exactly 0.
         by_part = {part: math.sqrt(value) for part, value in norms_sq if value != 0}
-        return StepValues(loss, norm, StepFlags.unpack(flags), by_part)
+        mtp_losses = tuple(others[end_of_parts:])
+        return StepValues(loss, norm, StepFlags.unpack(flags), by_part, mtp_losses)

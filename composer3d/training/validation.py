@@ -91,7 +91,7 @@ def validate(
 
     Collectives: those of ``Stages.evaluate`` for each batch, and one all-reduce over all ranks.
     """
-    loader = make_loader(recipe, stages.mesh, held_out, seed=0, order=order)
+    loader = make_loader(recipe, stages.mesh, held_out, seed=0, order=order, is_training=False)
     batches = BatchesAhead(loader, stages.mesh.device)
     losses, valid_tokens = [], []
     for _ in range(recipe.validation.steps):
@@ -119,5 +119,5 @@ def evaluate_batch(stages: Stages, batch: Batch) -> tuple[Tensor, Tensor]:
 
     Collectives: those of ``Stages.evaluate``. ``Mesh.sum_over_world`` adds up the shares.
     """
-    tokens_BT, labels_BT, positions_BT, documents_BT, local_valid = move_to_device(stages, batch)
-    return stages.evaluate(tokens_BT, labels_BT, positions_BT, documents_BT), local_valid
+    tokens_BT, labels_BT, positions_BT, documents_BT, _, (valid, *_) = move_to_device(stages, batch)
+    return stages.evaluate(tokens_BT, labels_BT, positions_BT, documents_BT), valid

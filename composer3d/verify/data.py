@@ -199,12 +199,37 @@ def corpus_batch(recipe: Recipe, corpus: Corpus, *, seed: int, step: int) -> Bat
         all_positions.append(positions)
         all_documents.append(documents)
 
-    return Batch(
-        tokens_BT=torch.tensor(all_tokens),
-        labels_BT=torch.tensor(all_labels),
-        positions_BT=torch.tensor(all_positions),
-        documents_BT=torch.tensor(all_documents) if is_packed else None,
+    return _with_tokens_ahead(
+        Batch(
+            tokens_BT=torch.tensor(all_tokens),
+            labels_BT=torch.tensor(all_labels),
+            positions_BT=torch.tensor(all_positions),
+            documents_BT=torch.tensor(all_documents) if is_packed else None,
+        ),
+        recipe,
     )
+
+
+def _with_tokens_ahead(batch: Batch, recipe: Recipe) -> Batch:
+    """Add what multi-token prediction reads: for depth k, the token and the label k further on.
+
+    They count only within the document of a position. Elsewhere the token is 0, without a label.
+    """
+    depths = recipe.model.mtp_layers
+    if not depths:
+        return batch
+    rows, length = batch.tokens_BT.shape
+    ahead = torch.zeros(rows, 2, depths, length, dtype=torch.int64)
+    ahead[:, 1] = IGNORE_INDEX
+    documents = batch.documents_BT
+    for row in range(rows):
+        for depth in range(depths):
+            for place in range(length - depth - 1):
+                further = place + depth + 1
+                if documents is None or documents[row, place] == documents[row, further]:
+                    ahead[row, 0, depth, place] = batch.tokens_BT[row, further]
+                    ahead[row, 1, depth, place] = batch.labels_BT[row, further]
+    return batch._replace(ahead_B2KT=ahead)
 
 
 def whole_document_samples(corpus: Corpus, length: int) -> list[list[int]]:
@@ -290,7 +315,8 @@ def random_batch(recipe: Recipe, step: int) -> Batch:
     first = rows // 2 // max(1, empty) * empty
     labels_BT[first : first + empty] = IGNORE_INDEX
     if recipe.data.packing == "none":
-        return Batch(tokens_BT, labels_BT, torch.arange(length).repeat(rows, 1))
+        positions_BT = torch.arange(length).repeat(rows, 1)
+        return _with_tokens_ahead(Batch(tokens_BT, labels_BT, positions_BT), recipe)
 
     # The probability that a token ends a document; rows take the four values in turn.
     chances = torch.tensor([8 / length, 0.4, 2 / length, 0.0])
@@ -300,4 +326,5 @@ def random_batch(recipe: Recipe, step: int) -> Batch:
     if (labels_BT == IGNORE_INDEX).all():
         # Short samples can lose all their labels to the ends of documents, but a loss needs one.
         labels_BT[-1, -1] = tokens_BT[-1, -1]
-    return Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
+    batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
+    return _with_tokens_ahead(batch, recipe)

@@ -36,11 +36,11 @@ def train_in_small(
     """
     trains = _trains(full, train)
     names = _trains(small, None)
-    of_blocks = _by_block(trains, full.n_layers)
+    of_blocks = _by_block(trains, full.all_layers)
 
     chosen: list[dict[str, bool]] = []
     wants_frozen = not has_pipeline
-    for index in range(small.n_layers):
+    for index in range(small.all_layers):
         run = _run_of_blocks(index, full, small)
         by_count = sorted(of_blocks[run], key=lambda block: sum(block.values()))
         is_mixed = not any(by_count[0].values()) and any(by_count[-1].values())
@@ -81,13 +81,13 @@ def groups_in_small(optim: OptimTable, full: Model, small: Model) -> tuple[Optim
         name: tuple(number for number, group in enumerate(groups) if _matches(name, group.train))
         for name in _trains(full, None)
     }
-    of_blocks = _by_block(matching, full.n_layers)
+    of_blocks = _by_block(matching, full.all_layers)
     chosen = [
         max(
             of_blocks[_run_of_blocks(index, full, small)],
             key=_count_groups,
         )
-        for index in range(small.n_layers)
+        for index in range(small.all_layers)
     ]
     in_small: dict[str, tuple[int, ...]] = {}
     for name, does_train in _trains(small, None).items():
@@ -122,9 +122,9 @@ def _kind(name: str) -> str:
     return found[2] if found else name
 
 
-def _by_block(values: Mapping[str, T], n_layers: int) -> list[dict[str, T]]:
+def _by_block(values: Mapping[str, T], n_blocks: int) -> list[dict[str, T]]:
     """Return the values of each block, by the name of the parameter within the block."""
-    of_blocks: list[dict[str, T]] = [{} for _ in range(n_layers)]
+    of_blocks: list[dict[str, T]] = [{} for _ in range(n_blocks)]
     for name, value in values.items():
         if found := _BLOCK.fullmatch(name):
             of_blocks[int(found[1])][found[2]] = value
@@ -132,7 +132,13 @@ def _by_block(values: Mapping[str, T], n_layers: int) -> list[dict[str, T]]:
 
 
 def _run_of_blocks(index: int, full: Model, small: Model) -> slice:
-    """Return the blocks of the full model that block ``index`` of the small one stands for."""
+    """Return the blocks of the full model that block ``index`` of the small one stands for.
+
+    A depth of multi-token prediction stands for the same one.
+    """
+    if index >= small.n_layers:
+        index += full.n_layers - small.n_layers
+        return slice(index, index + 1)
     first = index * full.n_layers // small.n_layers
     return slice(first, max(first + 1, (index + 1) * full.n_layers // small.n_layers))
 

@@ -37,11 +37,13 @@ def round_to_float32(model: nn.Module) -> None:
 class StepResults(NamedTuple):
     """What a model computes from a batch: its mean loss, and its gradients by name.
 
-    The gradients have the shapes of the parameters.
+    The gradients have the shapes of the parameters. ``mtp_losses`` is what each depth of
+    multi-token prediction adds to the loss.
     """
 
     loss: float
     gradients: Mapping[str, Tensor]
+    mtp_losses: tuple[float, ...] = ()
 
 
 class Noise(NamedTuple):

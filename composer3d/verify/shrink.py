@@ -33,8 +33,11 @@ _IN_PROOF: dict[str, InProof] = {
 # blocks, and one more where stages differ; or as many as make the second number in all stages.
 _MOST_OF_STAGE = 8
 _MOST_OF_MODEL = 32
+_MOST_DEPTHS = 2  # of multi-token prediction: one reads the main model, and one another depth
 _LEAST_LATENT_HEAD = 6  # width of a small head with latents; of it, all but two are rotated
 _GIVING_WAY = [key for key, kept in _IN_PROOF.items() if kept.gives_way]
+# A small model has no window in place of one that holds the whole sequence.
+_UNUSED_WITHOUT_WINDOWS = "model.rope_local_theta"
 
 # How FSDP shards the rows of a tensor. "even": all ranks hold the same number of rows. "short": the
 # last rank holds fewer than the first, but at least one. "none": at least one rank holds no row.
@@ -352,6 +355,7 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
         "window": window,
         "full_every": 0,
         "nope_every": 0,
+        "mtp_layers": min(full.model.mtp_layers, _MOST_DEPTHS),
     }
     shape = _resized(_shape(full, mesh, cuts), **sizes)
     if not _has_kinds_of_blocks(full, mesh, shape, stages):
@@ -384,7 +388,7 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
         data=replace(kept.data, seq_len=seq_len, global_batch=batch),
         optim=optim,
     )
-    small = settle(small, _GIVING_WAY)
+    small = settle(small, [*_GIVING_WAY, _UNUSED_WITHOUT_WINDOWS])
     # A proof emulates products in float8, with sizes that kernels do not take.
     in_wide_dtypes = replace(small, precision=replace(small.precision, matmul="compute"))
     assert not violations(in_wide_dtypes), violations(in_wide_dtypes)
@@ -475,8 +479,12 @@ def _has_kinds_of_blocks(
 
 
 def _stages(recipe: Recipe) -> tuple[int, ...]:
-    """Return the number of layers of each stage, whether the recipe's cut is explicit or not."""
-    return tuple(map(len, stage_ranges(recipe)))
+    """Return the number of layers of each stage, whether the recipe's cut is explicit or not.
+
+    Those of multi-token prediction are left out, as in ``parallel.stages``.
+    """
+    *stages, last = map(len, stage_ranges(recipe))
+    return (*stages, last - recipe.model.mtp_layers)
 
 
 def _blocks_of_all_kinds(full: Recipe, mesh: MeshTable) -> Blocks:

@@ -39,6 +39,7 @@ from composer3d.training.build import build_stages
 from composer3d.training.optim import learning_rate
 from composer3d.training.optimizers import build_stages_optimizer
 from composer3d.training.optimizers.proof import OptimizerProof
+from composer3d.training.step_values import StepValues
 from composer3d.verify.data import (
     corpus_batch,
     has_random_batch,
@@ -144,6 +145,7 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
         - ``norm`` and ``clipped``: the gradient norm before and after clipping. These three are
           pairs of the value and of the number by which its error is divided;
         - ``clips``: whether the step clipped;
+        - ``mtp_losses``: what each depth of multi-token prediction adds to the loss;
         - ``gradient`` and ``weight``: tensors by name, before clipping and after the step;
         - ``noise``: the result of ``measure_noise``;
         - ``routing``: what each router has seen (``SeenOnOneProcess``).
@@ -169,8 +171,8 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
     train_corpus = make_corpus(recipe, "train")
     held_out = make_corpus(recipe, "validation")
 
-    keys = ("loss", "norm", "clipped", "clips", "gradient", "weight", "noise", "routing")
-    reference: dict[str, Any] = {key: [] for key in keys}
+    keys = ("loss", "mtp_losses", "norm", "clipped", "clips", "gradient", "weight", "noise")
+    reference: dict[str, Any] = {key: [] for key in (*keys, "routing")}
     if dtype == "float32":
         round_to_float32(model)
     reference["initial"] = _copy_weights(model)
@@ -212,6 +214,7 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
 
         scale = scalar_scale("loss", dtype, exact.loss, noise=noise.loss)
         reference["loss"].append((exact.loss, scale))
+        reference["mtp_losses"].append(exact.mtp_losses)
         norm_noise, whole = math.hypot(*noise.gradients.values()), noise.norm_of_all
         scale = scalar_scale("norm", dtype, norm, noise=norm_noise, whole=whole)
         reference["norm"].append((norm, scale))
@@ -336,13 +339,13 @@ def _validate_plainly(model: Decoder, recipe: Recipe, held_out: Corpus) -> float
     held_out_batches = [
         corpus_batch(recipe, held_out, seed=0, step=step) for step in range(recipe.validation.steps)
     ]
-    loss = sum(model(*batch).item() for batch in held_out_batches)
+    loss = sum(model(*batch._replace(ahead_B2KT=None)).item() for batch in held_out_batches)
     valid_tokens = sum(_count_valid(batch) for batch in held_out_batches)
     return loss / max(1, valid_tokens)
 
 
 def _plain_results(batch: Batch, model: Decoder, rows: int = 0) -> StepResults:
-    """Compute the mean loss of a global batch and its gradients.
+    """Compute the mean losses of a global batch, and the gradients of their sum.
 
     ``rows`` samples are computed at a time; 0 means all at once.
     """
@@ -350,22 +353,34 @@ def _plain_results(batch: Batch, model: Decoder, rows: int = 0) -> StepResults:
     batch_rows = len(batch.tokens_BT)
     rows = rows or batch_rows
     valid_tokens = max(1, _count_valid(batch))
-    total_loss = 0.0
+    valid_ahead = _count_valid_ahead(batch)
+    total_loss, *total_ahead = [0.0] * (1 + len(valid_ahead))
     for first in range(0, batch_rows, rows):
         step_tokens = batch.tokens_BT.numel()
-        loss = model(*_rows(batch, first, rows), step_tokens) / valid_tokens
-        loss.backward()
+        loss, *of_depths = model(*_rows(batch, first, rows), step_tokens).view(-1)
+        loss = loss / valid_tokens
+        means = [one / max(1, count) for one, count in zip(of_depths, valid_ahead, strict=True)]
+        sum(means, loss).backward()
         total_loss += loss.item()
+        total_ahead = [total + mean.item() for total, mean in zip(total_ahead, means, strict=True)]
     gradients = {
         name: parameter.grad.clone()
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
-    return StepResults(total_loss, gradients)
+    return StepResults(total_loss, gradients, tuple(total_ahead))
 
 
 def _count_valid(batch: Batch) -> int:
     return int((batch.labels_BT != IGNORE_INDEX).sum())
+
+
+def _count_valid_ahead(batch: Batch) -> list[int]:
+    """Count the valid labels of each depth of multi-token prediction."""
+    if batch.ahead_B2KT is None:
+        return []
+    depths = range(batch.ahead_B2KT.shape[2])
+    return [int((batch.ahead_B2KT[:, 1, depth] != IGNORE_INDEX).sum()) for depth in depths]
 
 
 def _copy_weights(model: Decoder) -> dict[str, Tensor]:
@@ -484,7 +499,7 @@ def compare_steps(
             errors.wrong_reduction = _find_wrong_reduction(stages, batch)
         sums = train_step.compute_gradients(stages, batch)
         values = sums.await_values()
-        errors.loss[step] = _relative_error(values.loss, *expected["loss"][step])
+        errors.loss[step] = _error_of_losses(values, expected, step)
         errors.norm.append(_relative_error(values.norm, *expected["norm"][step]))
         errors.wrong_load = errors.wrong_load or find_wrong_load(
             stages.router_loads, expected["routing"][step], batch_tokens, dtype
@@ -511,6 +526,16 @@ def compare_steps(
             step, stages, expected, replay, lr=reference_learning_rate(recipe, step)
         )
     return errors
+
+
+def _error_of_losses(values: StepValues, expected: Mapping[str, Any], step: int) -> float:
+    """Return the largest error of a step's losses, relative to the scale of the main one."""
+    main, scale = expected["loss"][step]
+    pairs = zip(
+        (values.loss, *values.mtp_losses), (main, *expected["mtp_losses"][step]), strict=True
+    )
+    errors = [_relative_error(actual, wanted, scale) for actual, wanted in pairs]
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
 def _find_wrong_learning_rate(recipe: Recipe, steps: int) -> str | None:
@@ -644,7 +669,8 @@ def local_batch(batch: Batch, stages: Stages) -> Batch:
         stages: the stages of this rank, which know the tokens of its cp rank.
 
     Returns:
-        Tensors of shape (global_batch / batch_ranks, T / cp), with T for ``documents_BT``.
+        Tensors of shape (global_batch / batch_ranks, T / cp), with T for ``documents_BT``, and
+        (global_batch / batch_ranks, 2, depths, T / cp) for ``ahead_B2KT``.
     """
     rows = len(batch.tokens_BT) // stages.mesh.batch_ranks
     own_rows = _rows(batch, stages.mesh.batch_rank * rows, rows)
@@ -653,6 +679,7 @@ def local_batch(batch: Batch, stages: Stages) -> Batch:
         stages.own_tokens(own_rows.labels_BT),
         stages.own_tokens(own_rows.positions_BT),
         own_rows.documents_BT,
+        None if own_rows.ahead_B2KT is None else stages.own_tokens(own_rows.ahead_B2KT),
     )
 
 

@@ -2,12 +2,14 @@
 
 import os
 import pickle
+import struct
 import time
 import tracemalloc
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from composer3d.checkpoint import pickles
 from composer3d.checkpoint.pickles import Name, PickleError, Record, Storage, parse, reading
@@ -314,7 +316,12 @@ def test_nested_and_repeated_values_take_no_more_memory_than_their_pickle() -> N
         RuntimeError("[enforce fail at alloc.cpp:1]. not enough memory"),
         ValueError("a\nb"),
         OSError(5, "Input/output error"),
-        AssertionError(),
+        KeyError("dtype"),
+        TypeError("unhashable type: 'list'"),
+        OverflowError("too large"),
+        EOFError(),
+        struct.error("unpack requires a buffer of 4 bytes"),
+        SafetensorError("HeaderTooLarge"),
     ],
 )
 def test_every_error_of_a_file_becomes_one_line(error: Exception) -> None:
@@ -329,6 +336,12 @@ def test_every_error_of_a_file_becomes_one_line(error: Exception) -> None:
     assert line.startswith(f"PLACE cannot be read: {reason}")
     assert line.endswith("; way out")
     assert "\n" not in line
+
+
+@pytest.mark.parametrize("error", [NameError, AttributeError, AssertionError, ImportError])
+def test_no_file_is_accused_of_a_fault_of_this_program(error: type[Exception]) -> None:
+    with pytest.raises(error), reading("PLACE"):
+        raise error
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])

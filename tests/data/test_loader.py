@@ -9,6 +9,7 @@ import torch
 
 from composer3d.data import Blend, Corpus, loader, sample_order
 from composer3d.data.order import Order
+from composer3d.models.contract import IGNORE_INDEX
 from tests.data.samples import corpus_of, loader_of, rows
 from tests.data.token_folders import refuses
 
@@ -84,6 +85,37 @@ def test_all_layouts_see_the_same_batches(
             assert documents == []
         else:
             assert torch.equal(torch.cat(documents), whole.documents_BT)
+
+
+@pytest.mark.parametrize("ranges", [[(0, 1), (3, 1)], [(1, 2)]], ids=str)  # two ranks of cp
+@pytest.mark.parametrize(("corpus", "options"), CASES.values(), ids=CASES)
+def test_tokens_ahead_are_shifted_before_the_cut(
+    corpus: Corpus | Blend, options: dict[str, Any], ranges: list[tuple[int, int]]
+) -> None:
+    """Within the document and the row of each position, whichever rank holds the token ahead."""
+    plain = loader_of(corpus, **options)
+    part = loader_of(corpus, owned_ranges=ranges, mtp_layers=2, **options)
+    columns = [column for first, count in ranges for column in range(first, first + count)]
+    n_labels = 0
+    for step in range(4):
+        whole, batch = plain[step], part[step]
+        assert torch.equal(batch.tokens_BT, whole.tokens_BT[:, columns])
+        assert torch.equal(batch.labels_BT, whole.labels_BT[:, columns])
+        assert torch.equal(batch.positions_BT, whole.positions_BT[:, columns])
+        documents_BT, ahead_B2KT = whole.documents_BT, batch.ahead_B2KT
+        assert ahead_B2KT is not None
+        assert ahead_B2KT.shape == (len(whole.tokens_BT), 2, 2, len(columns))
+        for row, depth, place in np.ndindex(len(whole.tokens_BT), 2, len(columns)):
+            here, further = columns[place], columns[place] + depth + 1
+            expected = [0, IGNORE_INDEX]
+            if further < SEQ_LEN and (
+                documents_BT is None or documents_BT[row, here] == documents_BT[row, further]
+            ):
+                expected = [whole.tokens_BT[row, further], whole.labels_BT[row, further]]
+            assert ahead_B2KT[row, :, depth, place].tolist() == expected
+            n_labels += expected[1] != IGNORE_INDEX
+    assert n_labels > 4
+    assert plain[0].ahead_B2KT is None
 
 
 # 19 samples, 8 in a step: step 2 crosses into the second epoch.

@@ -23,7 +23,7 @@ from composer3d.models.registry import architecture, resolve
 from tests.generate.jobs import MODELS, greedy, greedy_of_transformers, random_model
 
 LENGTHS = (5, 1, 23, 11)
-NEW_TOKENS = 40
+NEW_TOKENS = 64
 CPU = torch.device("cpu")
 SHAPE = ModelShape(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn=96, vocab=131, rope_theta=1e4)
 

@@ -235,8 +235,8 @@ FAMILIES: dict[str, Family] = {
             "a size out of range": _TOO_DEEP,
             "another OLMo": (
                 {"model_type": "olmo"},
-                'model_type = "olmo" is not supported; it must be '
-                f"{', '.join(_TYPES)} or {_LAST_TYPE}",
+                'model_type = "olmo" is not supported; composer3d reads '
+                f"{', '.join(_TYPES)} and {_LAST_TYPE}",
             ),
         },
     ),

@@ -16,7 +16,7 @@ from composer3d.models.moe.shape import MoeShape
 from composer3d.parallel import StepShape, compose
 from composer3d.parallel.data import fsdp
 from composer3d.parallel.expert.balance import routers_of
-from composer3d.parallel.local_gradients import GradientUnit
+from composer3d.parallel.local_gradients import GradientUnit, see_local_gradients
 from composer3d.recipe.schema import MemoryTable, MeshTable, ParallelTable, PrecisionTable
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
@@ -64,14 +64,14 @@ def compare_with_a_step(
             taken[unit][index] = taken[unit].get(index, 0) + gradient.double()
 
         # Before the first step of all, there are no whole parameters yet.
-        stages.see_local_gradients(*seen, see=see)
+        see_local_gradients(stages, *seen, see=see)
         taken.clear()
         step_loss = stages.forward_backward(*step, MICRO_BATCHES * TOKENS)
         expected = gradients_of(stages)
         shards = {name: parameter.grad for name, parameter in stages.named_parameters()}
         statistics = [router.statistics.sums for router in routers]
 
-        loss = stages.see_local_gradients(*seen, see=see)
+        loss = see_local_gradients(stages, *seen, see=see)
         torch.testing.assert_close(loss, step_loss, rtol=1e-12, atol=0)
         # As much as the ranks' gradients add up to in the step.
         (group,) = [

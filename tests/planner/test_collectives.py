@@ -7,8 +7,8 @@ from statistics import fmean
 import pytest
 
 from composer3d.planner.collectives import (
+    ExpertChoice,
     GroupShape,
-    Routing,
     all_to_all_s,
     collective_s,
     send_s,
@@ -79,11 +79,11 @@ def test_the_parts_that_a_token_reaches_are_counted(chosen: int, parts: int) -> 
         return fmean(len({expert // size for expert in choice}) for choice in choices)
 
     any_choice = [list(choice) for choice in combinations(range(experts), chosen)]
-    independent = Routing(experts, chosen, neighbours=False)
+    independent = ExpertChoice(experts, chosen, neighbours=False)
     assert independent.parts_reached(parts) == pytest.approx(reached(any_choice), rel=1e-12)
     begins = range(0, experts * chosen, chosen)
     in_a_row = [[(begin + nth) % experts for nth in range(chosen)] for begin in begins]
-    neighbours = Routing(experts, chosen, neighbours=True)
+    neighbours = ExpertChoice(experts, chosen, neighbours=True)
     assert neighbours.parts_reached(parts) == pytest.approx(reached(in_a_row), rel=1e-12)
 
 
@@ -92,11 +92,11 @@ def test_a_token_that_is_sent_once_passes_each_link_once() -> None:
     card = machine.nic_bytes_s * SHIPPED.nic_share
     nvlink = machine.ring_bytes_s * SHIPPED.nvlink_share
     # 64 ranks on 8 nodes, 256 experts: 8 of them in a row are on two ranks of one node.
-    neighbours = Routing(256, 8, neighbours=True)
+    neighbours = ExpertChoice(256, 8, neighbours=True)
     across = token_exchange_s(GroupShape(64, 1), size, neighbours, machine, SHIPPED)
     assert across == pytest.approx(40e-6 + 7 / 8 * size / card)
     # Independent ones are on 5.3 nodes on average; an all-to-all sends 8 copies of a token.
-    independent = Routing(256, 8, neighbours=False)
+    independent = ExpertChoice(256, 8, neighbours=False)
     apart = token_exchange_s(GroupShape(64, 1), size, independent, machine, SHIPPED)
     assert apart / across == pytest.approx(5.29, abs=0.01)
     everything = all_to_all_s(GroupShape(64, 1), 8 * size, machine, SHIPPED)

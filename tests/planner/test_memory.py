@@ -6,8 +6,8 @@ from math import prod
 import pytest
 
 from composer3d.planner.activations import unit_of
-from composer3d.planner.memory import peak, predict_memory
-from composer3d.planner.predict import of_recipe
+from composer3d.planner.memory import RankMemory, memory_of_ranks, peak, predict_memory
+from composer3d.planner.predict import fits, of_recipe
 from composer3d.planner.trained import Share
 from composer3d.runtime.launch import Pool
 from tests.dryrun.jobs import dry_run_of
@@ -43,6 +43,22 @@ def test_the_blocks_of_a_unit_are_gathered_and_reduced_together() -> None:
         assert many.optimizer == few.optimizer
     # No other unit is gathered ahead.
     assert four.allocated_bytes < eight.allocated_bytes
+
+
+def test_ranks_after_one_that_does_not_fit_are_not_predicted() -> None:
+    setup = of_recipe(recipe_of("llama-175b-512-3d"), device("H100"))
+    assert list(memory_of_ranks(setup)) == predict_memory(setup)
+    assert fits(setup, memory_of_ranks(setup))
+
+    memory_bytes = setup.machine.hardware.memory_gib * 2**30
+    small, large = RankMemory(weights=1.0), RankMemory(weights=memory_bytes)
+    left = iter([small, large, small, small])
+    assert not fits(setup, left)
+    assert list(left) == [small, small]
+    assert fits(setup, [small, small])
+    # The context of the device counts, and the slack of the allocator does not.
+    assert not fits(setup, [RankMemory(weights=memory_bytes - 2**30)])
+    assert fits(setup, [RankMemory(weights=memory_bytes / 2, slack=memory_bytes)])
 
 
 @pytest.mark.parametrize("tp", [1, 2])

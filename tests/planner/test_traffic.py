@@ -190,6 +190,9 @@ EVERY_2 = "memory.activation_checkpoint=every 2 blocks"
 NARROW = "precision.reduce=bfloat16"
 BY_2 = "parallel.fsdp_blocks=2"
 MUON = "optim.name=muon"
+PREDICTION = (
+    "model.architecture=deepseek model.preset=debug-deepseek model.n_kv_heads=4 model.mtp_layers"
+)
 WITHOUT_PP = "mesh.pp=1 mesh.dp_replicate=2"
 CASES = [
     Case(DENSE, f"{MUON} parallel.zero=3"),
@@ -286,6 +289,13 @@ CASES = [
     Case(MOE, f"mesh.tp=1 mesh.ep=1 {WITHOUT_PP} parallel.zero=1 {BF16}"),
     Case(MOE, f"{MUON} mesh.pp=1 mesh.ep=2 mesh.tp=4 mesh.dp_replicate=2 {NO_DP} parallel.zero=0"),
     Case(DENSE, "model.architecture=gemma3 model.preset=debug-gemma3 model.tied=true"),
+    Case(DENSE, f"{PREDICTION}=2 model.tied=true parallel.zero=3"),
+    Case(DENSE, f"{PREDICTION}=1 parallel.zero=3 parallel.schedule=GPipe {BY_2} {FULL}"),
+    Case(DENSE, f"{PREDICTION}=2 parallel.schedule=ZBVZeroBubble {MUON} mesh.ep=2"),
+    Case(
+        DENSE,
+        f"{PREDICTION}=1 mesh.pp=1 mesh.cp=2 parallel.zero=2 memory.loss_chunks=2 mesh.ep=2",
+    ),
 ]
 
 

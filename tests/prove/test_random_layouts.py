@@ -87,6 +87,7 @@ def test_each_value_of_a_setting_is_legal_in_some_layout() -> None:
         ["model.rope_factor=8.0", "model.rope_scaling=yarn"],
         [*MOE, "model.renormalise=false"],
         [*MOE, "model.shared_ffn=40"],
+        [*MOE, "model.expert_groups=2"],
         [*MOE, "model.router=sigmoid", "model.router_bias=true"],
         *(
             ["mesh.pp=2", "parallel.schedule=Interleaved1F1B", f"model.n_layers={n}"]

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,12 @@ def test_the_layouts_are_many_and_legal(tmp_path: Path) -> None:
     assert len(resume_matrix.LAYOUTS) >= 12
     assert {*map(resume_matrix.processes_of, resume_matrix.LAYOUTS.values())} == {1, 2, 3, 4, 6, 8}
     (tmp_path / "recipe.toml").write_text(resume_matrix.RECIPE.format(corpus="none"))
-    dense = [layout.split() for layout in resume_matrix.LAYOUTS.values()]
-    with_experts = [
-        [*resume_matrix.EXPERTS, *layout.split()]
-        for layout in resume_matrix.LAYOUTS_WITH_EXPERTS.values()
+    drawn = [
+        [*model.sets, *layout.split()]
+        for model in resume_matrix.MODELS.values()
+        for layout in model.layouts.values()
     ]
-    for sets in (*dense, *with_experts):
+    for sets in drawn:
         processes = resume_matrix.processes_of(" ".join(sets))
         recipe = load(
             tmp_path / "recipe.toml", sets, world_size=processes, check_files=False
@@ -55,12 +56,23 @@ def test_experts_resume_on_other_layouts(
     pool: Pool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("experts")
-    matrix = resume_matrix.Matrix(
-        pool, folder, resume_matrix.LAYOUTS_WITH_EXPERTS, resume_matrix.EXPERTS
-    )
+    matrix = resume_matrix.Matrix(pool, folder, resume_matrix.MODELS["experts"])
     cells, problems = resume_matrix.prove(matrix, PART_WITH_EXPERTS)
     assert problems == []
     assert len(cells) == len(PART_WITH_EXPERTS) ** 2
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "DeepSeek", "Gemma 3"])
+def test_a_family_resumes_on_another_layout(family: str, pool: Pool, tmp_path: Path) -> None:
+    """In float64: bitwise on its own layout, and within 1e-9 on one with other axes."""
+    model = resume_matrix.MODELS[family]
+    assert model.bound == 1e-9
+    part = list(model.layouts)[:2]
+    cells, problems = resume_matrix.prove(resume_matrix.Matrix(pool, tmp_path, model), part)
+    assert problems == []
+    assert len(cells) == len(part) ** 2
+    assert all(cell.deviation == 0 for cell in cells if cell.source == cell.target)
+    assert not replace(cells[0], deviation=2e-9).is_exact
 
 
 def train_ranks_on_each_others_samples() -> None:

@@ -147,6 +147,8 @@ _OF_LATENTS: dict[str, Bounds | tuple[object, ...]] = {
     "rope_dim": Bounds(2, 2**14),
     "value_dim": Bounds(1, 2**14),
     "rope_score_mscale": Bounds(0, 1000),
+    "mtp_layers": Bounds(0, 16),
+    "mtp_loss": Bounds(0, 1000, is_above=True),
 }
 
 WRITTEN = {

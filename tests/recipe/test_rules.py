@@ -150,6 +150,21 @@ def test_a_layout_of_experts_that_is_just_legal_is_accepted(good: dict[str, obje
     assert violations(changed(recipe, **good)) == []
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        "preset=smollm3-3b n_layers=3",
+        "architecture=olmo2 preset=debug-olmo3 n_layers=3",
+        "architecture=gemma3 preset=debug-gemma3 window=0 full_every=0",
+        "architecture=deepseek preset=deepseek-v2 expert_groups=1 groups_per_token=1",
+        "n_layers=4 nope_every=4 window=8 full_every=4",  # the fourth block is there
+    ],
+)
+def test_a_preset_may_have_a_key_that_does_nothing(model: str) -> None:
+    sets = [f"model.{each}" for each in model.split()]
+    load(ROOT / "recipes" / "debug-1-single.toml", sets, check_files=False)
+
+
 def test_the_suggested_values_of_ep_are_legal() -> None:
     recipe = load(ROOT / "recipes" / "quickstart-moe.toml").recipe
     wrong = changed(recipe, mesh__ep=3)

@@ -19,6 +19,15 @@ EXPERTS = [
     ),
     Wrong("fewer keys than heads, with latents", LATENTS + "n_kv_heads = 2\n"),
     Wrong("a factor of scores without YaRN", LATENTS + "rope_score_mscale = 0.707\n"),
+    Wrong("a coefficient without multi-token prediction", LATENTS + "mtp_loss = 0.1\n"),
+    Wrong(
+        "ranges of multi-token prediction",
+        LATENTS + "mtp_layers = 17\nmtp_loss = 0\n",
+    ),
+    Wrong(
+        "multi-token prediction beyond the sample",
+        LATENTS + "mtp_layers = 8\n[data]\nseq_len = 8\n",
+    ),
     Wrong("parts wider than a head", LATENTS + "rope_dim = 24\nvalue_dim = 25\n"),
     Wrong(
         "float8, sizes of latents",
@@ -55,6 +64,7 @@ EXPERTS = [
     Wrong("no layer with experts", MOE + "moe_every = 5\ndense_layers = 4\n"),
     Wrong("a router that learns nothing", MOE + "experts_per_token = 1\n"),
     Wrong("a rate without a bias", MOE + "bias_rate = 0.5\n"),
+    Wrong("a choice of one group", MOE + 'group_best = "one"\n'),
     Wrong("ep, ranks", MOE + "[mesh]\nep = 4\ndp_shard = 2\n"),
     Wrong("ep of a dense model", TINY + "[mesh]\nep = 2\ndp_shard = 2\n"),
     Wrong("ep, experts", MOE + "experts = 6\n[mesh]\nep = 4\ndp_shard = 4\n"),

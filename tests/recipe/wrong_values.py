@@ -32,6 +32,15 @@ MODEL = [
         + "rope_high_freq = -1\nrope_context = 0\n",
     ),
     Wrong("full blocks without a window", TINY + "full_every = 2\n"),
+    Wrong(
+        "periods that are longer than the model",
+        TINY + "window = 8\nfull_every = 5\nnope_every = 6\n",
+    ),
+    Wrong(
+        "a base of windows without windows",
+        '[model]\narchitecture = "gemma3"\npreset = "debug-gemma3"\nwindow = 0\nfull_every = 0\n'
+        "rope_local_theta = 77.0\n",
+    ),
     Wrong("only full blocks", TINY + "window = 8\nfull_every = 1\nnope_every = -1\n"),
     Wrong("rope without a middle", TINY + "rope_low_freq = 4\n"),
     Wrong("a bound of another stretch", TINY + 'rope_scaling = "yarn"\nrope_low_freq = 2\n'),

@@ -240,7 +240,7 @@ def begin_alike(recipe: Recipe, name: str) -> bool:
     [
         (1, "n_layers=32 window=16 full_every=4", 2, (2, 0)),
         (1, "n_layers=32 window=256 full_every=4", 2, (0, 0)),  # windows as long as the sequence
-        (1, "n_layers=3 window=16 full_every=4 nope_every=9", 2, (0, 0)),  # longer than the model
+        (1, "preset=smollm3-3b n_layers=3", 2, (0, 0)),  # a period that is longer than the model
         (1, "n_layers=36 nope_every=4", 2, (0, 2)),
         (1, "n_layers=4 nope_every=1", 2, (0, 1)),
         (1, "n_layers=32 window=16 full_every=4 nope_every=4", 2, (2, 2)),
@@ -270,6 +270,17 @@ def test_small_stages_have_the_kinds_of_blocks_of_the_full_ones(
     assert kinds_of_stages(small) == kinds_of_stages(full)
     for name in ("full_every", "nope_every"):
         assert begin_alike(small, name) == begin_alike(full, name)
+
+
+def test_a_base_of_windows_is_dropped_with_the_window() -> None:
+    sets = ["model.architecture=gemma3", "model.preset=debug-gemma3", "model.rope_local_theta=50.0"]
+    for window, theta in ((64, 50.0), (256, 1e4)):
+        full = load(str(RECIPE_PATH), [*sets, f"model.window={window}"], check_files=False).recipe
+        assert full.data.seq_len == 256
+        (small,) = shrink(full)
+        model: Any = small.model
+        assert (model.window > 0) == (window < 256)
+        assert model.rope_local_theta == theta
 
 
 def patterns(count: int, pps: tuple[int, ...], seed: int) -> Iterator[Recipe]:

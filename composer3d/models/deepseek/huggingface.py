@@ -5,13 +5,14 @@ value is checked. Where transformers ignores a key of the published files, the v
 that changes nothing.
 
 Keys that matter in training alone are not read: ``aux_loss_alpha``, ``seq_aux`` and
-``output_router_logits``. The number of layers of multi-token prediction is read by nobody: such
-layers are no part of this model, nor of that of transformers. A config.json that is written has 0.
+``output_router_logits``. The number of layers of multi-token prediction is read, although
+transformers ignores it.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from math import ulp
 from typing import Any
 
 from composer3d.facts.errors import CheckpointError
@@ -33,12 +34,15 @@ from composer3d.models.moe.huggingface import (
     expert_problems,
     parse_number_of_experts,
 )
+from composer3d.models.rotary import yarn_attention_factor, yarn_mscale
 from composer3d.models.untrusted import Requirements, checked_shape, is_number, is_size
 
 __all__ = ["MODEL_TYPES", "canonical", "make_config", "make_shape", "parse_config", "read_shape"]
 
-_V2, _V3 = "deepseek_v2", "deepseek_v3"
-MODEL_TYPES = (_V2, _V3)  # the values of model_type that this module reads
+# Kimi K2 is a DeepSeek-V3 with a model_type of its own, which transformers does not know: its
+# config.json names the authors' copy of DeepSeek's code. What is written is a deepseek_v3.
+_V2, _V3, _KIMI = "deepseek_v2", "deepseek_v3", "kimi_k2"
+MODEL_TYPES = (_V2, _V3, _KIMI)  # the values of model_type that this module reads
 
 # For each model_type, the defaults of keys.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -65,7 +69,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
     },
 }
-_DEFAULT_EXPERTS = {_V2: 64, _V3: 256}
+# The published files have all of them. So null is refused, and no default of that code is guessed.
+_DEFAULTS[_KIMI] = dict.fromkeys(_DEFAULTS[_V3])
+_DEFAULT_EXPERTS = {_V2: 64, _V3: 256, _KIMI: None}
 _DEFAULT_RANK_OF_QUERIES = 1536
 _DEFAULT_WIDTHS = {
     "kv_lora_rank": 512,
@@ -73,10 +79,10 @@ _DEFAULT_WIDTHS = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-_SCORES = {_V2: "softmax", _V3: "sigmoid"}
+_SCORES = {_V2: "softmax", _V3: "sigmoid", _KIMI: "sigmoid"}
 # How groups are chosen: of V2, the second method alone looks at groups.
 _GROUP_BEST = {"greedy": None, "group_limited_greedy": "one", "noaux_tc": "two"}
-_METHODS = {_V2: ("greedy", "group_limited_greedy"), _V3: ("noaux_tc",)}
+_METHODS = {_V2: ("greedy", "group_limited_greedy"), _V3: ("noaux_tc",), _KIMI: ("noaux_tc",)}
 
 _KEYS = {
     **DECODER_KEYS,
@@ -88,6 +94,7 @@ _KEYS = {
     "groups_per_token": "topk_group",
     "head_dim": "qk_nope_head_dim + qk_rope_head_dim",
     "kv_rank": "kv_lora_rank",
+    "mtp_layers": "num_nextn_predict_layers",
     "query_rank": "q_lora_rank",
     "renormalise": "norm_topk_prob",
     "rope_dim": "qk_rope_head_dim",
@@ -95,7 +102,12 @@ _KEYS = {
     "shared_ffn": "moe_intermediate_size * n_shared_experts",
     "value_dim": "v_head_dim",
 }
+_DEPTHS = "num_nextn_predict_layers"
 _UNSUPPORTED = ("attention_bias", "sliding_window", "use_sliding_window")
+
+# How far ``_mscale`` looks. In 20,000 random cases, the number was 5 steps away at most.
+_MOST_STEPS = 100
+_FEW_DIGITS = 6
 
 
 def parse_config(config: Any) -> DeepseekShape:
@@ -113,6 +125,11 @@ def parse_config(config: Any) -> DeepseekShape:
     values |= _parse_latents(config, checks)
     values |= _parse_scores(config)
     values |= _parse_experts(config, checks)
+    if model_type == _V3:
+        depths = config.get(_DEPTHS) or 0
+        is_count = type(depths) is int and depths >= 0
+        checks.require(is_count, _DEPTHS, depths, "an integer from 0, null or absent")
+        values["mtp_layers"] = depths
     checks.raise_problems()
     return without_usual_head_dim(make_shape(values, _KEYS))
 
@@ -184,7 +201,7 @@ def _parse_experts(config: Mapping[str, Any], checks: Requirements) -> dict[str,
         "experts_per_token": config["num_experts_per_tok"],
         "renormalise": bool(renormalise),
         "router": wanted,
-        "router_bias": model_type == _V3,
+        "router_bias": model_type != _V2,
         "router_scale": scale,
         "shared_ffn": config["moe_intermediate_size"] * config["n_shared_experts"],
     }
@@ -270,20 +287,43 @@ def make_config(
         "routed_scaling_factor": shape.router_scale,
     }
     kept = {key: value for key, value in (carried or {}).items() if key != "num_mtp_layers"}
+    if kept.get("model_type") == _KIMI:
+        kept["model_type"] = _V3
     if model_type == _V3:
-        own["num_nextn_predict_layers"] = kept["num_nextn_predict_layers"] = 0
+        own[_DEPTHS] = kept[_DEPTHS] = shape.mtp_layers
     is_same = partial(describes, shape=shape, parse=parse_config, canonical=canonical)
     return complete_config(own, shape, dtype, kept, is_same, positions=_score_keys(shape))
 
 
 def _score_keys(shape: DeepseekShape) -> dict[str, Any]:
-    """Return the keys of positions with the factor of scores, if there is one."""
+    """Return the keys of positions with the factor of scores, if there is one.
+
+    The factor of rotated parts is then the ratio of two factors, each with a scale of its own.
+    """
     if shape.query_scale == 1:
         return {}
     stretch = dict(rope_keys(shape)["rope_scaling"])
-    del stretch["attention_factor"]  # the two below, which are equal, say that it is 1
-    mscale = shape.rope_score_mscale
-    return {"rope_scaling": stretch | {"mscale": mscale, "mscale_all_dim": mscale}}
+    stretch.pop("attention_factor", None)
+    scales = {"mscale": _mscale(shape), "mscale_all_dim": shape.rope_score_mscale}
+    return {"rope_scaling": stretch | scales}
+
+
+def _mscale(shape: DeepseekShape) -> float | None:
+    """Return the ``mscale`` with which ``parse_rope`` reads the shape's factor of rotated parts.
+
+    It solves that formula. The result is rounded, so the numbers next to it are tried as well, and
+    before them the one of scores, and a short one. None: no number above 0 does.
+    """
+    factor, of_scores = shape.rope_factor, shape.rope_score_mscale
+    denominator = yarn_attention_factor(factor, of_scores)
+    nearest = yarn_mscale(factor, shape.attention_factor * denominator)
+    step = ulp(nearest)
+    around = (nearest + sign * number * step for number in range(_MOST_STEPS) for sign in (1, -1))
+    for mscale in (of_scores, round(nearest, _FEW_DIGITS), *around):
+        ratio = yarn_attention_factor(factor, mscale) / denominator
+        if mscale > 0 and ratio == shape.attention_factor:
+            return mscale
+    return None
 
 
 def _require_supported(shape: DeepseekShape, model_type: str) -> None:
@@ -291,7 +331,7 @@ def _require_supported(shape: DeepseekShape, model_type: str) -> None:
     is_v3 = model_type == _V3
     required: dict[str, Any] = {"router_bias": is_v3, "moe_every": 1, "shared_gate": False}
     if not is_v3:
-        required["renormalise"] = False
+        required |= {"renormalise": False, "mtp_layers": 0}
     if shape.expert_groups > 1:
         required["group_best"] = "two" if is_v3 else "one"
     lines = [
@@ -300,10 +340,11 @@ def _require_supported(shape: DeepseekShape, model_type: str) -> None:
         for name, value in required.items()
         if getattr(shape, name) != value
     ]
-    if shape.query_scale != 1 and shape.attention_factor != 1:
+    if shape.query_scale != 1 and _mscale(shape) is None:
         lines.append(
-            f"Hugging Face's {model_type} has no rope_score_mscale beside rope_attention_factor = "
-            f"{shape.attention_factor:g}, but 1; convert to torch or dcp"
+            f"Hugging Face's {model_type} has no mscale above 0 for rope_attention_factor = "
+            f"{shape.attention_factor:g} beside rope_score_mscale = {shape.rope_score_mscale:g}; "
+            "convert to torch or dcp"
         )
     if shape.shared_ffn == 0 or shape.shared_ffn % shape.expert_width:
         lines.append(

@@ -1,7 +1,8 @@
 """Find the parameters of a DeepSeek-V2 or V3 in the files of Hugging Face.
 
-They have the forms of ``models.moe.names``. Published files of V3 also hold a layer of multi-token
-prediction after the others, which is no part of this model, nor of that of transformers.
+They have the forms of ``models.moe.names``. Published files of V3 also hold layers of multi-token
+prediction after the others. Each of them repeats the embedding and the head. transformers does not
+read them.
 """
 
 import re
@@ -26,11 +27,21 @@ def hf_locations(shape: DeepseekShape, in_files: Collection[str] = ()) -> dict[s
 
 
 def left_out(shape: DeepseekShape, in_files: Collection[str]) -> frozenset[str]:
-    """Return the tensors of layers of multi-token prediction, which come after the model's own."""
+    """Return the tensors of layers of multi-token prediction that the model does not have."""
     layer_of = {name: found[1] for name in in_files if (found := _LAYER.match(name))}
     layers = {
         layer
         for layer in layer_of.values()
-        if int(layer) >= shape.n_layers and f"model.layers.{layer}.{_OF_PREDICTION}" in in_files
+        if int(layer) >= shape.all_layers and f"model.layers.{layer}.{_OF_PREDICTION}" in in_files
     }
     return frozenset(name for name, layer in layer_of.items() if layer in layers)
+
+
+def copies(shape: DeepseekShape) -> dict[str, str]:
+    """Return the tensors in files that repeat another one, each with our name of that parameter."""
+    head = "first.embed.weight" if shape.tied else "last.head.weight"
+    found = {}
+    for layer in range(shape.n_layers, shape.all_layers):
+        found[f"model.layers.{layer}.embed_tokens.weight"] = "first.embed.weight"
+        found[f"model.layers.{layer}.shared_head.head.weight"] = head
+    return found

@@ -1,9 +1,9 @@
 """The shape of a DeepSeek-V2 or V3, and one row for each preset. No torch here."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
-from composer3d.facts.ranges import HEAD_DIM, MOST_WIDTH, between, key
+from composer3d.facts.ranges import HEAD_DIM, MOST_DEPTHS, MOST_WIDTH, above, between, key
 from composer3d.models.moe.shape import ExpertsShape
 from composer3d.models.rotary import yarn_attention_factor
 
@@ -32,6 +32,31 @@ class DeepseekShape(ExpertsShape):
         "yarn: scores are multiplied by (0.1 m ln(rope_factor) + 1)^2, and m is this; 0: by 1",
         between(0, 1_000),
     )
+
+    mtp_layers: int = key(
+        0,
+        "depths of multi-token prediction, each a block that predicts one token more; 0: none",
+        between(0, MOST_DEPTHS),
+    )
+    mtp_loss: float = key(
+        0.3,
+        "coefficient of the mean loss of mtp_layers; DeepSeek-V3 began with 0.3 and ended with 0.1",
+        above(0, 1_000),
+    )
+
+    @property
+    def training_fields(self) -> tuple[str, ...]:
+        """The coefficients of losses, and the rate of the biases."""
+        return (*super().training_fields, "mtp_loss")
+
+    @property
+    def without_mtp(self) -> Self:
+        """The shape of the model without multi-token prediction, as it generates text."""
+        return replace(self, mtp_layers=0, mtp_loss=DeepseekShape.mtp_loss)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a block has experts; those of multi-token prediction always do."""
+        return layer >= self.n_layers or super().has_experts(layer)
 
     @property
     def value_width(self) -> int:

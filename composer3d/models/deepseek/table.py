@@ -1,5 +1,7 @@
 """The parameters of a DeepSeek-V2 or V3, one row each. No torch here."""
 
+from dataclasses import replace
+
 from composer3d.models.deepseek.shape import DeepseekShape
 from composer3d.models.llama.table import (
     NORMAL,
@@ -21,7 +23,46 @@ def table(shape: DeepseekShape) -> ParameterTable:
     """Return the parameters of a DeepSeek-V2 or V3 with this shape."""
     attention = _attention_rows(shape)
     dense = table_of_blocks(shape, (*attention, *ffn_rows(shape)))
-    return with_experts(dense, shape, (*attention, *expert_rows(shape, _EXPERTS)))
+    of_experts = (*attention, *expert_rows(shape, _EXPERTS))
+    main = with_experts(dense, shape, of_experts)
+    if not shape.mtp_layers:
+        return main
+    return replace(
+        main,
+        blocks=main.blocks + ((*of_experts, *_merge_rows(shape)),) * shape.mtp_layers,
+        last=(*main.last, *_prediction_rows(shape)),
+    )
+
+
+def _merge_rows(shape: DeepseekShape) -> list[Row]:
+    """Return what a depth of multi-token prediction has besides a block with experts."""
+    dim, layer = shape.dim, "model.layers.#"
+    return [
+        norm_row("embed_norm", dim, hf=f"{layer}.enorm"),
+        norm_row("hidden_norm", dim, hf=f"{layer}.hnorm"),
+        Row("project.weight", (dim, 2 * dim), "whole", NORMAL, hf=f"{layer}.eh_proj.weight"),
+    ]
+
+
+def _prediction_rows(shape: DeepseekShape) -> list[Row]:
+    """Return what multi-token prediction has after the blocks: the embedding, and a norm a depth.
+
+    The files have a copy of the embedding and of the head in each of its layers (``names``).
+    """
+    embedding = Row(
+        "embed.weight",
+        (shape.vocab, shape.dim),
+        "embedding",
+        NORMAL,
+        tied_to="first.embed.weight",
+    )
+    return [
+        embedding,
+        *(
+            norm_row(f"mtp_norm.{depth}", shape.dim, hf=f"model.layers.{layer}.shared_head.norm")
+            for depth, layer in enumerate(range(shape.n_layers, shape.all_layers))
+        ),
+    ]
 
 
 def _attention_rows(shape: DeepseekShape) -> list[Row]:

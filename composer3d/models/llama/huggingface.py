@@ -150,6 +150,7 @@ def require_model_type(config: Any, supported: Collection[str]) -> str:
 
     Raises CheckpointError if it is not one of ``supported``. If another architecture of ours
     supports it, the error names that architecture. If the model also sees pictures, it says so.
+    Otherwise it lists what is read. ``docs/checkpoints.md`` has the reasons for what is not.
     """
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if isinstance(model_type, str) and model_type in supported:
@@ -168,7 +169,7 @@ def require_model_type(config: Any, supported: Collection[str]) -> str:
     *others, last = known
     raise CheckpointError(
         f"model_type = {short_json(model_type)} is not supported; "
-        f"it must be {', '.join(others)} or {last}"
+        f"composer3d reads {', '.join(others)} and {last}"
     )
 
 

@@ -107,7 +107,7 @@ class RotaryDecoder(Decoder, ABC):
         with torch.device(device):
             self.first = self.first_class(shape)
             self.blocks = nn.ModuleDict(
-                {str(layer): self.make_block(layer, rope) for layer in range(shape.n_layers)}
+                {str(layer): self.make_block(layer, rope) for layer in range(shape.all_layers)}
             )
             self.last = self.last_class(shape)
         if shape.tied:

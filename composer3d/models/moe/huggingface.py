@@ -120,9 +120,12 @@ def parse_config(config: Any) -> MoeShape:
 
 
 def parse_number_of_experts(
-    config: Mapping[str, Any], checks: Requirements, default: int
+    config: Mapping[str, Any], checks: Requirements, default: int | None
 ) -> dict[str, Any]:
-    """Return the field ``experts``. Each of the keys that give it must have the same value."""
+    """Return the field ``experts``. Each of the keys that give it must have the same value.
+
+    A ``default`` of None: one of them must be there.
+    """
     first_key = _experts_key(config)
     experts = config.get(first_key)
     experts = default if experts is None else experts

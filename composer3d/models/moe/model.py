@@ -7,7 +7,7 @@ experts of the block in one tensor, the expert first) and, with a shared expert,
 other names are those of ``models.llama``.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -48,7 +48,7 @@ class ExpertsBlock(DecoderBlock):
     A subclass makes the layers ``attn_norm``, ``attn``, ``ffn_norm`` and ``moe``.
     """
 
-    compiled = ("before_experts", "after_experts")
+    compiled: ClassVar[tuple[str, ...]] = ("before_experts", "after_experts")
     attn_norm: nn.RMSNorm
     attn: Any
     ffn_norm: nn.RMSNorm

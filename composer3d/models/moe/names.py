@@ -50,7 +50,7 @@ def locations_of(
     if in_files:
         _require_experts(shape, in_files)
     locations = published_locations(rows)
-    for layer in range(shape.n_layers):
+    for layer in range(shape.all_layers):
         files = f"model.layers.{layer}"
         if not (shape.has_experts(layer) and _is_packed(files, in_files)):
             continue
@@ -66,7 +66,7 @@ def _require_experts(shape: ExpertsShape, in_files: Collection[str]) -> None:
     found = sum(_EXPERTS_IN_FILES in name for name in in_files)
     wanted = sum(
         len(_PROJECTIONS) * shape.experts
-        for layer in range(shape.n_layers)
+        for layer in range(shape.all_layers)
         if shape.has_experts(layer) and not _is_packed(f"model.layers.{layer}", in_files)
     )
     if wanted > 2 * found:

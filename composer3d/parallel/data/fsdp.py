@@ -93,10 +93,10 @@ def apply(
 
     FSDP gathers and reduces one unit at a time. Units are ``first``, every
     ``parallel.fsdp_blocks`` consecutive blocks, and ``last``. The last unit of blocks may have
-    fewer. If ``first`` and ``last`` share a parameter, the stage itself is the unit of both. The
-    experts of a unit have collectives of their own, unless they are shared by the same ranks as the
-    other parameters. The biases of routers belong to no unit: every
-    rank holds them whole, in their own dtype.
+    fewer. Each block of multi-token prediction, which ``last`` calls, is a unit. If ``first`` and
+    ``last`` share a parameter, the stage itself is the unit of both. The experts of a unit have
+    collectives of their own, unless they are shared by the same ranks as the other parameters. The
+    biases of routers belong to no unit: every rank holds them whole, in their own dtype.
 
     Parameters become DTensors in ``precision.params``: ``Shard(0)`` over the last dim, before
     their tp placement. It is ``Shard(1)`` if tp cuts the rows unevenly, and for experts, because a
@@ -187,7 +187,9 @@ class _InForward(NamedTuple):
 
 def _units_in_forward(stage: nn.Module, fsdp_blocks: int) -> _InForward:
     children = dict(stage.named_children())
-    units = units_of_blocks(list(children["blocks"].children()), fsdp_blocks)
+    units = units_of_blocks(
+        list(children["blocks"].children()), fsdp_blocks, alone=getattr(stage, "mtp_layers", 0)
+    )
     if find_ties(stage):
         return _InForward(None, units, None)
     first, last = children.get("first"), children.get("last")

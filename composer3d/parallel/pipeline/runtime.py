@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from composer3d.facts import schedules
 from composer3d.facts.errors import PlanError
+from composer3d.models.contract import Parts
 from composer3d.parallel.executor import StepShape, cut_into_micro_batches
 from composer3d.parallel.pipeline.neighbours import StageOfPairs, form_routes
 from composer3d.parallel.pipeline.trace import Recording, record
@@ -94,7 +95,7 @@ class Pipeline:
 
     def __init__(
         self,
-        modules: Sequence[nn.Module],
+        modules: Sequence[Parts],
         dw_builders: Sequence[Callable[[], Callable[[], None]] | None],
         mesh: Mesh,
         parallel: ParallelTable,
@@ -108,6 +109,7 @@ class Pipeline:
         own_stages = placement.stages[mesh.coords["pp"]]
         self._modules = dict(zip(own_stages, modules, strict=True))
         self._divisor = torch.ones((), device=mesh.device)
+        self._losses: list[Tensor] = []  # of the step's micro-batches, divided
         self._stages: list[StageOfPairs] = []
         self._schedule = self._make_schedule(dw_builders, parallel)
 
@@ -121,7 +123,8 @@ class Pipeline:
         shape, dtype = self._stage_activation.shape, self._stage_activation.dtype
         # Example inputs and outputs. They must require grad where a gradient flows.
         activation = torch.empty(shape, dtype=dtype, device=mesh.device, requires_grad=True)
-        loss = torch.zeros((), device=mesh.device, requires_grad=True)
+        depths = max(module.mtp_layers for module in self._modules.values())
+        loss = torch.zeros([1 + depths] if depths else [], device=mesh.device, requires_grad=True)
         # Tokens come from the loader, not from a stage: the shape of their example is never read.
         tokens = torch.empty(shape, dtype=torch.int64, device=mesh.device)
 
@@ -150,7 +153,7 @@ class Pipeline:
         schedule = schedule_class(
             stages[0] if takes_one_stage else stages,
             self._step.micro_batches,
-            lambda loss, _: loss / self._divisor.to(loss.dtype),
+            self._divided,
             scale_grads=False,
         )
         if placement.csv_rows:
@@ -162,17 +165,22 @@ class Pipeline:
     ) -> Tensor:
         """See ``Executor.forward_backward``, with its shapes (B, T)."""
         self._divisor = divisor
-        losses: list[Tensor] = []
+        self._losses.clear()
         arguments: dict[str, Any] = dict(keywords)
         if "labels_BT" in keywords:
             # The last stage computes the loss itself, so no target is read. But the runtime calls
             # loss_fn only if there is one.
             arguments["target"] = keywords["labels_BT"]
-            arguments["losses"] = losses
         inputs = (tokens_BT,) if 0 in self._modules else ()
         self._schedule.step(*inputs, **arguments, return_outputs=False)
-        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        return total + sum(loss.detach().to(torch.float64) for loss in losses)
+        total = torch.zeros(divisor.shape, dtype=torch.float64, device=self._mesh.device)
+        return total + sum(loss.to(torch.float64) for loss in self._losses)
+
+    def _divided(self, loss: Tensor, _: Any) -> Tensor:
+        """Return the scalar of which the runtime computes the gradients of a micro-batch."""
+        divided = loss / self._divisor.to(loss.dtype)
+        self._losses.append(divided.detach())
+        return divided.sum()
 
     def record(self) -> AbstractContextManager[Recording]:
         """Return a context that records the actions of the one step inside of it (``trace``).

@@ -55,26 +55,27 @@ def _blocks_of_stages(model: Decoder, n_stages: int, parallel: ParallelTable) ->
     ``parallel.stages`` gives the number of blocks of each stage. If it is absent, all stages get
     about the same number of parameters. The embedding counts half: forward only looks its
     parameters up, but the optimizer updates all of them. The head counts in full: forward
-    multiplies by all of its parameters, as in blocks.
+    multiplies by all of its parameters, as in blocks. The blocks of multi-token prediction stand
+    and count with the head.
 
     Raises:
         PlanError: ``parallel.stages`` does not fit the number of stages or of blocks, or there are
             fewer blocks than stages.
     """
+    costs = [_n_parameters(block) for block in model.blocks.values()]
+    n_main = len(costs) - model.mtp_layers
     if parallel.stages is not None and n_stages > 1:
         ends = list(accumulate(parallel.stages))
-        if len(ends) != n_stages or ends[-1] != len(model.blocks) or min(parallel.stages) < 1:
+        if len(ends) != n_stages or ends[-1] != n_main or min(parallel.stages) < 1:
             raise PlanError(
                 f"parallel.stages = {list(parallel.stages)} must be {n_stages} numbers of at "
-                f"least 1, with the sum {len(model.blocks)}, the number of blocks"
+                f"least 1, with the sum {n_main}, the number of blocks"
             )
-        return [range(begin, end) for begin, end in pairwise((0, *ends))]
-    return balanced_cut(
-        _n_parameters(model.first) / 2,
-        [_n_parameters(block) for block in model.blocks.values()],
-        _n_parameters(model.last),
-        n_stages,
-    )
+        cut = [range(begin, end) for begin, end in pairwise((0, *ends))]
+    else:
+        last = _n_parameters(model.last) + sum(costs[n_main:])
+        cut = balanced_cut(_n_parameters(model.first) / 2, costs[:n_main], last, n_stages)
+    return [*cut[:-1], range(cut[-1].start, len(costs))]
 
 
 def check_every_stage_trains(model: Decoder, n_stages: int, parallel: ParallelTable) -> None:

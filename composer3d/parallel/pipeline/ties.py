@@ -1,9 +1,9 @@
 """Tied parameters: one parameter with two names, and its copy on another pipeline stage.
 
-An embedding that is also the head (Press & Wolf 2017, arXiv 1608.05859) is owned by the first
-stage. The last stage holds a copy. The copy gets the owner's values before each step or
-evaluation, and sends its gradient to the owner afterwards. So there is one name, one optimizer
-state and one term in the gradient norm, all on the first stage.
+An embedding that is also the head (Press & Wolf 2017, arXiv 1608.05859), or that multi-token
+prediction reads, is owned by the first stage. The last stage holds a copy. The copy gets the
+owner's values before each step or evaluation, and sends its gradient to the owner afterwards. So
+there is one name, one optimizer state and one term in the gradient norm, all on the first stage.
 
 Here, ``ties`` maps the second name of a tied parameter (the alias) to its first name (the owner).
 """
@@ -50,29 +50,39 @@ def check_ties(ties: Mapping[str, str], mesh: Mesh, *, sharded: bool) -> None:
 
 
 def tie(stage: nn.Module, ties: Mapping[str, str]) -> None:
-    """Make both names of a tie one parameter again, after ``compose`` has replaced either of them.
+    """Make all names of a tie one parameter again, after ``compose`` has replaced any of them.
 
     A tie is skipped if ``stage`` has only one of its names.
     """
     held = dict(stage.named_parameters(remove_duplicate=False))
     for alias, owner in ties.items():
-        if alias in held and owner in held:
-            _set_parameter(stage, alias, held[owner])
+        if alias in held:
+            _set_parameter(stage, alias, held[_held_name(owner, ties, held)])
 
 
 def split_ties(stage: nn.Module, ties: Mapping[str, str]) -> dict[str, str]:
     """Give ``stage`` a copy of each tied parameter that another stage owns.
 
     Returns:
-        A mapping from the name of each copy to the name of its owner.
+        A mapping from the name of each copy to the name of its owner. A copy with several names has
+        the first of them.
     """
     held = dict(stage.named_parameters(remove_duplicate=False))
-    copies = {alias: owner for alias, owner in ties.items() if alias in held and owner not in held}
-    for alias in copies:
-        parameter = held[alias]
-        copy = nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
-        _set_parameter(stage, alias, copy)
+    copies = {}
+    for alias, owner in ties.items():
+        if alias in held and alias == _held_name(owner, ties, held):
+            parameter = held[alias]
+            copy = nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
+            _set_parameter(stage, alias, copy)
+            copies[alias] = owner
+    tie(stage, ties)
     return copies
+
+
+def _held_name(owner: str, ties: Mapping[str, str], held: Mapping[str, nn.Parameter]) -> str:
+    """Return the first name of the parameter ``owner`` that a stage with names ``held`` has."""
+    names = (owner, *(alias for alias in ties if ties[alias] == owner))
+    return next(name for name in names if name in held)
 
 
 def _set_parameter(stage: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -116,7 +126,9 @@ class Ties:
                 for module in modules
                 for name, parameter in module.named_parameters()
             }
-            for alias, owner in ties.items():
+            # The copy of several aliases has the name of the first of them.
+            first_alias = {owner: alias for alias, owner in reversed([*ties.items()])}
+            for owner, alias in first_alias.items():
                 pair = held_here.get(owner), held_here.get(alias)
                 if any(parameter is not None for parameter in pair):
                     self._pairs.append(pair)

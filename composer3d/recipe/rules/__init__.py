@@ -6,13 +6,15 @@ proposes is legal.
 """
 
 from collections.abc import Collection
+from functools import cache
+from typing import Any
 
 from composer3d.facts.ranges import Range
 from composer3d.recipe.rules import data, layout, model, reliability, trained
 from composer3d.recipe.rules.data import PATHS
 from composer3d.recipe.rules.rule import Breach, KeyChange, Rule, Violation
-from composer3d.recipe.schema import Recipe
-from composer3d.recipe.values import FIELDS, Entries, entries_of_recipe, has_key, value_of, variant
+from composer3d.recipe.schema import Model, Recipe
+from composer3d.recipe.values import FIELDS, Entries, entries_of_shape, has_key, value_of, variant
 
 __all__ = ["PATHS", "RANGES", "RULES", "KeyChange", "Violation", "settle", "violations"]
 
@@ -37,9 +39,10 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def _ranges_of(recipe: Recipe) -> dict[str, Range]:
-    entries = entries_of_recipe(recipe)
-    return RANGES if entries is FIELDS else _ranges(entries)
+@cache
+def _ranges_of(shape: Any) -> dict[str, Range]:
+    """Return the ranges of the keys of a recipe whose table [model] is of this class."""
+    return RANGES if shape is Model else _ranges(entries_of_shape(shape))
 
 
 def violations(recipe: Recipe) -> list[Violation]:
@@ -48,8 +51,9 @@ def violations(recipe: Recipe) -> list[Violation]:
     A rule is skipped if it reads a value outside of its range, ``mesh.dp_shard`` while that is
     still -1, or a key that the shape of the recipe's architecture lacks.
     """
+    shape: Any = type(recipe.model)  # mypy takes a class of dataclasses for unhashable
     broken_ranges = []
-    for key, allowed in _ranges_of(recipe).items():
+    for key, allowed in _ranges_of(shape).items():
         value = value_of(recipe, key)
         if value is not None and not allowed.accepts(value):
             broken_ranges.append(Violation(key, Breach(f"<{key}> {allowed.requirement}")))

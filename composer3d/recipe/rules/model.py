@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from composer3d.models.registry import architecture
 from composer3d.recipe.rules.rule import (
     Breach,
     KeyChange,
@@ -162,6 +163,31 @@ def bias_rate_needs_a_bias(recipe: Recipe) -> Iterator[Breach]:
         )
 
 
+@rule("model.mtp_loss", "model.mtp_layers")
+def mtp_loss_needs_depths(recipe: Recipe) -> Iterator[Breach]:
+    """Without depths of multi-token prediction, there is no loss that it weighs."""
+    model: Any = recipe.model
+    field = type(model).__dataclass_fields__.get("mtp_loss")  # other shapes have no such key
+    if field is not None and model.mtp_loss != field.default and not model.mtp_layers:
+        yield breach(
+            "<model.mtp_loss> is not used with <model.mtp_layers>",
+            KeyChange("model.mtp_loss", (field.default,), "remove it"),
+            use("model.mtp_layers", 1),
+        )
+
+
+@rule("data.seq_len", "model.mtp_layers")
+def depths_have_labels(recipe: Recipe) -> Iterator[Breach]:
+    """The last depth predicts a token of the same sample: else nothing would train it."""
+    depths = recipe.model.mtp_layers
+    if depths >= recipe.data.seq_len:
+        yield breach(
+            "<data.seq_len> must be above <model.mtp_layers>, as each depth predicts a token more",
+            use("data.seq_len", depths + 1),
+            use("model.mtp_layers", 0),
+        )
+
+
 @rule(
     "model.rope_theta",
     "model.rope_scaling",
@@ -230,6 +256,67 @@ def full_blocks_need_a_window(recipe: Recipe) -> Iterator[Breach]:
         )
 
 
+# What gives the shape, beside the recipe's own keys.
+_SOURCE = ("model.architecture", "model.preset")
+
+
+def _is_given(recipe: Recipe, name: str) -> bool:
+    """Return whether a recipe itself gives a field of the shape, and no preset or config.json.
+
+    A shape that is taken from elsewhere may have values that do nothing: a recipe with the first
+    three blocks of SmolLM3 keeps its period of four.
+    """
+    model = recipe.model
+    if model.hf is not None:
+        return False
+    row = architecture(model.architecture).presets.get(model.preset or "")
+    return row is None or getattr(model, name) != getattr(row, name)
+
+
+def _period_chooses_a_block(name: str) -> Rule:
+    """Return the rule that every N-th block is one of the model, for the field ``name``."""
+
+    @rule(f"model.{name}", "model.n_layers", *_SOURCE)
+    def check(recipe: Recipe) -> Iterator[Breach]:
+        layers = recipe.model.n_layers
+        if getattr(recipe.model, name) > layers and _is_given(recipe, name):
+            yield breach(
+                f"<model.{name}> chooses no block: it is above <model.n_layers>",
+                use(f"model.{name}", 0),
+                f"a model.{name} of at most {layers}",
+            )
+
+    return check
+
+
+@rule("model.rope_local_theta", "model.window", *_SOURCE)
+def local_theta_needs_a_window(recipe: Recipe) -> Iterator[Breach]:
+    """Blocks without a window have the other base."""
+    model: Any = recipe.model
+    default = type(model).__dataclass_fields__["rope_local_theta"].default
+    is_default = model.rope_local_theta == default
+    if model.window == 0 and not is_default and _is_given(recipe, "rope_local_theta"):
+        yield breach(
+            "<model.rope_local_theta> is not used with <model.window>",
+            KeyChange("model.rope_local_theta", (default,), "remove it"),
+            "model.window above 0",
+        )
+
+
+@rule("model.group_best", "model.expert_groups", *_SOURCE)
+def one_group_is_not_chosen(recipe: Recipe) -> Iterator[Breach]:
+    """Every token has the only group, whatever its scores."""
+    model: Any = recipe.model
+    default = type(model).__dataclass_fields__["group_best"].default
+    is_default = model.group_best == default
+    if model.expert_groups == 1 and not is_default and _is_given(recipe, "group_best"):
+        yield breach(
+            "<model.group_best> is not used with <model.expert_groups>",
+            KeyChange("model.group_best", (default,), "remove it"),
+            "model.expert_groups above 1",
+        )
+
+
 RULES: tuple[Rule, ...] = (
     heads_divide_dim,
     kv_heads_divide_heads,
@@ -244,6 +331,8 @@ RULES: tuple[Rule, ...] = (
     routers_learn,
     routers_of_gpt_oss_learn,
     bias_rate_needs_a_bias,
+    mtp_loss_needs_depths,
+    depths_have_labels,
     only_used_with("model.rope_low_freq", "model.rope_scaling", ["llama3"]),
     only_used_with("model.rope_high_freq", "model.rope_scaling", ["llama3"]),
     only_used_with("model.rope_context", "model.rope_scaling", ["llama3", "dynamic", "yarn"]),
@@ -257,4 +346,8 @@ RULES: tuple[Rule, ...] = (
     yarn_orders_the_pairs,
     dynamic_positions_are_not_stretched,
     full_blocks_need_a_window,
+    _period_chooses_a_block("full_every"),
+    _period_chooses_a_block("nope_every"),
+    local_theta_needs_a_window,
+    one_group_is_not_chosen,
 )

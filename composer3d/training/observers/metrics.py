@@ -16,7 +16,7 @@ import stat
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -535,9 +535,28 @@ def further_metrics(recipe: Recipe, stages: Stages, result: StepResult) -> dict[
     norms = result.values.norm_by_part
     return {
         **{f"grad_norm/{part}": norm for part, norm in norms.items()},
+        **mtp_metrics(recipe, result.values.mtp_losses),
         **cp_balance(recipe, result.batch),
         **expert_metrics(stages.router_loads, tokens),
     }
+
+
+def mtp_metrics(recipe: Recipe, mtp_losses: Sequence[float]) -> dict[str, float]:
+    """Return ``mtp_loss``, the mean loss of all depths of multi-token prediction, without its
+    coefficient; and ``mtp_loss/1`` and so on for each depth, if there are several.
+
+    Args:
+        recipe: its ``[model]`` has the coefficient.
+        mtp_losses: ``StepValues.mtp_losses``.
+    """
+    if not mtp_losses:
+        return {}
+    coefficient = recipe.model.mtp_loss
+    of_depths = [loss * len(mtp_losses) / coefficient for loss in mtp_losses]
+    metrics = {"mtp_loss": sum(mtp_losses) / coefficient}
+    if len(of_depths) > 1:
+        metrics |= {f"mtp_loss/{depth}": loss for depth, loss in enumerate(of_depths, 1)}
+    return metrics
 
 
 def cp_balance(recipe: Recipe, batch: Batch) -> dict[str, float]:

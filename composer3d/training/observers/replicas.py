@@ -7,6 +7,7 @@ import torch
 
 from composer3d.data import Blend, Corpus
 from composer3d.parallel import Stages
+from composer3d.parallel.local_gradients import see_local_gradients
 from composer3d.recipe.schema import Recipe
 from composer3d.reliability.digests import (
     Digest,
@@ -81,7 +82,7 @@ class ReplicaCheck(Observer):
         Returns:
             On rank 0, a report if ranks differ.
 
-        Collectives: those of ``Stages.see_local_gradients``, or of ``Stages.evaluate`` if
+        Collectives: those of ``see_local_gradients``, or of ``Stages.evaluate`` if
         gradients are not the same bits on all replicas; and one ``gather_objects``. On a GPU, the
         host waits.
         """
@@ -113,7 +114,7 @@ class ReplicaCheck(Observer):
     def _digests_of_micro_batch(self, step: int) -> list[Digest]:
         mesh = self._stages.mesh
         batch = self._loader[step]
-        inputs = move_to_device(self._stages, batch)[:-1]
+        inputs = move_to_device(self._stages, batch)
         # These ranks compute the same. Ranks of one group of ep do not: the rows of a product may
         # depend on their place among the rows of all ranks that an expert multiplies.
         part = (
@@ -126,9 +127,9 @@ class ReplicaCheck(Observer):
         with torch.random.fork_rng(devices, device_type=mesh.device.type):
             torch.manual_seed(step)
             if self._has_same_backward:
-                loss = self._stages.see_local_gradients(*inputs, see=gradients.add)
+                loss = see_local_gradients(self._stages, *inputs[:5], see=gradients.add)
             else:
-                loss = self._stages.evaluate(*inputs)
+                loss = self._stages.evaluate(*inputs[:4])
         digests = gradients.finish(part)
         if self._stages.counts_loss:
             digests.append(Digest(_LOSS, part, (int(loss.view(torch.int64)),)))

@@ -1,6 +1,7 @@
 """DeepSeek-V2 and V3: our shapes, names, logits and gradients agree with transformers."""
 
 import json
+import random
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,7 +121,8 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def load_ours(folder: Path) -> Deepseek:
-    shape, tensors = hf.read_shape(folder), load_file(folder / "model.safetensors")
+    # transformers names a layer of multi-token prediction, and saves none.
+    shape, tensors = hf.read_shape(folder).without_mtp, load_file(folder / "model.safetensors")
     places = hf_locations(shape, tensors)
     assert tensors.keys() == {name for place in places.values() for name in place.names}
     model = Deepseek(shape, device="cpu", dtype=torch.float64)
@@ -172,7 +174,7 @@ def test_logits_are_those_of_transformers_as_it_ships(saved: Saved) -> None:
 def test_two_scales_of_yarn_are_a_ratio_and_a_factor_of_scores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No published file has two of them; config.json is written for equal ones alone."""
+    """No published file has two of them. Both survive a config.json of ours, as they were."""
     positions = _YARN | {"mscale": 0.5, "mscale_all_dim": 1.5}
     config = transformers.DeepseekV3Config(
         **SMALL, n_group=1, topk_group=1, rope_parameters=positions, pad_token_id=None
@@ -187,13 +189,36 @@ def test_two_scales_of_yarn_are_a_ratio_and_a_factor_of_scores(
         expected = load_folder(tmp_path, torch.float64)(tokens_BT).logits
         assert relative_error(ours.logits(tokens_BT, seq), expected) < 1e-12
     assert ours.shape.attention_factor < 1 < ours.shape.query_scale
-    with pytest.raises(CheckpointError, match="no rope_score_mscale beside"):
-        hf.make_config(ours.shape, "float64")
+    written = hf.make_config(ours.shape, "float64")
+    assert hf.parse_config(written) == ours.shape
+    scaling = written["rope_scaling"]
+    assert (scaling["mscale"], scaling["mscale_all_dim"]) == (0.5, 1.5)
+    assert "attention_factor" not in scaling
+
+
+@pytest.mark.parametrize(
+    ("factor", "most"),
+    [(1.0 + 2e-16, 1000.0), (1.01, 3.0), (4.0, 3.0), (32.0, 3.0), (40.0, 3.0), (163.7, 3.0)],
+)
+def test_every_ratio_of_two_scales_is_written_exactly(factor: float, most: float) -> None:
+    """The scales are random, so rounding moves many a solution by some steps."""
+    scales = random.Random(1)
+    for _ in range(200):
+        stretch = {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": 4096,
+            "mscale": scales.uniform(0.01, most),
+            "mscale_all_dim": scales.uniform(0.01, most),
+        }
+        shape = hf.parse_config(SMALL | {"model_type": "deepseek_v2", "rope_scaling": stretch})
+        read = hf.parse_config(hf.make_config(shape, "float32"))
+        assert hf.canonical(read) == hf.canonical(shape)
 
 
 @pytest.mark.parametrize("carries", [False, True])
 def test_transformers_loads_our_config(saved: Saved, tmp_path: Path, carries: bool) -> None:
-    shape = hf.read_shape(saved.folder)
+    shape = hf.read_shape(saved.folder).without_mtp
     before = json.loads((saved.folder / "config.json").read_text())
     config = hf.make_config(shape, "float64", before | {"notes": "mine"} if carries else None)
     assert hf.parse_config(config) == shape
@@ -220,7 +245,7 @@ MINIMAL: dict[str, Any] = {key: SMALL[key] for key in (*LEAST, "vocab_size")} | 
 }
 
 
-@pytest.mark.parametrize("model_type", hf.MODEL_TYPES)
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
 def test_absent_keys_have_the_defaults_of_transformers(model_type: str, tmp_path: Path) -> None:
     config = MINIMAL | {"model_type": model_type}
     if model_type == "deepseek_v3":
@@ -325,8 +350,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "another model": (
         "v3",
-        {"model_type": "kimi_k2"},
-        f'model_type = "kimi_k2" is not supported; it must be {", ".join(_TYPES)} or {_LAST_TYPE}',
+        {"model_type": "deepseek_v32"},
+        'model_type = "deepseek_v32" is not supported; '
+        f"composer3d reads {', '.join(_TYPES)} and {_LAST_TYPE}",
     ),
 }
 
@@ -347,6 +373,99 @@ def test_presets_survive_a_config(preset: str) -> None:
     assert hf.canonical(read) == hf.canonical(shape)
 
 
+# The keys of the config.json of Kimi-K2-Base that say what is computed, without those of its
+# quantization (block-wise float8, which is refused as in DeepSeek-V3).
+KIMI_K2: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "bos_token_id": 163584,
+    "eos_token_id": 163585,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 131072,
+    "model_type": "kimi_k2",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
+
+
+def test_a_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
+    """transformers has no kimi_k2, so what is written is the deepseek_v3 that computes the same."""
+    shape = hf.parse_config(KIMI_K2)
+    assert hf.canonical(shape) == hf.canonical(PRESETS["kimi-k2"])
+    assert shape == hf.parse_config(KIMI_K2 | {"model_type": "deepseek_v3"})
+
+    for carried in (None, KIMI_K2):
+        config = hf.make_config(shape, "bfloat16", carried)
+        assert hf.canonical(hf.parse_config(config)) == hf.canonical(shape)
+        assert config["model_type"] == "deepseek_v3"
+        assert "auto_map" not in config
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+        assert type(theirs) is transformers.DeepseekV3Config
+        assert (theirs.n_routed_experts, theirs.routed_scaling_factor) == (384, 2.827)
+    assert config["eos_token_id"] == 163585
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "first_k_dense_replace",
+        "moe_intermediate_size",
+        "n_group",
+        "n_routed_experts",
+        "n_shared_experts",
+        "norm_topk_prob",
+        "num_experts_per_tok",
+        "routed_scaling_factor",
+        "topk_group",
+        "topk_method",
+    ],
+)
+def test_no_default_of_kimi_k2_is_guessed(key: str) -> None:
+    """Its own code has other defaults than the deepseek_v3 of transformers."""
+    config = {name: value for name, value in KIMI_K2.items() if name != key}
+    # Several keys can give the number of experts; the message names the first one.
+    named = "num_local_experts" if key == "n_routed_experts" else key
+    with pytest.raises(CheckpointError, match=f"^{named} = null is not supported"):
+        hf.parse_config(config)
+
+
 V2, V3 = PRESETS["deepseek-v2"], PRESETS["deepseek-v3"]
 NOT_THEIRS: dict[str, tuple[DeepseekShape, str]] = {
     "no bias": (replace(V3, router_bias=False), "deepseek_v3 has no router_bias = False"),
@@ -359,8 +478,8 @@ NOT_THEIRS: dict[str, tuple[DeepseekShape, str]] = {
     "a narrow one": (replace(V3, shared_ffn=1000), "shared_ffn = 1000 is no multiple of 2048"),
     "groups of one": (replace(V3, expert_groups=256), "experts = 256 has one in each of 256"),
     "another factor of rotated parts": (
-        replace(V3, rope_attention_factor=1.5),
-        "no rope_score_mscale beside rope_attention_factor = 1.5, but 1",
+        replace(V3, rope_attention_factor=0.5),
+        "no mscale above 0 for rope_attention_factor = 0.5 beside rope_score_mscale = 1",
     ),
     "a gate": (replace(V3, shared_gate=True), "deepseek_v3 has no shared_gate = True"),
     "odd heads": (replace(V2, n_heads=96, n_kv_heads=96), "n_heads = 96 that does not divide"),

@@ -232,7 +232,7 @@ QWEN = MINIMAL | {"model_type": "qwen3_moe"}
 QWEN_2 = MINIMAL | {"model_type": "qwen2_moe", "num_key_value_heads": 4}
 RULE = "is not supported; it must be"
 *_TYPES, _LAST_TYPE = huggingface_model_types()
-MODEL_TYPES = f"{', '.join(_TYPES)} or {_LAST_TYPE}"
+NO_TYPE = f"is not supported; composer3d reads {', '.join(_TYPES)} and {_LAST_TYPE}"
 LAYERS = (
     "a list of the first layers: model.dense_layers and model.moe_every of a recipe describe no "
     "others"
@@ -240,7 +240,7 @@ LAYERS = (
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "another model": (
         MIXTRAL | {"model_type": "granitemoe"},
-        [f'model_type = "granitemoe" {RULE} {MODEL_TYPES}'],
+        [f'model_type = "granitemoe" {NO_TYPE}'],
     ),
     "a model without experts": (
         MIXTRAL | {"model_type": "llama"},
@@ -248,7 +248,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a model of no type": (
         MIXTRAL | {"model_type": ["mixtral"]},
-        [f'model_type = ["mixtral"] {RULE} {MODEL_TYPES}'],
+        [f'model_type = ["mixtral"] {NO_TYPE}'],
     ),
     "two at once": (
         MIXTRAL | {"hidden_act": "gelu", "attention_bias": True},

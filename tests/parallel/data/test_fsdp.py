@@ -18,6 +18,7 @@ from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import ModelShape
 from composer3d.parallel import Stages, StepShape, compose
 from composer3d.parallel.data import fsdp
+from composer3d.parallel.local_gradients import see_local_gradients
 from composer3d.recipe.schema import MemoryTable, MeshTable, ParallelTable, PrecisionTable
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
@@ -242,7 +243,7 @@ def run_with_units_of(
     if mesh.sizes.dp_shard > 1:
         rows = tokens.shape[0] if mesh.sizes.pp > 1 else 1
         own = (tokens[:rows], tokens[:rows], positions[:rows])
-        found["loss of one rank"] = stages.see_local_gradients(*own, see=see)
+        found["loss of one rank"] = see_local_gradients(stages, *own, see=see)
         found["gradients of one rank"] = sums[0]
     take_a_whole_step("step 2")
     return found

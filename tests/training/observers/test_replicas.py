@@ -15,6 +15,7 @@ from composer3d.reliability.digests import Digest, Disagreement
 from composer3d.runtime.launch import Pool
 from composer3d.training import loop
 from composer3d.training.build import Run
+from composer3d.training.observers import replicas as replicas_of_training
 from composer3d.training.observers.observer import StepResult
 from composer3d.training.observers.replicas import ReplicaCheck
 from tests.training.jobs import RECIPE, Listener, built_run
@@ -53,7 +54,7 @@ def train_and_flip(
         end.
     """
     losses = []
-    with built_run(folder, sets) as run:
+    with built_run(folder, sets) as run, pytest.MonkeyPatch.context() as monkeypatch:
         if kind == "forward alone":
             replicas = run.observers.find(ReplicaCheck)
             assert replicas is not None
@@ -64,7 +65,7 @@ def train_and_flip(
             def end_step(self, result: StepResult) -> None:
                 losses.append((result.values.loss, result.values.norm))
                 if has_fault and result.step == after:
-                    plant(run, name, kind)
+                    plant(run, name, kind, monkeypatch)
 
         listener = Saboteur()
         run.observers.add(listener)
@@ -78,9 +79,9 @@ def train_and_flip(
     }
 
 
-def plant(run: Run, name: str, kind: str) -> None:
+def plant(run: Run, name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "forward, parameter":
-        honest = run.stages.see_local_gradients
+        honest = replicas_of_training.see_local_gradients
         checks = []
 
         def lie_once(*arguments: Any, **keywords: Any) -> torch.Tensor:
@@ -89,21 +90,23 @@ def plant(run: Run, name: str, kind: str) -> None:
             if len(checks) == 1:
                 loss.view(torch.int64).bitwise_xor_(1)
             if len(checks) == 3:
-                plant(run, name, "parameter")
+                plant(run, name, "parameter", monkeypatch)
             return loss
 
-        run.stages.see_local_gradients = lie_once  # type: ignore[method-assign]
+        monkeypatch.setattr(replicas_of_training, "see_local_gradients", lie_once)
         return
     if kind.startswith("forward"):
-        method = "evaluate" if kind == "forward alone" else "see_local_gradients"
-        compute = getattr(run.stages, method)
+        of_run: tuple[Any, str] = (replicas_of_training, "see_local_gradients")
+        if kind == "forward alone":
+            of_run = (run.stages, "evaluate")
+        compute = getattr(*of_run)
 
         def lie(*arguments: Any, **keywords: Any) -> torch.Tensor:
             loss: torch.Tensor = compute(*arguments, **keywords)
             loss.view(torch.int64).bitwise_xor_(1)
             return loss
 
-        setattr(run.stages, method, lie)
+        monkeypatch.setattr(*of_run, lie)
         return
     if kind == "backward":
         (module,) = run.stages.modules

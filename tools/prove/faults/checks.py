@@ -43,6 +43,7 @@ from composer3d.training.loop import train
 from composer3d.verify import data as verify_data
 from composer3d.verify.data import corpus_batch, reference_learning_rate
 from tests.reference import latent
+from tests.reference import prediction as predicted_by_hand
 from tests.reference.initial import initial_weight
 from tests.reference.llama import (
     BOUND,
@@ -75,6 +76,13 @@ def latents(plant: Plant) -> list[str]:
     if plant is not None:
         plant()
     return latent.compare()
+
+
+def prediction(plant: Plant) -> list[str]:
+    """Compare multi-token prediction with ``tests/reference/prediction.py``."""
+    if plant is not None:
+        plant()
+    return predicted_by_hand.compare()
 
 
 # Of two lengths, so that a batch has both.
@@ -518,5 +526,8 @@ def differences(form: str, actual: dict[str, Tensor], expected: dict[str, Tensor
 # The number of workers of a check; 1 for all others.
 RANKS = {"corruption": 3, "stragglers": 2}
 
-_ALL = (model, latents, generation, weights, training, rollback, conversion, corruption, stragglers)
+_ALL = (
+    *(model, latents, prediction, generation, weights, training, rollback, conversion, corruption),
+    stragglers,
+)
 CHECKS: dict[str, Callable[[Plant], list[str]]] = {check.__name__: check for check in _ALL}

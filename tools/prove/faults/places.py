@@ -8,8 +8,8 @@ from tools.prove.faults.plant import Plant
 from tools.prove.paths import RECIPE
 
 Check = Literal[
-    *("verify", "dtypes", "model", "latents", "generation", "weights", "training", "rollback"),
-    *("conversion", "corruption", "stragglers"),
+    *("verify", "dtypes", "model", "latents", "prediction", "generation", "weights", "training"),
+    *("rollback", "conversion", "corruption", "stragglers"),
 ]
 
 # Parts of layouts in several modules.

@@ -14,6 +14,7 @@ from tools.prove.faults import (  # noqa: F401
     narrow,
     patterns,
     pipeline,
+    prediction,
     resume,
     sinks,
     values,

@@ -37,7 +37,7 @@ _TWO_GROUPS = (
 )
 
 
-def _change_step(**changes: Any) -> None:
+def change_step(**changes: Any) -> None:
     """Change the arguments of ``forward_backward``.
 
     ``changes`` holds, by name of an argument, a function of the stages and all arguments by name.
@@ -45,8 +45,8 @@ def _change_step(**changes: Any) -> None:
 
     @instead_of(stages.Stages, stages.Stages.forward_backward)
     def wrong(right: Any, self: stages.Stages, *arguments: Any) -> Tensor:
-        names = ("tokens", "labels", "positions", "valid", "documents")
-        # The documents are optional.
+        names = ("tokens", "labels", "positions", "valid", "documents", "ahead")
+        # The last two are optional.
         values = dict(zip(names, arguments, strict=False))
         changed = {name: change(self, values) for name, change in changes.items()}
         return right(self, *(values | changed).values())
@@ -56,7 +56,7 @@ def _change_step(**changes: Any) -> None:
 @harms("mesh.dp_replicate=2 mesh.dp_shard=2", message="suspect dp_replicate x dp_shard")
 def double_the_divisor() -> None:
     """The loss is divided by the number of data-parallel ranks once more."""
-    _change_step(valid=lambda own, arguments: arguments["valid"] * own.mesh.batch_ranks)
+    change_step(valid=lambda own, arguments: arguments["valid"] * own.mesh.batch_ranks)
 
 
 @harms("mesh.dp_shard=2", message="0.25 times the reference, suspect micro-batches; all")
@@ -66,14 +66,14 @@ def divide_by_micro_batches() -> None:
     def micro_batches(own: stages.Stages, arguments: Any) -> int:
         return arguments["tokens"].shape[0] // own.executor._micro_batch
 
-    _change_step(valid=lambda own, arguments: arguments["valid"] * micro_batches(own, arguments))
+    change_step(valid=lambda own, arguments: arguments["valid"] * micro_batches(own, arguments))
 
 
 @harms("mesh.dp_shard=2")
 def divide_by_own_tokens() -> None:
     """The loss is a mean of means: each rank divides by its own number of valid tokens."""
-    _change_step(
-        valid=lambda own, arguments: (arguments["labels"] >= 0).sum() * own.mesh.batch_ranks
+    change_step(
+        valid=lambda own, arguments: (arguments["labels"] >= 0).sum()[None] * own.mesh.batch_ranks
     )
 
 
@@ -88,20 +88,20 @@ def count_ignored_labels() -> None:
 def count_tokens_on_every_tp_rank(right: Any, own: stages.Stages, batch: Any) -> tuple[Any, ...]:
     """Valid tokens are summed over tp ranks, which hold the same tokens."""
     *rows, _ = right(own, batch)
-    return *rows, (rows[1] != IGNORE_INDEX).sum()
+    return *rows, (rows[1] != IGNORE_INDEX).sum()[None]
 
 
 @harms("mesh.dp_shard=2")
 @harms(f"mesh.tp=2 {_NOTHING}", message="^loss")
 def learn_ignored_labels() -> None:
     """Ignored labels count, as token 0."""
-    _change_step(labels=lambda own, arguments: arguments["labels"].clamp(min=0))
+    change_step(labels=lambda own, arguments: arguments["labels"].clamp(min=0))
 
 
 @harms("mesh.cp=2")
 def label_before_the_cut_is_lost() -> None:
     """cp: labels are shifted after the sequence is cut, so the last label of a rank is wrong."""
-    _change_step(
+    change_step(
         labels=lambda own, arguments: torch.cat(
             (arguments["labels"][:, :-1], arguments["tokens"][:, :1]), 1
         )
@@ -112,13 +112,13 @@ def label_before_the_cut_is_lost() -> None:
 @harms(f"mesh.cp=2 {_NOTHING}", message="^loss")
 def take_the_labels_of_the_next_row() -> None:
     """Each row has the labels of the next row."""
-    _change_step(labels=lambda own, arguments: arguments["labels"].roll(-1, 0))
+    change_step(labels=lambda own, arguments: arguments["labels"].roll(-1, 0))
 
 
 @harms("mesh.cp=2")
 def count_positions_from_the_start_of_the_part() -> None:
     """cp: the positions of a rank's tokens are 0, 1, 2, ... and not those in the whole sequence."""
-    _change_step(
+    change_step(
         positions=lambda own, arguments: torch.arange(arguments["tokens"].shape[1]).expand_as(
             arguments["tokens"]
         )
@@ -132,13 +132,13 @@ def restart_positions_one_late() -> None:
     Positions that never restart would change no number: rotary positions are relative, and other
     documents are hidden.
     """
-    _change_step(positions=lambda own, arguments: arguments["positions"].roll(1, 1))
+    change_step(positions=lambda own, arguments: arguments["positions"].roll(1, 1))
 
 
 @harms(f"mesh.pp=2 {PACKED}")
 def take_the_documents_of_the_next_row() -> None:
     """Attention is masked by the documents of the next row."""
-    _change_step(documents=lambda own, arguments: arguments["documents"].roll(-1, 0))
+    change_step(documents=lambda own, arguments: arguments["documents"].roll(-1, 0))
 
 
 @harms(f"mesh.cp=2 {PACKED}", message="step 2")
@@ -150,7 +150,7 @@ def keep_the_documents_of_the_first_step() -> None:
         first.append(arguments["documents"])
         return first[0]
 
-    _change_step(documents=stale)
+    change_step(documents=stale)
 
 
 @harms("mesh.pp=2", message="blocks|first")

@@ -106,6 +106,7 @@ COLUMNS = _columns(
     # With experts, "Llama" is a Mixtral. A Phi-3 is a Llama but for its files.
     ("model", ("Llama", "OLMo 2", "Granite 3", "Gemma 3", "gpt-oss", "DeepSeek-V3")),
     ("positions", ("rotary", "not in every second block", "YaRN")),
+    ("further tokens", ("none", "1", "2")),  # the depths of multi-token prediction
 )
 # The columns that describe experts. Without experts, all of them have their first value.
 EXPERTS = ("ep", "router", "shared", "auxiliary", "dense layers")
@@ -283,6 +284,11 @@ MODEL_COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
         "rotary": {},
         "not in every second block": {"model.nope_every": 2},
         "YaRN": {"model.rope_scaling": "yarn", "model.rope_factor": 4.0, "model.rope_context": 24},
+    },
+    "further tokens": {
+        "none": {},
+        "1": {"model.mtp_layers": 1, "model.mtp_loss": 0.3},
+        "2": {"model.mtp_layers": 2, "model.mtp_loss": 0.3},
     },
     "router": {
         "softmax": _SOFTMAX,
