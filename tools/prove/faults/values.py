@@ -85,10 +85,10 @@ def count_ignored_labels() -> None:
 
 @harms("mesh.tp=2", message="0.5 times the reference, suspect tp; all")
 @fault_of(train_step, train_step.move_to_device)
-def count_tokens_on_every_tp_rank(right: Any, own: stages.Stages, batch: Any) -> tuple[Any, ...]:
+def count_tokens_on_every_tp_rank(right: Any, own: stages.Stages, batch: Any) -> Any:
     """Valid tokens are summed over tp ranks, which hold the same tokens."""
-    *rows, _ = right(own, batch)
-    return *rows, (rows[1] != IGNORE_INDEX).sum()[None]
+    inputs = right(own, batch)
+    return inputs._replace(valid_tokens=(inputs.labels_BT != IGNORE_INDEX).sum()[None])
 
 
 @harms("mesh.dp_shard=2")
