@@ -20,6 +20,7 @@ import torch
 
 import composer3d
 from composer3d.commands.registry import make_parser, parse
+from composer3d.models.registry import OURS
 from composer3d.recipe.schema import model_table
 from composer3d.recipe.values import FIELDS as OUR_FIELDS
 from composer3d.recipe.values import entries_of
@@ -40,7 +41,9 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 # The keys of all architectures of composer3d.
-FIELDS = {**entries_of({"model": model_table("moe")}), **OUR_FIELDS}
+FIELDS = {
+    key: entry for name in OURS for key, entry in entries_of({"model": model_table(name)}).items()
+} | dict(OUR_FIELDS)
 CHANGELOG = ROOT / "CHANGELOG.md"  # it names files that are gone, so only its links are checked
 
 
