@@ -254,7 +254,10 @@ class Stages:
         documents_BT: Tensor | None,
         ahead_B2KT: Tensor | None = None,
     ) -> dict[str, Tensor | HostTensor]:
-        """Collect the keyword arguments that this rank's stages are called with."""
+        """Collect the keyword arguments that this rank's stages are called with.
+
+        The tensors are those of ``forward_backward``, each (rows, ..., T / cp).
+        """
         keywords: dict[str, Tensor | HostTensor] = {"positions_BT": positions_BT}
         if documents_BT is not None:
             keywords["documents"] = HostTensor(documents_BT)

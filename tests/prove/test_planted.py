@@ -77,6 +77,11 @@ COMMANDS: dict[str, list[list[str]]] = {
         [*_OWN, "--set", f"checkpoint.resume={SAVED}"],
         _OWN,
     ],
+    "sweep": [
+        [*_HF, "--set", "run.seed=1,2", "--print"],
+        [*_OWN, "--set", "run.seed=1,2", "--print"],
+    ],
+    "launch": [["cp", "node"]],
     "report": [[RUN], [PICKLED], [RUN, "runs/victim", "--json", "-o", "two.html"]],
     "inspect": [
         [RUN],
@@ -100,6 +105,7 @@ COMMANDS: dict[str, list[list[str]]] = {
         [RUN, "--prompt", "a", "--max-tokens", "1"],
         [PICKLED, "--prompt", "a", "--max-tokens", "1"],
         ["hf", "--prompt", "a", "--max-tokens", "1"],
+        ["hf", "--prompt", "a", "--max-tokens", "1", "--chat"],
         ["runs/victim", "--prompt", "a", "--max-tokens", "1", "--tokenizer", "hf/tokenizer.json"],
     ],
     "eval": [[RUN, "tokens"], ["runs/victim", "odd-tokens"], ["hf", "tokens"]],
