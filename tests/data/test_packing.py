@@ -50,7 +50,8 @@ def test_rows_are_split_where_documents_end(seq_len: int, tokens: list[int]) -> 
     assert [[*row] for row in zip(*rows, strict=True)] == [
         part.tolist() for part in (packed.documents_BT, packed.positions_BT, packed.labels_BT)
     ]
-    for part in packed:
+    assert packed.ahead_B2KT is None
+    for part in packed[:4]:
         assert part is not None
         assert part.dtype == torch.int64
         assert part.is_contiguous()

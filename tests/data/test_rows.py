@@ -96,7 +96,8 @@ def test_a_batch_of_whole_documents() -> None:
         # The fourth document is only its end; then the fifth one.
         ([END, 5, 6, 7, END, END], [x, 6, 7, END, x, x], [0, 0, 1, 2, 3, 0], [0, 1, 1, 1, 1, 2]),
     ]
-    for part in batch:
+    assert batch.ahead_B2KT is None
+    for part in batch[:4]:
         assert part is not None
         assert part.dtype == torch.int64
         assert part.is_contiguous()
