@@ -232,7 +232,7 @@ def test_texts_from_outside_are_parsed_in_one_place() -> None:
 
 
 def test_only_commands_and_programs_let_a_recipe_import() -> None:
-    """The user names the recipe to a command, or in Python to ``load_recipe`` or ``make_recipe``."""
+    """The user names the recipe to a command, or in Python to ``load_recipe``."""
     package = ROOT / "composer3d"
     importers = set()
     for path in package.rglob("*.py"):
