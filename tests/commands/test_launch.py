@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import yaml
 
 from composer3d import cli
 from composer3d.commands.launch import SCRIPTS
+from tests.runtime.test_environment import free_port
 from tests.training.jobs import RECIPE, losses, write_corpus
 from tools.prove.paths import ROOT
 
@@ -60,13 +60,6 @@ def test_an_unknown_script_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err == "slurn: composer3d has no such script; did you mean slurm?\n"
     assert cli.main(["launch", "cp", "../pyproject.toml"]) == 2
     assert "; its scripts are slurm, node, rendezvous, k8s, docker\n" in capsys.readouterr().err
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def test_the_container_of_the_kubernetes_job_trains(tmp_path: Path) -> None:
