@@ -73,6 +73,31 @@ def test_documents_and_windows_learn_as_on_the_cpu(tmp_path: Path, masks: tuple[
     assert max_difference(on_gpu, on_cpu) < 2e-2
 
 
+@pytest.mark.parametrize(
+    ("architecture", "preset"),
+    [
+        ("deepseek", "debug-deepseek"),
+        ("gemma3", "debug-gemma3"),
+        ("gpt_oss", "debug-gpt-oss"),
+        ("granite", "debug-granite"),
+        ("moe", "debug-moe"),
+        ("olmo2", "debug-olmo3"),
+        ("phi3", "debug-phi3"),
+    ],
+)
+def test_each_architecture_learns_as_on_the_cpu(
+    tmp_path: Path, architecture: str, preset: str
+) -> None:
+    """With documents, in float32 by the kernels for any dtype, and in bfloat16 by those of GPUs."""
+    model = (f"model.architecture={architecture}", f"model.preset={preset}")
+    overrides = (*model, "data.packing=documents")
+    on_cpu = train(tmp_path / "cpu", *overrides)
+    wide = train(tmp_path / "wide", *overrides, "run.device=cuda")
+    assert max_difference(wide, on_cpu) < 1e-3
+    half = train(tmp_path / "half", *overrides, "run.device=cuda", "precision.compute=bfloat16")
+    assert max_difference(half, on_cpu) < 2e-2
+
+
 def test_a_resumed_run_repeats_the_losses(tmp_path: Path) -> None:
     overrides = (
         "run.device=cuda",

@@ -13,7 +13,7 @@ from tools.prove.paths import ROOT
 _LIMIT_S = 150.0
 # Layouts at a time. Each has one to four processes, and cores of its own: the reference of each
 # would start a thread on every core.
-_AT_A_TIME = 4
+_AT_A_TIME = 8
 _FIRST_PORT = 21_000
 
 
@@ -34,6 +34,14 @@ class Layout(NamedTuple):
 
 
 _MOE = "verify-moe"
+
+
+def _model(architecture: str, preset: str) -> str:
+    """Return the overrides of a model whose sequences are documents."""
+    return f"model.architecture={architecture} model.preset={preset} data.packing=documents"
+
+
+_DEEPSEEK = f"{_model('deepseek', 'debug-deepseek')} model.n_kv_heads=8 model.mtp_layers=1"
 LAYOUTS = (
     Layout(1, ""),
     Layout(1, "", dtype="float32"),
@@ -58,6 +66,11 @@ LAYOUTS = (
     Layout(4, "mesh.pp=2 mesh.cp=2 parallel.schedule=Interleaved1F1B"),
     Layout(4, "mesh.dp_replicate=2 mesh.dp_shard=2 parallel.zero=2 memory.loss_chunks=3"),
     Layout(4, "mesh.pp=2 mesh.dp_shard=2 mesh.ep=2 parallel.schedule=DualPipeV", _MOE),
+    Layout(2, f"{_DEEPSEEK} mesh.cp=2", _MOE),
+    Layout(2, f"{_model('gpt_oss', 'debug-gpt-oss')} mesh.dp_shard=2 mesh.ep=2", _MOE),
+    Layout(2, f"{_model('gemma3', 'debug-gemma3')} mesh.tp=2"),
+    Layout(2, f"{_model('olmo2', 'debug-olmo3')} mesh.cp=2 parallel.cp_method=allgather"),
+    Layout(2, f"{_model('granite', 'debug-granite')} mesh.pp=2"),
 )
 _REHEARSED = (LAYOUTS[0], LAYOUTS[14])
 

@@ -48,8 +48,10 @@ def _python(code: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
 def _tests(rehearse: bool) -> dict[str, Any]:
     """The tests that need a GPU."""
     kernels.device_of(rehearse)
-    tests = ("tests/parallel/context", "tests/models/layers", "tests/test_gpu.py")
+    tests = ("tests/parallel/context", "tests/models/layers", "tests/training/observers")
     options = ("-q", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:benchmark", "-n", "8")
+    # Libraries of another machine may warn.
+    options = (*options, "-W", "default", "tests/test_gpu.py")
     done = _python("import pytest; sys.exit(pytest.main(sys.argv[1:]))", *options, *tests)
     lines = done.stdout.strip().splitlines()
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
@@ -160,6 +162,13 @@ _TINY = (
 _TINY_DENSE = (*_TINY, "model.ffn=128")
 _TINY_MOE = (*_TINY, "model.expert_ffn=64", "model.experts=4", "model.experts_per_token=2")
 
+
+
+def _of(architecture: str, preset: str) -> tuple[str, str]:
+    """Return the overrides that name a model."""
+    return f"model.architecture={architecture}", f"model.preset={preset}"
+
+
 # The overrides of each row, by part. The recipe is that of the part.
 _CASES: dict[str, dict[str, tuple[str, ...]]] = {
     "dense": {
@@ -172,7 +181,30 @@ _CASES: dict[str, dict[str, tuple[str, ...]]] = {
         "compiled, zero 1": ("compile.enabled=true", "parallel.zero=1"),
         "compiled, muon": ("compile.enabled=true", "optim.name=muon"),
     },
-    "experts": {"eager": ()},
+    "experts": {
+        "eager": (),
+        "compiled": ("compile.enabled=true",),
+        "compiled, float8": ("compile.enabled=true", "precision.matmul=float8"),
+        "recomputed": ("memory.activation_checkpoint=full",),
+    },
+    "models": {
+        "DeepSeek-V2-Lite, 4 layers": (*_of("deepseek", "deepseek-v2-lite"), "model.n_layers=4"),
+        "Moonlight with a token ahead, 3 layers": (
+            *_of("deepseek", "moonlight-16b-a3b"),
+            "model.n_layers=3",
+            "model.mtp_layers=1",
+        ),
+        "gpt-oss 20B, 2 layers": (*_of("gpt_oss", "gpt-oss-20b"), "model.n_layers=2"),
+        "Gemma 3 1B": _of("gemma3", "gemma3-1b"),
+        "OLMo 3 7B, 4 layers": (*_of("olmo2", "olmo3-7b"), "model.n_layers=4"),
+        "Granite 3 2B, 8 layers": (*_of("granite", "granite3-2b"), "model.n_layers=8"),
+        "Gemma 3 1B, compiled": (*_of("gemma3", "gemma3-1b"), "compile.enabled=true"),
+        "gpt-oss 20B, 2 layers, compiled": (
+            *_of("gpt_oss", "gpt-oss-20b"),
+            "model.n_layers=2",
+            "compile.enabled=true",
+        ),
+    },
 }
 
 
@@ -186,10 +218,16 @@ def _experts(rehearse: bool) -> dict[str, Any]:
     return _steps("experts", _TINY_MOE if rehearse else (), rehearse)
 
 
+def _models(rehearse: bool) -> dict[str, Any]:
+    """Steps of models of other architectures."""
+    tiny = (*_of("gemma3", "debug-gemma3"), "data.seq_len=64", "run.device=cpu")
+    return _steps("models", tiny if rehearse else (), rehearse)
+
+
 def _steps(part: str, sizes: Sequence[str], rehearse: bool) -> dict[str, Any]:
     kernels.device_of(rehearse)
     # float8 needs a GPU, or emulates; compiling on a CPU takes longer than all the rest.
-    cases = {name: sets for name, sets in _CASES[part].items() if not (rehearse and sets)}
+    cases = {"eager": ()} if rehearse else _CASES[part]
     return {
         name: _call("measured_steps", f"{part}, {name}", str(HERE / f"{part}.toml"), *sizes, *sets)
         for name, sets in cases.items()
@@ -247,7 +285,8 @@ PARTS: dict[str, Part] = {
     "float8": Part("products in float8 beside the same in float64", 40, kernels.float8),
     "grouped": Part("grouped products of experts, with empty groups", 20, kernels.grouped),
     "dense": Part("steps with the width of an 8B model, beside plan", 200, _dense),
-    "experts": Part("steps with experts", 40, _experts),
+    "experts": Part("steps with experts", 120, _experts),
+    "models": Part("steps of other architectures", 160, _models),
     "layouts": Part("values of layouts whose ranks share the card", 120, layouts.prove),
     "tests": Part("the tests that need a GPU", 120, _tests),
     "run": Part("a stopped and resumed run, bitwise", 60, _run),

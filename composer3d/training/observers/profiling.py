@@ -86,7 +86,8 @@ class _NameCollectives(DispatchMode):
 def _group_of(operator: Any, arguments: Sequence[Any]) -> dist.ProcessGroup | None:
     for entry, argument in zip(operator._schema.arguments, arguments, strict=False):
         if entry.name == "group_name":
-            return group_by_name(argument)
+            # Attention of one rank that holds whole sequences names no group.
+            return group_by_name(argument) if argument else None
         if entry.name == "process_group":
             return group_of_argument(argument)
     return None

@@ -3,7 +3,7 @@
 Those of segments of variable length too; on a CPU, that is the model of the kernel.
 """
 
-from itertools import cycle
+from itertools import cycle, product
 from typing import NamedTuple
 
 import pytest
@@ -182,17 +182,21 @@ HOPS = [
 
 @pytest.mark.parametrize(("hops", "heads"), list(zip(HOPS, cycle(HEADS), strict=False)))
 @pytest.mark.parametrize(
-    ("dtype", "device"),
+    ("dtype", "device", "width"),
     [
-        (torch.float64, "cpu"),
-        (torch.bfloat16, "cpu"),
-        pytest.param(torch.bfloat16, "cuda", marks=ON_GPU),
-        pytest.param(torch.float16, "cuda", marks=ON_GPU),
+        (torch.float64, "cpu", 16),
+        (torch.bfloat16, "cpu", 16),
+        # The widest heads of published models: 128, 192 of latent attention, 256 of Gemma.
+        *(
+            pytest.param(dtype, "cuda", width, marks=ON_GPU)
+            for dtype, width in product((torch.bfloat16, torch.float16), (16, 128, 192, 256))
+        ),
     ],
 )
 def test_segments_agree_with_plain_scores(
     dtype: torch.dtype,
     device: str,
+    width: int,
     heads: tuple[int, int],
     hops: Hops,
     monkeypatch: pytest.MonkeyPatch,
@@ -216,7 +220,7 @@ def test_segments_agree_with_plain_scores(
         all_keys = length if hops.method == "allgather" else tokens
         counts = varlen.count_scores(plan, call, 2, tokens, all_keys)
         visible = counts[:, None, call.queries, call.keys] > 0
-        q, k, v, grad = (x.to(device, dtype) for x in inputs(*heads, all_keys, width=16))
+        q, k, v, grad = (x.to(device, dtype) for x in inputs(*heads, all_keys, width=width))
         q, grad = q[:, :, call.queries], grad[:, :, call.queries]
         k, v = k[:, :, call.keys], v[:, :, call.keys]
         segments = call.segments(plan.offsets_on(q))

@@ -47,6 +47,16 @@ def test_a_profile_changes_no_bit_and_names_axes_and_stages(folder: Path, pool: 
     assert "pp: stage 1 forward, micro-batch 0" not in first
 
 
+def test_a_rank_without_a_group_is_profiled(folder: Path, pool: Pool) -> None:
+    """Documents and windows run in the operator of the ring, on one rank as well."""
+    (folder / "recipe.toml").write_text(RECIPE.format(mesh=SINGLE))
+    sets = ["data.packing=documents", "model.window=8"]
+    result = train(pool, folder, *SETS, *sets, "metrics.profile_steps=[2, 3]")
+    assert result.returncode == 0, result.stderr
+    (trace,) = (folder / "runs/small" / FOLDER).iterdir()
+    assert {"step 2", "step 3"} <= names_of(trace)
+
+
 @pytest.mark.gpu
 def test_a_gpu_writes_a_snapshot_of_its_memory(folder: Path, pool: Pool) -> None:
     if not torch.cuda.is_available():
