@@ -1,4 +1,4 @@
-"""Compile each block on its own with torch.compile. All blocks of a kind share one graph.
+"""Compile each block on its own with torch.compile, and the loss. Blocks of a kind share a graph.
 
 Ansel et al. 2024 (PyTorch 2, ASPLOS). Blocks of a kind run the same code on parameters of the same
 shapes, so the others reuse the graph of the first. A rank compiles two graphs of each kind, one for
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from composer3d.facts.errors import DeviceError, PlanError
 from composer3d.models.contract import Decoder, DecoderBlock, SequenceInfo, ShardingPlan
+from composer3d.models.layers.head import cross_entropy
 from composer3d.models.layers.moe import Router
 from composer3d.recipe.schema import CompileTable, MemoryTable, ParallelTable
 from composer3d.runtime.torch_private import (
@@ -127,6 +128,36 @@ def apply(
         for method in _methods(block):
             compiled = torch.compile(getattr(block, method), dynamic=False, options=options)
             setattr(block, method, _with_preparation(block, own_refreshes, compiled))
+
+
+def apply_to_loss(
+    stage: nn.Module, plan: ShardingPlan, table: CompileTable, device: torch.device
+) -> None:
+    """Compile the cross-entropy of each head in ``stage`` that has the default one, in place.
+
+    Two kernels read the logits in their own dtype, and a third writes their gradient. Eagerly, the
+    logits are copied to float32, and their softmax is kept in it. A loss over tp has collectives
+    and stays eager.
+
+    Args:
+        stage: this rank's part of the model, or one of them.
+        plan: the plan of the model.
+        table: the recipe's ``[compile]``.
+        device: the device that the heads run on.
+
+    Raises:
+        DeviceError: as ``apply``.
+    """
+    heads = [
+        module
+        for name, module in stage.named_modules()
+        if plan.style_of(name) == "head" and getattr(module, "cross_entropy", None) is cross_entropy
+    ]
+    if not table.enabled or not heads:
+        return
+    check_toolchain(device)
+    for head in heads:
+        head.cross_entropy = torch.compile(cross_entropy, dynamic=False)
 
 
 def check_toolchain(device: torch.device) -> None:

@@ -140,8 +140,8 @@ def compose(
         # 7. Checkpointing: wrap the whole computation of a block, which backward repeats.
         checkpointing.apply(module.blocks, plan, memory, async_tp=parallel.async_tp)
 
-        # 8. Compile: one graph of a block with the changes above. FSDP adds its hooks later, so
-        #    they stay outside of the graph.
+        # 8. Compile: one graph of a block with the changes above, and one of the loss. FSDP adds
+        #    its hooks later, so they stay outside of the graph.
         compile.apply(
             module.blocks,
             compiling,
@@ -149,6 +149,7 @@ def compose(
             cut.refreshes,
             mesh.tp.get_group() if parallel.async_tp and mesh.tp is not None else None,
         )
+        compile.apply_to_loss(module, plan, compiling, mesh.device)
 
         # 9. FSDP: wrap blocks in their final form. From here on, FSDP owns the parameters.
         if shard_meshes is not None:

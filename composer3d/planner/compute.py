@@ -366,14 +366,17 @@ def attend_s(setup: Setup, rate: ComputeRates, window: int) -> tuple[float, floa
     sizes, layout = setup.sizes, setup.layout
     heads = sizes.heads / layout.tp
     seq_len = setup.batch.seq_len
-    if setup.software.attention == "unfused":
+    kernel = setup.software.attention
+    if 0 < window < seq_len:
+        kernel = setup.software.attention_of_windows or kernel
+    if kernel == "unfused":
         return _unfused_attend_s(setup, rate)
     flops_per_key = 4.0 * setup.tokens * heads * sizes.head_width
     generation = setup.machine.hardware.generation
-    if (setup.software.attention, generation) not in _FLASH_RATES:
+    if (kernel, generation) not in _FLASH_RATES:
         generation = "ampere"
-    share = _FLASH_RATES[setup.software.attention, generation]
-    is_first = setup.software.attention == "flash1"
+    share = _FLASH_RATES[kernel, generation]
+    is_first = kernel == "flash1"
     if sizes.head_width < 96 and not is_first:
         share *= _NARROW_HEADS
     flops_s = rate.attention * share

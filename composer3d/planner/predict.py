@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import filterfalse
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from composer3d.facts.errors import DeviceError
 from composer3d.facts.hardware import Hardware
@@ -35,7 +35,7 @@ from composer3d.planner.torch_facts import is_since_2_15
 from composer3d.planner.traffic import DTYPE_BYTES
 from composer3d.planner.trained import is_trained, trained_of
 from composer3d.recipe.matrices import matrices_of
-from composer3d.recipe.schema import Model, OptimTable, ParallelTable, Recipe
+from composer3d.recipe.schema import Model, OptimTable, Recipe
 from composer3d.recipe.stages import stage_ranges
 
 # What a CUDA context and NCCL's buffers take at least, with few process groups.
@@ -118,12 +118,36 @@ def mfu(setup: Setup, flops_per_token: float, tokens_s: float) -> float | None:
     return flops_per_token * tokens_s / peak if peak else None
 
 
-def _attention(parallel: ParallelTable, hardware: Hardware) -> AttentionKernel:
-    """Return the kernels of attention whose rates are those of the recipe's."""
-    if hardware.generation == "cpu":
-        return "unfused"
-    # What was published of FlashAttention 3 and of kernels as fast is one row of the rates.
-    return "flash2" if parallel.attention_kernel == "torch" else "flash3"
+class _Attention(NamedTuple):
+    """The kernels of attention whose rates are those of the recipe's.
+
+    What was published of FlashAttention 3 and of kernels as fast is one row of the rates. cuDNN's
+    is as fast: on an H100, forward and backward with the heads of Llama 3 8B take 3% less time than
+    that row says (docs/gpu.md).
+
+    Attributes:
+        causal: of all keys up to a query's own.
+        windows: of windows.
+    """
+
+    causal: AttentionKernel
+    windows: AttentionKernel
+
+
+def _attention(recipe: Recipe, hardware: Hardware) -> _Attention:
+    parallel, generation = recipe.parallel, hardware.generation
+    if generation == "cpu":
+        return _Attention("unfused", "unfused")
+    if parallel.attention_kernel != "torch":
+        return _Attention("flash3", "flash3")
+    # torch chooses cuDNN's kernel for whole sequences, and composer3d on Hopper for blocks
+    # (``kernels.kernel_of``). It takes no documents, and its backward repeats no bits.
+    is_whole = recipe.mesh.cp == 1 or parallel.cp_method == "ulysses"
+    has_cudnn = generation == "hopper" or (generation == "blackwell" and is_whole)
+    fits = recipe.model.head_width <= 128 and recipe.data.packing == "none"
+    if has_cudnn and fits and not recipe.run.deterministic:
+        return _Attention("flash3", "flash2")
+    return _Attention("flash2", "flash2")
 
 
 def of_recipe(
@@ -149,6 +173,7 @@ def of_recipe(
         raise DeviceError(f"{hardware.name} has no links; give them in a file for --gpu")
     domain = hardware.links.domain
     stages_per_rank = parallel.stages_per_rank if mesh.pp > 1 else 1
+    attention = _attention(recipe, hardware)
     recompute: dict[str, Recompute] = {"none": "none", "selective": "matrix", "full": "full"}
     return Setup(
         sizes=sizes,
@@ -186,8 +211,10 @@ def of_recipe(
         ),
         precision=_precision(recipe),
         software=Software(
-            attention=_attention(parallel, hardware),
+            attention=attention.causal,
+            attention_of_windows=attention.windows,
             fuses_elementwise=recipe.compile.enabled,
+            fuses_loss=recipe.compile.enabled and mesh.tp == 1,
             fuses_norms=hardware.generation != "cpu",
             since_torch_2_15=is_since_2_15(),
             stops_recompute_early=True,

@@ -335,6 +335,7 @@ class Software:
     Attributes:
         attention: unfused writes scores to memory; flash1, flash2 and flash3 are the generations
             of FlashAttention and of kernels as fast as they are.
+        attention_of_windows: likewise, for windows; None: the same.
         fuses_elementwise: whether norms, activations, rotations and residual additions run as few
             fused kernels (by a compiler or by hand).
         fuses_norms: whether a norm keeps only its input for backward. Otherwise it also keeps two
@@ -364,7 +365,9 @@ class Software:
     """
 
     attention: AttentionKernel = "flash2"
+    attention_of_windows: AttentionKernel | None = None
     fuses_elementwise: bool = False
+    fuses_loss: bool = False
     fuses_norms: bool = True
     since_torch_2_15: bool = False
     stops_recompute_early: bool = False
@@ -372,7 +375,6 @@ class Software:
     overlaps_sends: bool = False
     offloads: bool = False
 
-    fuses_loss = False
     fuses_weight_gradients = False
     dropout = False
     overlaps_gradients = True

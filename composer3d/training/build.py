@@ -277,7 +277,8 @@ def describe_attention(recipe: Recipe, device: torch.device) -> str | None:
     if parallel.cp_method == "ulysses" and is_plain:
         return f"{place}; its kernel: scaled_dot_product_attention of torch"
     dtype = getattr(torch, recipe.precision.computes_in)
-    queries = torch.empty(0, recipe.model.head_width, dtype=dtype, device=device)
+    shape = (0, recipe.data.seq_len // cp, recipe.model.head_width)
+    queries = torch.empty(shape, dtype=dtype, device=device)
     return f"{place}; its kernel: {kernels.kernel_of(queries).value}"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.gpu import page
+from tools.gpu import kernels, page
 from tools.gpu.parts import PARTS
 from tools.prove.paths import ROOT
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{name:<10} {part.seconds:>4.0f} s  {part.what}")
         case "part":
             figures = PARTS[options.part].run(options.rehearse)
-            print(f"\n{json.dumps(figures)}")
+            print(f"\n{json.dumps({'card': kernels.name_of_card(), 'figures': figures})}")
         case "page":
             page.write(options.folder)
         case "run":
@@ -92,7 +92,7 @@ def _run_part(name: str, *, rehearse: bool) -> dict[str, Any]:
     else:
         lines = done.stdout.strip().splitlines()
         if done.returncode == 0 and lines:
-            result["figures"] = json.loads(lines[-1])
+            result |= json.loads(lines[-1])
         else:
             result["error"] = (done.stdout[-1500:] + done.stderr[-3000:]).strip()
     result["seconds"] = round(time.monotonic() - begin, 1)

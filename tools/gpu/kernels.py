@@ -25,6 +25,11 @@ def device_of(rehearse: bool) -> torch.device:
     return torch.device("cpu" if rehearse else "cuda")
 
 
+def name_of_card() -> str:
+    """Return the name of the GPU as CUDA gives it, or "a CPU"."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
+
+
 def time_of(function: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
     """Return the median seconds of a call. The first three calls do not count."""
     times = []

@@ -13,13 +13,16 @@ RESULTS = Path(__file__).parent / "results"
 _HEAD = """# Measured on a GPU
 
 `python -m tools.gpu run --out FOLDER` measures what one GPU can show, in parts that can each be
-repeated. What is below was measured once. Its files are in
+repeated. What is below was measured once for each card. Its files are in
 [tools/gpu/results](../tools/gpu/results), and `python -m tools.gpu page` writes this page from
 them. Columns that begin with `planned` are what `composer3d plan` says of the same recipe today.
 
 A profiled step is slower than the others. Its columns in ms are the time of the kernels, copies
 and fills that are for one thing; `idle` is the share of the step in which no kernel ran; `waits` is
 how often the host waited for an event or a stream.
+
+When the H100 was measured, `compile.enabled` did not compile the loss, and blocks of the ring ran
+FlashAttention 2.
 """
 
 
@@ -30,25 +33,24 @@ def write(folder: Path) -> None:
 
 
 def text_of(folder: Path) -> str:
-    """Return the text of the page. A part without a file is left out, one that failed is named."""
+    """Return the text of the page: the files in ``folder``, by part and then by card.
+
+    A part without a file is left out, one that failed is named.
+    """
     parts = [_HEAD]
-    machine = folder / "machine.json"
-    results = json.loads(machine.read_text()) if machine.exists() else {}
-    device_name = results.get("figures", {}).get("name", "a CPU")
-    for name, part in PARTS.items():
-        path = folder / f"{name}.json"
-        if not path.exists():
-            continue
-        result = json.loads(path.read_text())
+    paths = [(name, path) for name in PARTS for path in sorted(folder.rglob(f"{name}.json"))]
+    for name, path in paths:
+        part, result = PARTS[name], json.loads(path.read_text())
+        card = result.get("card", "no card")
         title = part.what[0].upper() + part.what[1:]
-        parts.append(f"## {title}\n\n`{name}`, {result['date']}, {result['seconds']:.0f} s.\n")
+        parts.append(
+            f"## {title}\n\n`{name}`, {card}, {result['date']}, {result['seconds']:.0f} s.\n"
+        )
         if "error" in result:
             parts.append(f"It failed:\n\n```\n{result['error'][-1500:]}\n```\n")
         else:
             figures = {
-                row: {**value, **planned(name, row, device_name)}
-                if isinstance(value, dict)
-                else value
+                row: {**value, **planned(name, row, card)} if isinstance(value, dict) else value
                 for row, value in result["figures"].items()
             }
             parts += _tables(figures)

@@ -163,7 +163,6 @@ _TINY_DENSE = (*_TINY, "model.ffn=128")
 _TINY_MOE = (*_TINY, "model.expert_ffn=64", "model.experts=4", "model.experts_per_token=2")
 
 
-
 def _of(architecture: str, preset: str) -> tuple[str, str]:
     """Return the overrides that name a model."""
     return f"model.architecture={architecture}", f"model.preset={preset}"

@@ -102,7 +102,6 @@ class ForeignSoftware(Software):
     """What the kernels and the runtime of another program can do.
 
     Attributes:
-        fuses_loss: whether the loss never writes all logits in float32.
         loss_copies: the copies of the logits, in bytes per logit, that the loss holds at its peak.
         fuses_weight_gradients: whether the product that makes a weight's gradient adds to the sum.
         dropout: whether residual streams have dropout.
@@ -117,7 +116,6 @@ class ForeignSoftware(Software):
         routes_to_neighbours: whether such a router gives a token neighbouring experts.
     """
 
-    fuses_loss: bool = False
     loss_copies: float = 12.0
     fuses_weight_gradients: bool = False
     dropout: bool = False

@@ -28,22 +28,36 @@ class Kernel(Enum):
 
     CPU_FLASH = "CPU flash"
     CUDA_FLASH = "CUDA flash"
+    # Of the NVIDIA library. On a Hopper GPU it takes half the time of CUDA_FLASH (docs/gpu.md).
+    CUDNN = "cuDNN"
     # It builds all scores of a block.
     REFERENCE = "plain scores"
 
 
+# The major number of the compute capability of H100 and H200.
+_HOPPER = 9
+# For blocks of fewer queries, cuDNN's kernel was not measured.
+_LEAST_QUERIES_OF_CUDNN = 128
+
+
 def kernel_of(q: Tensor) -> Kernel:
-    """Return the kernel for blocks without a mask, by the device, dtype and head width of ``q``.
+    """Return the kernel for blocks without a mask, by the device, dtype and last two dims of ``q``.
 
     On a GPU, blocks with a mask always use ``Kernel.REFERENCE``.
     """
     if not q.is_cuda:
         return Kernel.CPU_FLASH
+    tokens, width = q.shape[-2:]
     is_half = q.dtype in (torch.bfloat16, torch.float16)
-    is_recent = is_half and torch.cuda.get_device_capability(q.device) >= (8, 0)
-    if is_recent and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
-        return Kernel.CUDA_FLASH
-    return Kernel.REFERENCE
+    capability = torch.cuda.get_device_capability(q.device) if is_half else (0, 0)
+    if capability < (8, 0) or width % 8 or width > 256:
+        return Kernel.REFERENCE
+    fits_cudnn = capability[0] == _HOPPER and width <= 128 and tokens >= _LEAST_QUERIES_OF_CUDNN
+    # ``implementation`` turns cuDNN's kernel off. Its backward gives other bits in each call.
+    is_allowed = torch.backends.cuda.cudnn_sdp_enabled()
+    if fits_cudnn and is_allowed and not torch.are_deterministic_algorithms_enabled():
+        return Kernel.CUDNN
+    return Kernel.CUDA_FLASH
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -70,6 +84,11 @@ def attend_block(
             # for a key with a score of 0.
             lse = lse.masked_fill(~mask.any(-1), -torch.inf)
         return out, lse
+    if kernel is Kernel.CUDNN and mask is None:
+        out, lse_BHT1, *_ = _aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal
+        )
+        return out, lse_BHT1.squeeze(-1)
     if kernel is Kernel.CUDA_FLASH and mask is None:
         return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     return attend_reference(q, k, v, causal=causal, mask=mask)
@@ -101,10 +120,16 @@ def attend_block_backward(
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal and mask is None, attn_mask=bias
         )
+    # Rows are not packed, so there are no cumulative lengths. Without dropout, the state of the
+    # random generator is not read, so another tensor is passed in its place.
+    if kernel is Kernel.CUDNN and mask is None:
+        lse_BHT1, state = lse[..., None].contiguous(), torch.zeros_like(lse[0, 0, 0])
+        lengths = (None, None, q.shape[2], k.shape[2])
+        return _aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse_BHT1, state, state, None, *lengths, 0.0, causal
+        )
     if kernel is Kernel.CUDA_FLASH and mask is None:
         lse = lse.contiguous()
-        # Rows are not packed, so there are no cumulative lengths. Without dropout, the state of the
-        # random generator is not read, so ``lse`` is passed in its place.
         return _aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, lse, lse
         )

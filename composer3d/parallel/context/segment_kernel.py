@@ -21,12 +21,9 @@ class VariableLength(NamedTuple):
     backward: Callable[..., Any]
 
 
-# The kernels that have a form for segments of variable length.
-VARIABLE_LENGTH = {
-    Kernel.CUDA_FLASH: VariableLength(
-        _aten._flash_attention_forward, _aten._flash_attention_backward
-    )
-}
+_FLASH = VariableLength(_aten._flash_attention_forward, _aten._flash_attention_backward)
+# What computes segments, by the kernel of blocks. torch has no cuDNN operator for segments.
+VARIABLE_LENGTH = {Kernel.CUDA_FLASH: _FLASH, Kernel.CUDNN: _FLASH}
 
 
 class Segments(NamedTuple):

@@ -4,13 +4,15 @@ Those of segments of variable length too; on a CPU, that is the model of the ker
 """
 
 from itertools import cycle, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from composer3d.parallel.context import kernels, packed, segment_kernel
+from composer3d.parallel.context.kernels import Kernel
 from composer3d.parallel.context.tiles import NOT_CAUSAL, starts_of
 from tests.parallel.context.attention import (
     HEADS,
@@ -31,14 +33,20 @@ class Results(NamedTuple):
 
 
 def run_block_of_longer_rows(
-    device: str, dtype: torch.dtype, heads: int, kv_heads: int, causal: bool
+    device: str,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    causal: bool,
+    *,
+    tokens: int = 64,
+    width: int = 16,
 ) -> Results:
     """Run the kernels, and plain scores in float64, on a block that is a part of longer rows.
 
     The rows have twice as many keys as the block has queries. Backward gets the output and the
     logsumexp of the whole rows, cut like the second half of a ring's queries.
     """
-    tokens, width = 64, 16
     q, k, v, grad = (x.to(device, dtype) for x in inputs(heads, kv_heads, 2 * tokens, width=width))
     q64, k64, v64 = q.double(), k.double(), v.double()
     out, lse = kernels.attend_reference(q64, k64, v64, causal=False)
@@ -85,6 +93,59 @@ def test_kernels_agree_with_plain_scores(
     assert all(x.dtype == dtype for x in (out, *grads))
     for actual, expected in zip(results.actual, results.expected, strict=True):
         assert relative_error(actual, expected) < 8 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_cudnn_gets_its_arguments_in_order(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of its two operators runs on the CPU, in their place in torch's registry."""
+
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        computes_lse: bool,
+        dropout: float = 0.0,
+        is_causal: bool = False,
+    ) -> tuple[Any, ...]:
+        assert (bias, computes_lse, dropout) == (None, True, 0.0)
+        out, lse = kernels.attend_reference(q, k, v, causal=is_causal)
+        state = torch.zeros((), dtype=torch.long)
+        return out, lse[..., None], state, state, q.shape[2], k.shape[2], state, state, state
+
+    def backward(*arguments: Any) -> tuple[Tensor, ...]:
+        grad, q, k, v, out, lse_BHT1, _, _, _, _, _, *lengths, dropout, is_causal = arguments
+        assert (*lengths, dropout) == (q.shape[2], k.shape[2], 0.0)
+        lse = lse_BHT1.squeeze(-1)
+        return kernels.attend_reference_backward(grad, q, k, v, out, lse, causal=is_causal)
+
+    monkeypatch.setattr(kernels, "kernel_of", lambda q: Kernel.CUDNN)
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_scaled_dot_product_cudnn_attention", forward, "CPU")
+        library.impl("_scaled_dot_product_cudnn_attention_backward", backward, "CPU")
+        results = run_block_of_longer_rows("cpu", torch.float64, 4, 2, causal)
+    for actual, expected in zip(results.actual, results.expected, strict=True):
+        assert relative_error(actual, expected) < 1e-12
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize("width", [64, 128, 192, 256])
+@pytest.mark.parametrize("kernel", [Kernel.CUDA_FLASH, Kernel.CUDNN])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+def test_kernels_of_wide_heads_agree_with_plain_scores(
+    device: str, kernel: Kernel, width: int, heads: int, kv_heads: int, causal: bool
+) -> None:
+    if kernel is Kernel.CUDNN and (width > 128 or torch.cuda.get_device_capability()[0] != 9):
+        pytest.skip("composer3d does not call it")
+    size = {"tokens": 320, "width": width}
+    with sdpa_kernel(
+        SDPBackend.CUDNN_ATTENTION if kernel is Kernel.CUDNN else SDPBackend.FLASH_ATTENTION
+    ):
+        assert kernels.kernel_of(torch.empty(1, 1, 320, width, device=device).bfloat16()) is kernel
+        results = run_block_of_longer_rows(device, torch.bfloat16, heads, kv_heads, causal, **size)
+    for actual, expected in zip(results.actual, results.expected, strict=True):
+        assert relative_error(actual, expected) < 8 * torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
