@@ -131,11 +131,14 @@ class Picture:
         self._shapes.append(f'<polygon points="{text}" fill="{ink}"/>')
 
     def document(self, width: float, height: float, title: str) -> str:
-        """Return the whole SVG file; ``title`` is what screen readers say."""
+        """Return the whole SVG file; ``title`` is what screen readers say.
+
+        A window that is narrower than ``width`` shows the whole picture, smaller.
+        """
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label={quoted(title)} '
             f'viewBox="0 0 {_number(width)} {_number(height)}" width="{_number(width)}" '
-            f'height="{_number(height)}" font-family="{FONT}">'
+            f'height="{_number(height)}" style="max-width:100%;height:auto" font-family="{FONT}">'
         )
         page = f'<rect width="{_number(width)}" height="{_number(height)}" fill="{PAPER}"/>'
         return "\n".join([head, page, *self._shapes, "</svg>"]) + "\n"

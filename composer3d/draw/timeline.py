@@ -314,6 +314,10 @@ def _draw_strip(
     _messages(picture, timeline, strip, scale, tops)
     bottom = tops[-1] + ROW_HEIGHT
     _axis(picture, scale, strip, bottom, unit)
+    if strip.end_s < timeline.end_s - 1e-9:
+        picture.text(
+            *(WIDTH - MARGIN, bottom + 18, "goes on below"), size=10, anchor="end", ink=QUIET_INK
+        )
     return bottom + 34
 
 

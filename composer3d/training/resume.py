@@ -278,10 +278,12 @@ def _refuse_reheating(manifest: Manifest, recipe: Recipe, changed: list[Change])
 
 def _warn_of_another_rate(manifest: Manifest, recipe: Recipe) -> None:
     """Warn if the recipe now gives the checkpoint's last step another learning rate."""
-    lr = learning_rate(manifest.step - 1, recipe.optim, recipe.run.steps)
+    lr, following = (
+        learning_rate(step, recipe.optim, recipe.run.steps)
+        for step in (manifest.step - 1, manifest.step)
+    )
     if manifest.lr is not None and lr != manifest.lr:
         log.get().warning(
-            f"step {manifest.step} was taken with a learning rate of {manifest.lr:.3g}, but the "
-            f"recipe now gives it {lr:.3g}: its schedule has changed (the decay ends at "
-            "optim.decay, or at run.steps where that is absent)"
+            f"another schedule of the learning rate: step {manifest.step} had {manifest.lr:.3g}, "
+            f"step {manifest.step + 1} gets {following:.3g}"
         )

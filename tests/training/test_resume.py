@@ -283,7 +283,7 @@ def test_changes_of_the_recipe_are_logged_and_the_former_recipe_is_kept(
     former = (folder / "recipe.toml").read_bytes()
     result = train(pool, trained, "run.steps=6", "optim.lr=2e-3", "data.packing=documents")
     assert result.returncode == 0
-    assert "warning: step 5 was taken with a learning rate of" in result.stderr
+    assert "warning: another schedule of the learning rate: step 5 had" in result.stderr
     assert (
         "the recipe differs from that of runs/small/checkpoints/step-00000005:\n"
         '  data.packing: "none" -> "documents"\n'
