@@ -89,16 +89,19 @@ def tracker_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
     The packages are not imported: that takes seconds.
     """
-    needed = {"wandb": ["wandb"], "mlflow": ["mlflow"]}
+    needed = {"wandb": ["wandb"], "mlflow": ["mlflow"], "prometheus": ["prometheus_client"]}
     if "MLFLOW_TRACKING_URI" not in os.environ:
         needed["mlflow"] += ["sqlalchemy", "alembic"]
     for service in recipe.metrics.trackers:
         missing = [name for name in needed[service] if not _is_installed(name)]
         if missing:
+            value = getattr(recipe.metrics, service)
+            way_out = f"set metrics.{service} = false" if value is True else "leave it out"
+            shown = "true" if value is True else value
             yield (
                 f"metrics.{service}",
-                f"metrics.{service} = true needs {' and '.join(missing)}: pip install "
-                f"composer3d[{service}], or set metrics.{service} = false",
+                f"metrics.{service} = {shown} needs {' and '.join(missing)}: pip install "
+                f"composer3d[{service}], or {way_out}",
             )
 
 

@@ -709,6 +709,10 @@ class CheckpointTable:
     )
 
 
+# Services that get the metrics: each is a key of [metrics], and has a folder of its own in a run's.
+TRACKERS = ("wandb", "mlflow", "prometheus")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MetricsTable:
     """What a run reports."""
@@ -717,6 +721,12 @@ class MetricsTable:
     tensorboard: bool = key(True, "write TensorBoard event files to the folder of the run")
     wandb: bool = key(False, "send the metrics to Weights & Biases; needs composer3d[wandb]")
     mlflow: bool = key(False, "send the metrics to MLflow; needs composer3d[mlflow]")
+    prometheus: int | None = key(
+        None,
+        "port of 127.0.0.1 on rank 0's machine, from which Prometheus reads the metrics; needs "
+        "composer3d[prometheus]; absent: none",
+        between(1, 65535),
+    )
     timeline_steps: tuple[int, int] | None = key(
         None,
         "with pp > 1: the first and the last step whose actions are timed, for composer3d timeline "
@@ -735,7 +745,7 @@ class MetricsTable:
     @property
     def trackers(self) -> tuple[str, ...]:
         """The services that get the metrics."""
-        return tuple(name for name in ("wandb", "mlflow") if getattr(self, name))
+        return tuple(name for name in TRACKERS if getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Send the metrics of a run to Weights & Biases or MLflow. No torch here.
+"""Send the metrics of a run to Weights & Biases or MLflow, or serve them. No torch here.
 
 A process beside rank 0 reads ``metrics.jsonl`` while the training appends to it, and gives each
 line to the service. So a service that is slow, fails or hangs costs the training nothing. What is
@@ -8,7 +8,8 @@ sends what the service has missed. The output of the service's library is in ``S
 
 The libraries read their own environment variables: WANDB_MODE, WANDB_PROJECT, WANDB_API_KEY and so
 on, MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME. Without them, the project is "composer3d", and
-MLflow writes to the file ``mlflow.db`` beside the folders of the runs.
+MLflow writes to the file ``mlflow.db`` beside the folders of the runs. Prometheus asks for the
+metrics itself: the process serves the last value of each on a port of this machine.
 """
 
 import fcntl
@@ -54,7 +55,7 @@ class Tracker:
     """The process that sends the metrics of a run to a service.
 
     Args:
-        service: "wandb" or "mlflow".
+        service: one of ``schema.TRACKERS``.
         run_dir: the run's folder. It has the recipe, and ``metrics.jsonl`` with the lines up to
             ``start_step``.
         start_step: the number of steps done. 0 begins a new run at the service.
@@ -242,7 +243,41 @@ class _MLflow:
         self._client.set_terminated(self.run_id, "FINISHED" if is_whole else "KILLED")
 
 
-_SERVICES: dict[str, type[_Wandb] | type[_MLflow]] = {"wandb": _Wandb, "mlflow": _MLflow}
+class _Prometheus:
+    """The last value of each metric, for Prometheus to read from 127.0.0.1 (OpenMetrics)."""
+
+    def __init__(self, folder: Path, name: str, run_id: str | None, recipe: dict[str, Any]) -> None:
+        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+        self.run_id, self._name, self._make = run_id or uuid.uuid4().hex[:16], name, Gauge
+        # Without the library's own metrics, which are of this process and not of the training.
+        self._registry = CollectorRegistry()
+        self._gauges: dict[str, Gauge] = {}
+        start_http_server(recipe["metrics.prometheus"], addr="127.0.0.1", registry=self._registry)
+
+    def send(self, points: list[_Point]) -> None:
+        for point in points:
+            for tag, value in {**point.values, "step": point.step, "tokens": point.tokens}.items():
+                self._gauge_of(tag).labels(run=self._name).set(value)
+        # So that an alert can tell a training that hangs.
+        self._gauge_of("last_point_timestamp_seconds").labels(run=self._name).set(time.time())
+
+    def _gauge_of(self, tag: str) -> Any:
+        """Return the gauge of a tag: "loss/train" is called composer3d_loss_train."""
+        name = "composer3d_" + re.sub(r"[^A-Za-z0-9_]", "_", tag)
+        if name not in self._gauges:
+            self._gauges[name] = self._make(name, tag, ["run"], registry=self._registry)
+        return self._gauges[name]
+
+    def finish(self, *, is_whole: bool) -> None:
+        """Nothing is kept: the port closes with this process."""
+
+
+_SERVICES: dict[str, type[_Wandb] | type[_MLflow] | type[_Prometheus]] = {
+    "wandb": _Wandb,
+    "mlflow": _MLflow,
+    "prometheus": _Prometheus,
+}
 
 
 def serve(task_json: str) -> None:

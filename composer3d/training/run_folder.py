@@ -8,6 +8,7 @@ import torch.distributed as dist
 from composer3d.facts import files, trace
 from composer3d.facts.errors import UserError
 from composer3d.recipe.changes import values_of
+from composer3d.recipe.schema import TRACKERS
 from composer3d.reliability.lock import Claim, read_note
 from composer3d.runtime import process_group
 from composer3d.runtime.files import write_atomic
@@ -48,7 +49,7 @@ def claim_folder(folder: Path, told: Path | None = None) -> Claim | None:
 
 
 def _refuse_foreign_links(folder: Path) -> None:
-    names = ("checkpoints", trace.FOLDER, "by_tokens", "profile", "wandb", "mlflow")
+    names = ("checkpoints", trace.FOLDER, "by_tokens", "profile", *TRACKERS)
     for path in (folder, *(folder / name for name in names)):
         try:
             files.refuse_foreign_link(path)

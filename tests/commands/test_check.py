@@ -503,7 +503,7 @@ def test_check_and_train_find_a_service_whose_package_is_missing(
 
     def find(name: str) -> object:
         # A folder of runs with the name of the package is no package.
-        if name == "wandb":
+        if name in ("wandb", "prometheus_client"):
             return SimpleNamespace(origin=None)
         if name in ("mlflow", "sqlalchemy", "alembic"):
             return SimpleNamespace(origin="x.py") if name in installed else None
@@ -526,6 +526,10 @@ def test_check_and_train_find_a_service_whose_package_is_missing(
     # A server keeps the runs, so that no database is needed here.
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
     assert check(capsys, "metrics.mlflow=true") == []
+
+    (line,) = check(capsys, "metrics.prometheus=9400")
+    way_out = "pip install composer3d[prometheus], or leave it out"
+    assert line.endswith(f"metrics.prometheus = 9400 needs prometheus_client: {way_out}")
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart.toml", "recipes/quickstart.toml"])

@@ -110,6 +110,7 @@ TABLES: dict[str, dict[str, Bounds | tuple[object, ...]]] = {
         "timeout_minutes": _WEEK,
     },
     "metrics": {
+        "prometheus": Bounds(1, 65535),
         "every": _STEPS,
     },
     "validation": {"every": _STEPS_OR_0, "steps": Bounds(1, 10**6)},

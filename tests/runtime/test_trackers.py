@@ -1,16 +1,19 @@
-"""Metrics for Weights & Biases and MLflow: a process of its own sends them, whatever happens."""
+"""Metrics for other services: a process of its own sends or serves them, whatever happens."""
 
 import json
 import logging
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
 from composer3d.recipe.schema import MetricsTable
 from composer3d.runtime import log, trackers
 from composer3d.training.observers.metrics import Metrics
+from tests.runtime.test_environment import free_port
 
 TOKENS = 1000
 
@@ -95,13 +98,17 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def _metrics(tmp_path: Path, *, start_step: int = 0, service: str = "wandb") -> Metrics:
+def _metrics(
+    tmp_path: Path, *, start_step: int = 0, service: str = "wandb", value: bool | int = True
+) -> Metrics:
     run_dir = tmp_path / "runs" / "small"
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "recipe.toml").write_text(
         '[run]\nsteps = 9\n[optim]\nlr = 0.1\ntrain = ["a", "b"]\n'
+        + (f"[metrics]\n{service} = {value}\n" if value is not True else "")
     )
-    table = MetricsTable(every=1, tensorboard=False, **{service: True})
+    options: dict[str, Any] = {service: value}
+    table = MetricsTable(every=1, tensorboard=False, **options)
     return Metrics(
         run_dir,
         table,
@@ -265,6 +272,51 @@ def test_mlflow_in_a_local_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [(point.step, point.value) for point in points] == [(n, 10.0 / n) for n in range(1, 6)]
     tokens = client.get_metric_history(run.info.run_id, "tokens")
     assert {(point.step, point.value) for point in tokens} == {(n, n * TOKENS) for n in range(1, 6)}
+
+
+def test_prometheus_reads_the_last_values(
+    tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "prometheus_client is not installed"
+    pytest.importorskip("prometheus_client", reason=reason, exc_type=ImportError)
+    from prometheus_client.parser import text_string_to_metric_families
+
+    monkeypatch.setattr(trackers, "END_S", 60.0)
+    port = int(free_port())
+    metrics = _metrics(tmp_path, service="prometheus", value=port)
+    metrics.log_step(1, loss=9.0, grad_norm=float("nan"), lr=1e-3)
+    metrics.log_step(2, loss=3.5, grad_norm=float("nan"), lr=1e-3)
+
+    def served() -> dict[str, float]:
+        try:
+            with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+                families = text_string_to_metric_families(answer.read().decode())
+                samples = [sample for family in families for sample in family.samples]
+        except OSError:  # it has not begun yet
+            return {}
+        assert all(sample.labels == {"run": "small"} for sample in samples)
+        return {sample.name: sample.value for sample in samples}
+
+    _wait_until(lambda: served().get("composer3d_step") == 2)
+    values = served()
+    assert values["composer3d_loss_train"] == 3.5
+    assert values["composer3d_tokens"] == 2 * TOKENS
+    assert abs(values["composer3d_last_point_timestamp_seconds"] - time.time()) < 60
+    assert "composer3d_optim_grad_norm" not in values  # it is not finite
+
+    other = _metrics(tmp_path / "other", service="prometheus", value=port)
+
+    def has_warned() -> bool:
+        other.log_step(next(steps), loss=1.0, grad_norm=1.0, lr=1.0)
+        return bool(warnings)
+
+    steps = count(1)
+    _wait_until(has_warned)
+    assert "metrics.prometheus: OSError:" in warnings[0]
+    assert "Address already in use" in warnings[0]
+    other.close()
+    metrics.close()
+    assert served() == {}
 
 
 def _wait_until(condition: Any) -> None:
