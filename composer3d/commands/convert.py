@@ -7,10 +7,11 @@ from typing import Literal
 
 from composer3d.commands.arguments import argument, json_option
 from composer3d.facts.text import printable
+from composer3d.models import hub
 
 EXAMPLES = (
     "composer3d convert runs/quickstart quickstart-hf --to hf",
-    "composer3d convert Llama-3.2-1B/ llama-dcp --to dcp --logits",
+    "composer3d convert hf://meta-llama/Llama-3.2-1B llama-dcp --to dcp --logits",
 )
 
 
@@ -21,7 +22,8 @@ class Options:
     as_json: bool = json_option()
     src: str = argument(
         metavar="SRC",
-        help="a checkpoint: a folder in Hugging Face or Meta format or of a run, or a torch file",
+        help="a checkpoint: a folder in Hugging Face or Meta format or of a run, or a torch file; "
+        "or hf://ORGANISATION/NAME[@REVISION], loaded from the Hugging Face Hub",
     )
     dst: str = argument(metavar="DST", help="file or folder to make; it must not exist")
     to: Literal["hf", "meta", "torch", "dcp"] = argument(
@@ -52,7 +54,7 @@ def run(options: Options) -> int:
     from composer3d.convert.convert import convert
 
     report = convert(
-        Path(options.src),
+        hub.folder(options.src),
         Path(options.dst),
         options.to,
         dtype=options.dtype,

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from composer3d.commands import job
@@ -21,6 +20,7 @@ from composer3d.commands.arguments import (
 )
 from composer3d.facts.errors import UserError
 from composer3d.facts.text import printable
+from composer3d.models import hub
 from composer3d.recipe.draft import Draft, ParsedRecipe
 from composer3d.recipe.resolve import Resolved
 from composer3d.recipe.schema import AXES, Recipe
@@ -83,7 +83,8 @@ def run(options: Options) -> int:
     from composer3d.generate.recipe import document_of
 
     own = job.own_recipe(options.recipe)
-    checkpoint = open_checkpoint(Path(options.src), own)
+    src = hub.folder(options.src)
+    checkpoint = open_checkpoint(src, own)
     usual = default_windows(checkpoint)
     chosen: Any = options.packing or usual.packing
     windows = Windows(seq_len=options.seq_len or usual.seq_len, packing=chosen)
@@ -112,7 +113,7 @@ def run(options: Options) -> int:
     document = document_of("eval", checkpoint, tables)
     global_batch = _global_batch(document, options.sets, options.batch)
     sets = [f"data.global_batch={global_batch}", *options.sets]
-    arguments: dict[str, Any] = {"document": document, "sets": tuple(sets), "src": options.src}
+    arguments: dict[str, Any] = {"document": document, "sets": tuple(sets), "src": str(src)}
     arguments |= {"own": own, "as_json": options.as_json}
 
     def resolve(world_size: int | None = None) -> Resolved:

@@ -26,6 +26,7 @@ from composer3d.commands.arguments import (
 from composer3d.facts.errors import UserError
 from composer3d.facts.text import one_line, printable, printable_lines
 from composer3d.generate.prompts import Prompt, read_prompts
+from composer3d.models import hub
 from composer3d.recipe.draft import ParsedRecipe
 from composer3d.recipe.resolve import Resolved
 from composer3d.recipe.tables import load_document
@@ -170,7 +171,7 @@ def run(options: Options) -> int:
     from composer3d.runtime.process_group import pick_device
 
     request = Request(
-        src=options.src,
+        src=str(hub.folder(options.src)),
         recipe=job.own_recipe(options.recipe),
         prompts=tuple(read),
         max_tokens=options.max_tokens,
@@ -182,7 +183,7 @@ def run(options: Options) -> int:
         ),
         batch=options.batch,
         dtype=options.dtype,
-        tokenizer=options.tokenizer,
+        tokenizer=options.tokenizer and str(hub.tokenizer_file(options.tokenizer)),
         adds_special_tokens=not options.no_special_tokens,
         is_chat=options.chat,
     )

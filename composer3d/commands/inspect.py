@@ -11,6 +11,7 @@ from composer3d.commands.arguments import argument, json_option
 from composer3d.facts.errors import DataError
 from composer3d.facts.text import printable
 from composer3d.facts.token_manifest import MANIFEST, read_manifest
+from composer3d.models import hub
 
 _BAR = 30  # characters of the longest bar of a histogram
 
@@ -59,14 +60,15 @@ def run(options: Options) -> int:
         DataError: the manifest of token files cannot be used.
         UserError: a later version of composer3d wrote the checkpoint.
     """
-    if os.path.exists(Path(options.path) / MANIFEST):  # unlike Path.exists, False for any odd name
+    path = hub.folder(options.path)
+    if os.path.exists(path / MANIFEST):  # unlike Path.exists, False for any odd name
         return _inspect_tokens(
-            Path(options.path), full=options.full, samples=options.samples, as_json=options.as_json
+            path, full=options.full, samples=options.samples, as_json=options.as_json
         )
     # Imported here because this module imports torch.
     from composer3d.convert.inspect import inspect
 
-    report = inspect(Path(options.path))
+    report = inspect(path)
     status = 0 if report["whole"] else 1
     if options.as_json:
         if not options.tensors:

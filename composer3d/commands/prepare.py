@@ -15,6 +15,7 @@ from composer3d.commands.arguments import (
 from composer3d.facts.errors import DataError
 from composer3d.facts.ranges import MOST_VOCAB
 from composer3d.facts.text import one_line
+from composer3d.models import hub
 
 _LEAST_VOCAB = 257
 
@@ -183,7 +184,7 @@ def run(options: Options) -> int:
     written = prepare(
         options.sources,
         options.out,
-        tokenizer=options.tokenizer,
+        tokenizer=options.tokenizer and str(hub.folder(options.tokenizer, hub.TOKENIZER)),
         train_tokenizer=options.train_tokenizer,
         eod=options.eod,
         field=options.field if examples is None else None,

@@ -8,12 +8,13 @@ from torch import Tensor
 from composer3d.checkpoint.manifest import require_same_tensors
 from composer3d.checkpoint.store import global_specs
 from composer3d.convert.formats import Source, open_source
+from composer3d.models import hub
 from composer3d.parallel import Stages
 from composer3d.parallel.init import local_part
 from composer3d.runtime.process_group import on_all
 
 
-def load_hf(folder: str | Path, stages: Stages) -> None:
+def load_hf(folder: str, stages: Stages) -> None:
     """Load the weights in ``folder`` into the parameters of ``stages``, in place.
 
     The weights are converted to the dtypes of the parameters. Before any parameter is changed, the
@@ -21,7 +22,7 @@ def load_hf(folder: str | Path, stages: Stages) -> None:
     default group: the ranks exchange the names and shapes of their parameters, and their errors.
 
     Args:
-        folder: a Hugging Face folder, with config.json and weights.
+        folder: a Hugging Face folder, with config.json and weights, or a name on the Hub.
         stages: this rank's pipeline stages. A DTensor gets this rank's shard.
 
     Raises:
@@ -29,7 +30,7 @@ def load_hf(folder: str | Path, stages: Stages) -> None:
     """
     parameters = dict(stages.named_parameters())
     shapes = {f"model.{name}": shape for name, (shape, _) in global_specs(parameters).items()}
-    source = on_all("model.hf", lambda: _open(Path(folder), shapes))
+    source = on_all("model.hf", lambda: _open(hub.folder(folder), shapes))
     on_all("model.hf", lambda: read_shards(source, parameters))
 
 

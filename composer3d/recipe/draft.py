@@ -70,6 +70,7 @@ class Draft:
             key. Rules that read them are skipped, so that one mistake gives one line.
         tables: the dataclass of each table. [model] has the fields of the architecture's shape.
         entries: the fields of all tables, by key.
+        may_import: as in ``resolve.load``.
     """
 
     source: Source
@@ -82,6 +83,7 @@ class Draft:
     invalid_keys: set[str] = field(default_factory=set)
     tables: dict[str, Any] = field(default_factory=lambda: TABLES)
     entries: Entries = field(default_factory=lambda: FIELDS)
+    may_import: bool = False
 
     @property
     def name(self) -> str:
@@ -104,7 +106,7 @@ class Draft:
         """Add problems, each with the place of ``key`` as its prefix."""
         self.problems += [f"{self.place(key)}: {problem}" for problem in problems]
 
-    def read(self, sets: Sequence[str], *, may_import: bool = False) -> None:
+    def read(self, sets: Sequence[str]) -> None:
         """Read the file, its bases and the overrides ``sets``.
 
         A base gives only the keys that no file before it gives. A later override wins. The base of
@@ -112,7 +114,6 @@ class Draft:
 
         Args:
             sets: overrides, each ``table.key=value``.
-            may_import: as in ``resolve.load``.
 
         Raises:
             RecipeError: a file cannot be read, the architecture cannot be imported, or there are
@@ -125,7 +126,7 @@ class Draft:
                 documents.append(document)
         except RecipeError as error:
             unreadable = error
-        self._choose_architecture(documents, sets, may_import)
+        self._choose_architecture(documents, sets)
         try:
             for document in documents:
                 self._add_document(document)
@@ -136,9 +137,7 @@ class Draft:
         except RecipeError as error:
             raise RecipeError([*self.problems, *error.lines]) from None
 
-    def _choose_architecture(
-        self, documents: Sequence[ParsedRecipe], sets: Sequence[str], may_import: bool
-    ) -> None:
+    def _choose_architecture(self, documents: Sequence[ParsedRecipe], sets: Sequence[str]) -> None:
         """Set the fields of [model] to those of the architecture that the recipe names.
 
         This comes before any other key is read, because the architecture defines the keys of
@@ -161,7 +160,7 @@ class Draft:
         if name == registry.DEFAULT or not isinstance(name, str) or not ARCHITECTURE.accepts(name):
             return  # the checks of types and ranges report a wrong value
         try:
-            if may_import:
+            if self.may_import:
                 registry.import_architecture(name)
             self.tables = {**TABLES, "model": model_table(name)}
         except ModelError as error:

@@ -16,7 +16,7 @@ from composer3d.facts.errors import CheckpointError, DataError, PlanError, Recip
 from composer3d.facts.schedules import check_csv, read_csv
 from composer3d.facts.text import one_line
 from composer3d.facts.token_manifest import MANIFEST, read_manifest
-from composer3d.models import registry
+from composer3d.models import hub, registry
 from composer3d.models.llama.shape import PRESETS
 from composer3d.recipe.draft import DEFAULT, Draft, Source
 from composer3d.recipe.machine import count_bytes
@@ -87,14 +87,15 @@ def load(
         check_files: whether to check the files that the recipe names: the data, the pipeline
             schedule and the checkpoint. ``verify`` passes False: it needs no data or checkpoint.
         may_import: whether ``model.architecture`` may name a module of the user, which is imported
-            and so runs. Only a command passes True, for the recipe that the user gave it by name.
-            A recipe in the folder of a run or in a checkpoint may be a stranger's.
+            and so runs, and ``model.hf`` a name on the Hub, whose files are loaded. Only a command
+            passes True, for the recipe that the user gave it by name. A recipe in the folder of a
+            run or in a checkpoint may be a stranger's.
 
     Raises:
         RecipeError: the recipe cannot be used. The error has one line for each problem.
     """
-    draft = Draft(source)
-    recipe, fills_world = _read(draft, sets, world_size, may_import=may_import)
+    draft = Draft(source, may_import=may_import)
+    recipe, fills_world = _read(draft, sets, world_size)
     broken = violations(recipe)
     _blame_violations(draft, recipe, broken)
     if check_files:
@@ -127,11 +128,9 @@ def broken_rules(
     return recipe, [broken for broken in violations(recipe) if _is_clear(draft, broken)]
 
 
-def _read(
-    draft: Draft, sets: Sequence[str], world_size: int | None, *, may_import: bool = False
-) -> tuple[Recipe, bool]:
+def _read(draft: Draft, sets: Sequence[str], world_size: int | None) -> tuple[Recipe, bool]:
     """Read and complete a recipe, and return it, and whether its mesh fills the world."""
-    draft.read(sets, may_import=may_import)
+    draft.read(sets)
     _find_schedule(draft)
 
     tables = {
@@ -174,6 +173,19 @@ def _blame_violations(draft: Draft, recipe: Recipe, broken: Sequence[Violation])
         draft.blame(blamed_key, violation.message(recipe, origins))
 
 
+def _pinned(draft: Draft, place: str) -> str:
+    """Return a name on the Hub with its commit.
+
+    Raises:
+        CheckpointError: it cannot be loaded, or nobody has named the recipe.
+    """
+    if not draft.may_import:
+        raise CheckpointError(
+            f"{place}: files of the Hub are loaded only for a recipe that you name yourself"
+        )
+    return hub.pinned(place)
+
+
 def _resolve_shape(draft: Draft) -> Model:
     """Return the table [model], completed with fields from the preset or from config.json.
 
@@ -197,11 +209,16 @@ def _resolve_shape(draft: Draft) -> Model:
     elif folder is not None and not PATH.accepts(folder):  # ``violations`` reports it
         draft.invalid_keys.add("model.preset")
     elif folder is not None:
-        row_origin, row_key = f"config.json of {folder}", "model.hf"
+        row_key = "model.hf"
         try:
+            if hub.is_place(folder):
+                # A run goes on with the weights of one commit, whatever its revision becomes.
+                folder = values["hf"] = _pinned(draft, folder)
+            files = hub.folder(folder, hub.CONFIG)
+            row_origin = f"config.json of {folder}"
             # A recipe asks for multi-token prediction itself: transformers writes the number of its
             # layers, but not their tensors.
-            row = registry.resolve(architecture.huggingface).read_shape(folder).without_mtp
+            row = registry.resolve(architecture.huggingface).read_shape(files).without_mtp
         except CheckpointError as error:
             # A resolved recipe has the whole shape, so it does not need the folder any more.
             is_whole = all(

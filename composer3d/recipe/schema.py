@@ -186,8 +186,8 @@ class Model(ModelShape):
     )
     hf: str | None = key(
         None,
-        "folder in Hugging Face format: config.json gives the shape, and training starts from its "
-        "weights",
+        "folder in Hugging Face format, or hf://ORGANISATION/NAME[@REVISION]: config.json gives "
+        "the shape, and training starts from its weights",
         PATH,
     )
 

@@ -1,11 +1,10 @@
 """The tokenizer of a recipe's data, compared with the one of the weights that it starts from."""
 
-from pathlib import Path
-
-from composer3d.facts.errors import DataError
+from composer3d.facts.errors import CheckpointError, DataError
 from composer3d.facts.files import read_plain
 from composer3d.facts.token_manifest import MOST_TOKENIZER_BYTES, TOKENIZER, read_manifest
 from composer3d.facts.tokenizer_file import first_difference, make_byte_tokenizer
+from composer3d.models import hub
 from composer3d.recipe.schema import DataTable
 from composer3d.recipe.values import as_short_toml
 
@@ -24,12 +23,12 @@ def read_tokenizer(data: DataTable) -> bytes:
         return file.read()
 
 
-def find_difference(data: DataTable, folder: str | Path) -> str | None:
+def find_difference(data: DataTable, folder: str) -> str | None:
     """Return how the tokenizer of the data differs from the one in the folder of a model.
 
     Args:
         data: the data.
-        folder: the folder, which may have a tokenizer.json.
+        folder: the folder, which may have a tokenizer.json, or the model's name on the Hub.
 
     Returns:
         Words that can follow a colon. None if a token means the same in both, if one of them cannot
@@ -39,9 +38,10 @@ def find_difference(data: DataTable, folder: str | Path) -> str | None:
     if data.other_tokenizer or data.source != "tokens":
         return None
     try:
-        theirs = read_plain(Path(folder, TOKENIZER), limit=MOST_TOKENIZER_BYTES)
+        files = hub.folder(folder, hub.TOKENIZER)
+        theirs = read_plain(files / TOKENIZER, limit=MOST_TOKENIZER_BYTES)
         ours = read_tokenizer(data)
-    except (OSError, ValueError, DataError):
+    except (OSError, ValueError, DataError, CheckpointError):
         return None
     try:
         difference = first_difference(ours, theirs)

@@ -130,7 +130,7 @@ def _start_from_weights(recipe: Recipe, wanted: Path, store: Store, stages: Stag
     path, manifest = _open(wanted, store, "checkpoint.init")
     _require_same_model(path, manifest, recipe)
     difference = process_group.on_main(
-        "tokenizers", lambda: find_difference(recipe.data, path / ASSETS)
+        "tokenizers", lambda: find_difference(recipe.data, str(path / ASSETS))
     )
     if difference is not None:
         raise DataError(

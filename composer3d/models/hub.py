@@ -1,0 +1,115 @@
+"""Checkpoints and tokenizers by their name on a Hugging Face Hub: ``hf://ORG/NAME[@REVISION]``.
+
+The library ``huggingface_hub`` loads the files into its own cache, and reads its own environment
+variables: HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE and so on. What it loads is as hostile as
+any other folder, and is checked by who reads it. No torch here.
+"""
+
+import os
+import re
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from composer3d.facts.errors import CheckpointError
+from composer3d.facts.text import one_line
+
+_PREFIX = "hf://"
+_WORD = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
+_PLACE = re.compile(rf"hf://({_WORD}/{_WORD})(?:@({_WORD}(?:/{_WORD})*))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+# The only files that composer3d reads from a Hugging Face folder, all at its top.
+CONFIG = ("config.json",)
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_TENSORS = ("*.safetensors", "*.safetensors.index.json")
+WEIGHTS = (*CONFIG, *TOKENIZER, "generation_config.json", *_TENSORS)
+
+
+class _Place(NamedTuple):
+    repository: str
+    revision: str | None
+
+    def __str__(self) -> str:
+        return f"{_PREFIX}{self.repository}" + (f"@{self.revision}" if self.revision else "")
+
+
+def is_place(text: str) -> bool:
+    """Return whether a text is meant as a name on the Hub."""
+    return text.startswith(_PREFIX)
+
+
+def pinned(text: str) -> str:
+    """Return a name with the commit that its revision is now, or was when it was last loaded.
+
+    Loads config.json.
+
+    Raises:
+        CheckpointError: as ``folder``.
+    """
+    return str(_place_of(text)._replace(revision=folder(text, CONFIG).name))
+
+
+def folder(text: str, files: tuple[str, ...] = WEIGHTS) -> Path:
+    """Return the folder of a checkpoint: of a name on the Hub, once its files have been loaded.
+
+    Args:
+        text: a path, which is returned as it is, or a name on the Hub.
+        files: which files to load.
+
+    Raises:
+        CheckpointError: the name is malformed, there is no such repository or revision, it cannot
+            be loaded, or ``huggingface_hub`` is not installed.
+    """
+    if not is_place(text):
+        return Path(text)
+    place = _place_of(text)
+    try:
+        from huggingface_hub import snapshot_download
+        from tqdm import tqdm
+    except ImportError as error:
+        raise CheckpointError(
+            f"{place} needs huggingface_hub: pip install composer3d[hub], or load the files "
+            "yourself and name their folder"
+        ) from error
+    try:
+        # Without a connection, the library takes what it has of this revision.
+        snapshot = snapshot_download(
+            place.repository,
+            revision=place.revision,
+            allow_patterns=list(files),
+            ignore_patterns=["*/*"],
+            tqdm_class=None if _shows_progress(files) else partial(tqdm, disable=True),  # type: ignore[arg-type]
+        )
+    except Exception as error:
+        # The library's errors have several bases, and those of its connections have others.
+        reason = one_line(str(error).strip().splitlines()[0] if str(error).strip() else "")
+        raise CheckpointError(f"{place}: {type(error).__name__}: {reason}") from error
+    found = Path(str(snapshot))
+    if not _COMMIT.fullmatch(found.name):
+        raise CheckpointError(f"{place}: huggingface_hub has no commit for {found}")
+    return found
+
+
+def _shows_progress(files: tuple[str, ...]) -> bool:
+    """Return whether to show how far loading is: of what is large, on one rank of a job."""
+    return files == WEIGHTS and os.environ.get("RANK", "0") == "0"
+
+
+def tokenizer_file(text: str) -> Path:
+    """Return the tokenizer.json of a name on the Hub; another text is returned as it is.
+
+    Raises:
+        CheckpointError: as ``folder``.
+    """
+    return folder(text, TOKENIZER) / TOKENIZER[0] if is_place(text) else Path(text)
+
+
+def _place_of(text: str) -> _Place:
+    match = _PLACE.fullmatch(text)
+    if match is None:
+        raise CheckpointError(
+            f"{one_line(text)} is no name on the Hub; write hf://ORGANISATION/NAME, or "
+            "hf://ORGANISATION/NAME@REVISION"
+        )
+    return _Place(match[1], match[2])

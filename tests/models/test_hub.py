@@ -1,0 +1,141 @@
+"""Checkpoints by their name on a Hub, which is a server on this machine."""
+
+import builtins
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer3d import cli
+from composer3d.facts.errors import CheckpointError, RecipeError
+from composer3d.models import hub
+from composer3d.recipe.resolve import load
+from tests.hub import COMMIT, Hub, serve
+
+NAME = "hf://org/tiny"
+PINNED = f"{NAME}@{COMMIT}"
+RECIPE = """
+[run]
+steps = 2
+[optim]
+warmup = 0
+[data]
+seq_len = 16
+global_batch = 2
+micro_batch = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Hugging Face folder of a model that a run has made."""
+    folder = tmp_path_factory.mktemp("hub")
+    (folder / "x.toml").write_text(RECIPE)
+    run = ("--set", "model.preset=debug-tiny", "--set", f"run.out_dir={folder}/runs")
+    assert cli.main(["train", f"{folder}/x.toml", *run, "--set", "run.name=made"]) == 0
+    assert cli.main(["convert", f"{folder}/runs/made", f"{folder}/hf", "--to", "hf"]) == 0
+    (folder / "hf" / "pytorch_model.bin").write_bytes(b"not read")
+    return folder / "hf"
+
+
+@pytest.fixture
+def server(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with this model. The working folder has a recipe and nothing else."""
+    pytest.importorskip("huggingface_hub")
+    from huggingface_hub import constants
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.toml").write_text(RECIPE)
+    with serve({"org/tiny": files}) as running:
+        # What the library has read from HF_ENDPOINT and HF_HOME when it was imported.
+        files_url = f"{running.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "ENDPOINT", running.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files_url)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        yield running
+
+
+def test_a_name_is_pinned_to_a_commit_and_loaded_once(server: Hub) -> None:
+    assert hub.pinned(NAME) == PINNED
+    folder = hub.folder(PINNED)
+    names = {path.name for path in folder.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
+    assert "pytorch_model.bin" not in names
+    server.asked.clear()
+    assert hub.folder(PINNED) == folder
+    assert server.asked == []
+
+
+def test_a_lost_connection_leaves_what_was_loaded(server: Hub) -> None:
+    folder = hub.folder(NAME)
+    server.close()
+    assert hub.folder(NAME) == folder
+    with pytest.raises(CheckpointError, match="hf://org/other: "):
+        hub.folder("hf://org/other")
+
+
+def test_what_the_hub_does_not_have_is_named(server: Hub) -> None:
+    with pytest.raises(CheckpointError, match="hf://org/none: RepositoryNotFoundError: "):
+        hub.folder("hf://org/none")
+    with pytest.raises(CheckpointError, match="hf://org/tiny@v9: RevisionNotFoundError: "):
+        hub.folder(f"{NAME}@v9")
+
+
+@pytest.mark.parametrize("text", ["hf://tiny", "hf://../../etc", f"{NAME}@../x", f"{NAME}\n"])
+def test_a_malformed_name_is_refused(text: str) -> None:
+    with pytest.raises(CheckpointError, match="is no name on the Hub; write hf://ORGANISATION"):
+        hub.folder(text)
+
+
+def test_commands_read_a_name(server: Hub, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["convert", NAME, "copy.pt", "--to", "torch"]) == 0
+    assert cli.main(["inspect", PINNED]) == 0
+    capsys.readouterr()
+    printed = []
+    for source in (NAME, str(files)):
+        arguments = ["generate", source, "--prompt", "def", "--max-tokens", "5", "--json"]
+        assert cli.main([*arguments, "--tokenizer", NAME]) == 0
+        (result,) = json.loads(capsys.readouterr().out.splitlines()[-1])["completions"]
+        printed.append(result["tokens"])
+    assert printed[0] == printed[1]
+    assert len(printed[0]) == 5
+
+
+def test_a_run_starts_from_the_commit_that_it_keeps(
+    server: Hub, files: Path, tmp_path: Path
+) -> None:
+    assert cli.main(["train", "x.toml", "--set", f"model.hf={NAME}", "--set", "run.name=hub"]) == 0
+    folder = ["--set", f"model.hf={files}", "--set", "run.name=folder"]
+    assert cli.main(["train", "x.toml", *folder]) == 0
+    losses = [
+        [json.loads(line)["loss"] for line in lines if '"loss"' in line]
+        for name in ("hub", "folder")
+        for lines in [(tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    ]
+    assert losses[0] == losses[1]
+    assert f'hf = "{PINNED}"' in (tmp_path / "runs/hub/recipe.toml").read_text()
+
+
+def test_a_recipe_that_nobody_names_loads_nothing(server: Hub) -> None:
+    assert load("x.toml", [f"model.hf={NAME}"], may_import=True).recipe.model.hf == PINNED
+    server.asked.clear()
+    with pytest.raises(RecipeError, match="only for a recipe that you name yourself"):
+        load("x.toml", [f"model.hf={NAME}"])
+    assert server.asked == []
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *arguments: Any, **keywords: Any) -> Any:
+        if name == "huggingface_hub":
+            raise ImportError(name)
+        return real(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(CheckpointError, match=r"pip install composer3d\[hub\]"):
+        hub.folder(NAME)
+    assert hub.folder("a/folder") == Path("a/folder")
