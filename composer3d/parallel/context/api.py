@@ -123,12 +123,13 @@ def ring_attention(
         This rank's part of the output, (B, H, n, D).
 
     Collectives, and the bytes that a rank sends. Q is the size of its queries, KV that of its keys
-    and values, and dKV that of their gradients in float32 (float64 for float64):
-        ring: sends to the next rank, while it computes. Forward (cp - 1) KV; backward
-            (cp - 1) (KV + dKV).
-        allgather: forward has one all-gather; backward has one all-gather and one reduce-scatter.
-            The bytes are those of ring.
-        ulysses: forward and backward each have two all-to-alls, of (cp - 1) / cp (2 Q + KV).
+    and values, and dKV that of their gradients in float32 (float64 for float64).
+
+    - ring: sends to the next rank, while it computes. Forward (cp - 1) KV; backward
+      (cp - 1) (KV + dKV).
+    - allgather: forward has one all-gather; backward has one all-gather and one reduce-scatter.
+      The bytes are those of ring.
+    - ulysses: forward and backward each have two all-to-alls, of (cp - 1) / cp (2 Q + KV).
 
     On a GPU, in bfloat16 or float16, documents and windows take one call of torch's flash kernel of
     variable length, or a few, for all keys that a rank has at a time (``packed``).
