@@ -82,7 +82,7 @@ def test_the_container_of_the_kubernetes_job_trains(tmp_path: Path) -> None:
     recipe = RECIPE.format(mesh="").replace("steps = 20", "steps = 4")
     (tmp_path / "recipe.toml").write_text(recipe)
     env |= {"FIRST": f"localhost:{free_port()}", "NODES": "1", "PROCESSES": "2"}
-    env |= {"RECIPE": "recipe.toml", "RESTARTS": "0"}
+    env |= {"RECIPE": "recipe.toml", "RESTARTS": "0", "LOGS": "logs"}
     done = subprocess.run(
         [*container["command"], *container["args"]],
         cwd=tmp_path,
@@ -99,4 +99,8 @@ def test_the_container_of_the_kubernetes_job_trains(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert len(losses(tmp_path, "runs")) == 4
+    printed = {path.parent.name: path.read_text() for path in tmp_path.glob("logs/**/stderr.log")}
+    assert set(printed) == {"0", "1"}
+    assert "step 4/4" in printed["0"]
+    assert "step 4/4" not in printed["1"]
     assert "2 ranks" in (tmp_path / "runs" / "small" / "events.jsonl").read_text()

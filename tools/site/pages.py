@@ -24,6 +24,8 @@ _CONFIGURATION = """project = "composer3d"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = "composer3d"
+html_show_copyright = False
+html_show_sphinx = False
 myst_heading_anchors = 4
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
