@@ -18,10 +18,14 @@ class Hub:
     Attributes:
         url: for HF_ENDPOINT.
         asked: the paths that clients have asked for.
+        commit: of the revision "main".
     """
+
+    commit = COMMIT
 
     def __init__(self, repositories: dict[str, Path]) -> None:
         asked: list[str] = []
+        hub = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -44,12 +48,13 @@ class Hub:
                 return self._answer(404, b"{}")
 
             def _info(self, name: str, revision: str) -> None:
-                if name not in repositories or revision not in ("main", COMMIT):
+                if name not in repositories or revision not in ("main", COMMIT, hub.commit):
                     word = "RepoNotFound" if name not in repositories else "RevisionNotFound"
                     return self._answer(404, b"{}", {"X-Error-Code": word})
                 names = sorted(path.name for path in repositories[name].iterdir())
                 siblings = [{"rfilename": each} for each in names]
-                info = {"id": name, "sha": COMMIT, "siblings": siblings}
+                commit = hub.commit if revision == "main" else revision
+                info = {"id": name, "sha": commit, "siblings": siblings}
                 return self._answer(200, json.dumps(info).encode())
 
             def _tree(self, name: str, revision: str) -> None:
@@ -70,7 +75,7 @@ class Hub:
                     return self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
                 content = path.read_bytes()
                 etag = hashlib.sha1(content).hexdigest()
-                headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}
+                headers = {"ETag": f'"{etag}"', "X-Repo-Commit": revision}
                 return self._answer(200, content, headers)
 
             def _answer(

@@ -24,6 +24,9 @@ from composer3d.runtime.launch import Pool, temporary_folder
 from composer3d.runtime.progress import Progress
 from composer3d.verify.proof import verify_layout
 
+# Keys with which a stranger's layout could run code, or load files from the Hub.
+_STRANGE = frozenset(("model.architecture", "model.hf"))
+
 EXAMPLES = (
     "composer3d verify debug-2-dp",
     "composer3d verify llama3-70b-64-fsdp-tp --set mesh.tp=4",
@@ -92,7 +95,7 @@ def run(options: Options) -> int:
                 dtype=options.dtype,
                 steps=options.steps,
                 # The user named the recipe and wrote ``sets``. The layouts may be a stranger's.
-                may_import="model.architecture" not in map(key_of_override, overrides),
+                may_import=_STRANGE.isdisjoint(map(key_of_override, overrides)),
             )
             verdicts.append(verdict)
             with progress.paused():

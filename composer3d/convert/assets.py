@@ -12,12 +12,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from composer3d.convert.carried import TOKENIZER_NAMES, read_carried_files
+from composer3d.convert.carried import read_carried_files
 from composer3d.facts.errors import CheckpointError
 from composer3d.facts.files import parse_json
+from composer3d.facts.model_files import TOKENIZER_NAMES
 from composer3d.facts.token_manifest import TOKENIZER, read_manifest
 from composer3d.facts.tokenizer_file import token_names
-from composer3d.models import registry
+from composer3d.models import hub, registry
 from composer3d.models.shape import DecoderShape
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.tokenizers import read_tokenizer
@@ -158,7 +159,7 @@ def _read_files_of_model(recipe: Recipe, earlier: Path | None) -> dict[str, byte
     if assets is not None and assets.is_dir() and not assets.is_symlink():
         folder = assets
     elif recipe.model.hf:
-        folder = Path(recipe.model.hf)
+        folder = hub.folder(recipe.model.hf)
     else:
         return {}
     files, refusals = read_carried_files(folder)

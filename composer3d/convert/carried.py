@@ -17,35 +17,8 @@ from os.path import realpath
 from pathlib import Path
 
 from composer3d.facts.files import MIB, FileTooLargeError, read_plain
+from composer3d.facts.model_files import CARRIED_NAMES
 
-# The files of a tokenizer.
-TOKENIZER_NAMES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "tokenizer.model.v3",
-    "tekken.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-)
-# The files in the repositories of Llama, Mistral and Qwen at Hugging Face and at Meta.
-CARRIED_NAMES = (
-    "config.json",
-    "generation_config.json",
-    *TOKENIZER_NAMES,
-    "chat_template.jinja",
-    "chat_template.json",
-    "README.md",
-    "LICENSE",
-    "LICENSE.md",
-    "LICENSE.txt",
-    "NOTICE",
-    "NOTICE.txt",
-    "USE_POLICY.md",
-)
 FILE_LIMIT = 64 * MIB  # the largest known tokenizer.json has 33 MB
 TOTAL_LIMIT = 128 * MIB
 _HUB_DIGEST = re.compile(r"[0-9a-f]{64}")

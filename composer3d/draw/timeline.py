@@ -316,7 +316,7 @@ def _draw_strip(
     _axis(picture, scale, strip, bottom, unit)
     if strip.end_s < timeline.end_s - 1e-9:
         picture.text(
-            *(WIDTH - MARGIN, bottom + 18, "goes on below"), size=10, anchor="end", ink=QUIET_INK
+            *(WIDTH - MARGIN, bottom + 31, "goes on below"), size=10, anchor="end", ink=QUIET_INK
         )
     return bottom + 34
 

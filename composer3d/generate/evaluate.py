@@ -152,6 +152,8 @@ def evaluate(recipe: Recipe, device: torch.device, src: str, own: Recipe | None)
     """
     mesh = Mesh.build(recipe.mesh, device)
     checkpoint = process_group.on_all("SRC", lambda: open_checkpoint(Path(src), own))
+    # Two ranks could have loaded two commits from the Hub, each into a folder of its name.
+    process_group.check_same("SRC", {"folder": Path(src).name})
     folder = Path(str(recipe.data.path))
     corpus = process_group.on_all("DATA", lambda: open_tokens(folder, name=str(folder)))
     process_group.check_same("DATA", {"digest": corpus.digest})

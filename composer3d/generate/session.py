@@ -28,7 +28,7 @@ from composer3d.generate.sampling import Sampling
 from composer3d.parallel import compose_for_generation
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.mesh import Mesh
-from composer3d.runtime.process_group import on_all
+from composer3d.runtime.process_group import check_same, on_all
 
 _TOKENIZER = "tokenizer.json"
 
@@ -247,6 +247,8 @@ def generate_on_ranks(
     """
     mesh = Mesh.build(recipe.mesh, device)
     checkpoint = session.checkpoint
+    # As in ``evaluate.evaluate``.
+    check_same("SRC", {"folder": checkpoint.source.path.name})
     plan = checkpoint.plan
     model = checkpoint.architecture.build(checkpoint.shape, dtype=session.dtype, device="meta")
     stage = compose_for_generation(model, plan, mesh)

@@ -7,11 +7,13 @@ any other folder, and is checked by who reads it. No torch here.
 
 import os
 import re
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
 
 from composer3d.facts.errors import CheckpointError
+from composer3d.facts.model_files import CARRIED_NAMES, TOKENIZER_NAMES
 from composer3d.facts.text import one_line
 
 _PREFIX = "hf://"
@@ -19,19 +21,37 @@ _WORD = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
 _PLACE = re.compile(rf"hf://({_WORD}/{_WORD})(?:@({_WORD}(?:/{_WORD})*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
-# The only files that composer3d reads from a Hugging Face folder, all at its top.
+# Which files to load. All are at the top of a repository.
 CONFIG = ("config.json",)
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-_TENSORS = ("*.safetensors", "*.safetensors.index.json")
-WEIGHTS = (*CONFIG, *TOKENIZER, "generation_config.json", *_TENSORS)
+# With those that say which token ends a text.
+TOKENIZER = (
+    *TOKENIZER_NAMES,
+    *CONFIG,
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+WEIGHTS = (*CARRIED_NAMES, "*.safetensors", "*.safetensors.index.json")
 
 
 class _Place(NamedTuple):
     repository: str
     revision: str | None
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the revision is a commit, which never changes."""
+        return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
+
     def __str__(self) -> str:
         return f"{_PREFIX}{self.repository}" + (f"@{self.revision}" if self.revision else "")
+
+
+class _NoBar(tqdm):
+    """A bar that is not shown."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **{**keywords, "disable": True})
 
 
 def is_place(text: str) -> bool:
@@ -39,15 +59,25 @@ def is_place(text: str) -> bool:
     return text.startswith(_PREFIX)
 
 
-def pinned(text: str) -> str:
+def pinned(text: str, kept: str | None = None) -> str:
     """Return a name with the commit that its revision is now, or was when it was last loaded.
 
-    Loads config.json.
+    Loads config.json, unless ``kept`` has the commit.
+
+    Args:
+        text: the name.
+        kept: the name, with its commit, by which a run has started; None: it has not. It decides
+            if it is of the same repository, and ``text`` names no commit itself.
 
     Raises:
         CheckpointError: as ``folder``.
     """
-    return str(_place_of(text)._replace(revision=folder(text, CONFIG).name))
+    place = _place_of(text)
+    earlier = None if kept is None or not is_place(kept) else _place_of(kept)
+    is_same = earlier is not None and place.repository == earlier.repository
+    if earlier is not None and is_same and earlier.is_pinned and not place.is_pinned:
+        return str(earlier)
+    return str(place._replace(revision=folder(text, CONFIG).name))
 
 
 def folder(text: str, files: tuple[str, ...] = WEIGHTS) -> Path:
@@ -66,20 +96,19 @@ def folder(text: str, files: tuple[str, ...] = WEIGHTS) -> Path:
     place = _place_of(text)
     try:
         from huggingface_hub import snapshot_download
-        from tqdm import tqdm
     except ImportError as error:
         raise CheckpointError(
             f"{place} needs huggingface_hub: pip install composer3d[hub], or load the files "
             "yourself and name their folder"
         ) from error
     try:
-        # Without a connection, the library takes what it has of this revision.
+        # Without a connection, the library takes what it has, if that is all of the revision.
         snapshot = snapshot_download(
             place.repository,
             revision=place.revision,
             allow_patterns=list(files),
             ignore_patterns=["*/*"],
-            tqdm_class=None if _shows_progress(files) else partial(tqdm, disable=True),  # type: ignore[arg-type]
+            tqdm_class=None if _shows_progress(files) else _NoBar,
         )
     except Exception as error:
         # The library's errors have several bases, and those of its connections have others.

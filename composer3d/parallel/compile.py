@@ -3,9 +3,9 @@
 Ansel et al. 2024 (PyTorch 2, ASPLOS). Blocks of a kind run the same code on parameters of the same
 shapes, so the others reuse the graph of the first. A rank compiles two graphs of each kind, one for
 training and one for validation, whatever the number of blocks; and two more if only some blocks are
-checkpointed. Most models have one kind. Blocks with another window, or without rotary positions,
-are another one: the window is a constant of the graph. torch keeps 8 graphs of a method, and runs
-what would need a further one eagerly.
+checkpointed. The loss has two as well, for each size of its parts. Most models have one kind.
+Blocks with another window, or without rotary positions, are another one: the window is a constant
+of the graph. torch keeps 8 graphs of a method, and runs what would need a further one eagerly.
 
 A block with experts has two graphs in place of one: the rows of an expert change in every step, so
 experts and the exchange of tokens run between them, eagerly. With a balance loss and packed
@@ -137,7 +137,8 @@ def apply_to_loss(
 
     Two kernels read the logits in their own dtype, and a third writes their gradient. Eagerly, the
     logits are copied to float32, and their softmax is kept in it. A loss over tp has collectives
-    and stays eager.
+    and stays eager. All heads of a process share the 8 graphs that torch keeps of a function, one
+    for each number of tokens, with and without gradients.
 
     Args:
         stage: this rank's part of the model, or one of them.

@@ -141,10 +141,16 @@ def _attention(recipe: Recipe, hardware: Hardware) -> _Attention:
     if parallel.attention_kernel != "torch":
         return _Attention("flash3", "flash3")
     # torch chooses cuDNN's kernel for whole sequences, and composer3d on Hopper for blocks
-    # (``kernels.kernel_of``). It takes no documents, and its backward repeats no bits.
+    # (``kernels.kernel_of``). It takes no documents, and its backward may give other bits in each
+    # call. Sinks are added to blocks.
     is_whole = recipe.mesh.cp == 1 or parallel.cp_method == "ulysses"
-    has_cudnn = generation == "hopper" or (generation == "blackwell" and is_whole)
-    fits = recipe.model.head_width <= 128 and recipe.data.packing == "none"
+    is_block = not is_whole or recipe.model.has_sinks
+    has_cudnn = generation == "hopper" or (generation == "blackwell" and not is_block)
+    fits = recipe.model.head_width <= 128 and recipe.precision.computes_in in (
+        "bfloat16",
+        "float16",
+    )
+    fits = fits and recipe.data.packing == "none"
     if has_cudnn and fits and not recipe.run.deterministic:
         return _Attention("flash3", "flash2")
     return _Attention("flash2", "flash2")

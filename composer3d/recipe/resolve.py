@@ -13,15 +13,26 @@ from pathlib import Path
 from typing import NamedTuple
 
 from composer3d.facts.errors import CheckpointError, DataError, PlanError, RecipeError
+from composer3d.facts.files import MIB, read_plain
 from composer3d.facts.schedules import check_csv, read_csv
 from composer3d.facts.text import one_line
 from composer3d.facts.token_manifest import MANIFEST, read_manifest
 from composer3d.models import hub, registry
 from composer3d.models.llama.shape import PRESETS
+from composer3d.recipe.changes import values_of
 from composer3d.recipe.draft import DEFAULT, Draft, Source
 from composer3d.recipe.machine import count_bytes
 from composer3d.recipe.rules import PATHS, Violation, violations
-from composer3d.recipe.schema import ARCHITECTURE, AXES, MODEL_KEYS, PATH, MeshTable, Model, Recipe
+from composer3d.recipe.schema import (
+    ARCHITECTURE,
+    AXES,
+    MODEL_KEYS,
+    PATH,
+    MeshTable,
+    Model,
+    Recipe,
+    RunTable,
+)
 from composer3d.recipe.tokenizers import find_difference
 from composer3d.recipe.values import as_short_toml, as_toml, mention, nearest_multiples
 
@@ -181,9 +192,24 @@ def _pinned(draft: Draft, place: str) -> str:
     """
     if not draft.may_import:
         raise CheckpointError(
-            f"{place}: files of the Hub are loaded only for a recipe that you name yourself"
+            f"{place}: files of the Hub are loaded only for a recipe that you name yourself; "
+            "here, name a folder"
         )
-    return hub.pinned(place)
+    return hub.pinned(place, _kept(draft))
+
+
+def _kept(draft: Draft) -> str | None:
+    """Return ``model.hf`` of a run that has checkpoints already, from its own recipe."""
+    run = RunTable(**draft.values["run"])
+    folder = Path(run.out_dir, run.name)
+    try:
+        if not (folder / "checkpoints").is_dir():
+            return None
+        text = read_plain(folder / "recipe.toml", limit=MIB, follow_links=False).decode()
+        kept = values_of(text).get("model.hf")
+    except (OSError, ValueError):
+        return None
+    return kept if isinstance(kept, str) else None
 
 
 def _resolve_shape(draft: Draft) -> Model:
@@ -358,7 +384,11 @@ def _check_tokenizer(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None
     keys = {"model.hf", "data.source", "data.path", "data.sources", "data.other_tokenizer"}
     if hf is None or wrong_keys & keys or _own_checkpoints(recipe).is_dir():
         return
-    difference = find_difference(data, hf)
+    try:
+        difference = find_difference(data, hf)
+    except CheckpointError as error:
+        draft.blame("model.hf", *(f"model.hf: {line}" for line in error.lines))
+        return
     if difference is None:
         return
     key = "data.path" if data.sources is None else "data.sources"

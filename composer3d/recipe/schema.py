@@ -709,7 +709,7 @@ class CheckpointTable:
     )
 
 
-# Services that get the metrics: each is a key of [metrics], and has a folder of its own in a run's.
+# Services that get the metrics: each is a key of [metrics], and has a folder in that of the run.
 TRACKERS = ("wandb", "mlflow", "prometheus")
 
 

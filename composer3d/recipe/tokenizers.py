@@ -1,6 +1,6 @@
 """The tokenizer of a recipe's data, compared with the one of the weights that it starts from."""
 
-from composer3d.facts.errors import CheckpointError, DataError
+from composer3d.facts.errors import DataError
 from composer3d.facts.files import read_plain
 from composer3d.facts.token_manifest import MOST_TOKENIZER_BYTES, TOKENIZER, read_manifest
 from composer3d.facts.tokenizer_file import first_difference, make_byte_tokenizer
@@ -34,14 +34,17 @@ def find_difference(data: DataTable, folder: str) -> str | None:
         Words that can follow a colon. None if a token means the same in both, if one of them cannot
         be read, or if ``data.other_tokenizer`` allows a difference. Text that a recipe has read as
         bytes is not compared: its user knows that a token is a byte.
+
+    Raises:
+        CheckpointError: the tokenizer of a name on the Hub cannot be loaded.
     """
     if data.other_tokenizer or data.source != "tokens":
         return None
+    files = hub.folder(folder, hub.TOKENIZER)
     try:
-        files = hub.folder(folder, hub.TOKENIZER)
         theirs = read_plain(files / TOKENIZER, limit=MOST_TOKENIZER_BYTES)
         ours = read_tokenizer(data)
-    except (OSError, ValueError, DataError, CheckpointError):
+    except (OSError, ValueError, DataError):
         return None
     try:
         difference = first_difference(ours, theirs)

@@ -14,6 +14,7 @@ metrics itself: the process serves the last value of each on a port of this mach
 
 import fcntl
 import json
+import math
 import os
 import re
 import select
@@ -154,11 +155,19 @@ class _Task(NamedTuple):
 
 
 class _Point(NamedTuple):
-    """A line of ``metrics.jsonl``: values by tag, without those that are not finite."""
+    """A line of ``metrics.jsonl``.
+
+    Attributes:
+        step: the steps done.
+        tokens: the tokens of these steps.
+        values: the values by tag, without those that are not finite.
+        not_finite: the tags of the others.
+    """
 
     step: int
     tokens: int
     values: dict[str, float]
+    not_finite: tuple[str, ...]
 
 
 class _Wandb:
@@ -253,21 +262,31 @@ class _Prometheus:
         # Without the library's own metrics, which are of this process and not of the training.
         self._registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
+        self._say_time()
         start_http_server(recipe["metrics.prometheus"], addr="127.0.0.1", registry=self._registry)
 
     def send(self, points: list[_Point]) -> None:
         for point in points:
-            for tag, value in {**point.values, "step": point.step, "tokens": point.tokens}.items():
-                self._gauge_of(tag).labels(run=self._name).set(value)
-        # So that an alert can tell a training that hangs.
-        self._gauge_of("last_point_timestamp_seconds").labels(run=self._name).set(time.time())
+            if "loss/train" in (*point.values, *point.not_finite):
+                # Of a rank that was slow or wrong: a line has it only while that is so.
+                for tag in [tag for tag in self._gauges if tag.startswith("ranks/")]:
+                    self._registry.unregister(self._gauges.pop(tag))
+            unknown = dict.fromkeys(point.not_finite, math.nan)
+            counts = {"step": point.step, "tokens": point.tokens}
+            for tag, value in {**point.values, **unknown, **counts}.items():
+                self._set(tag, value)
+        self._say_time()
 
-    def _gauge_of(self, tag: str) -> Any:
-        """Return the gauge of a tag: "loss/train" is called composer3d_loss_train."""
-        name = "composer3d_" + re.sub(r"[^A-Za-z0-9_]", "_", tag)
-        if name not in self._gauges:
-            self._gauges[name] = self._make(name, tag, ["run"], registry=self._registry)
-        return self._gauges[name]
+    def _say_time(self) -> None:
+        """Say when the last point came, or this process began: an alert can tell a hang."""
+        self._set("last_point_timestamp_seconds", time.time())
+
+    def _set(self, tag: str, value: float) -> None:
+        """Set the gauge of a tag: "loss/train" is called composer3d_loss_train."""
+        if tag not in self._gauges:
+            name = "composer3d_" + re.sub(r"[^A-Za-z0-9_]", "_", tag)
+            self._gauges[tag] = self._make(name, tag, ["run"], registry=self._registry)
+        self._gauges[tag].labels(run=self._name).set(value)
 
     def finish(self, *, is_whole: bool) -> None:
         """Nothing is kept: the port closes with this process."""
@@ -355,14 +374,12 @@ def _points(lines: bytes, tokens_per_step: int) -> Iterator[_Point]:
         except (ValueError, KeyError, TypeError):
             # A full disk may leave a line that is cut off.
             continue
+        by_tag = {tag_of(name).name: value for name, value in values.items() if name != "step"}
         yield _Point(
             step,
             step * tokens_per_step,
-            {
-                tag_of(name).name: value
-                for name, value in values.items()
-                if name != "step" and value is not None
-            },
+            {tag: value for tag, value in by_tag.items() if value is not None},
+            tuple(tag for tag, value in by_tag.items() if value is None),
         )
 
 

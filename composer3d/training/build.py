@@ -277,9 +277,16 @@ def describe_attention(recipe: Recipe, device: torch.device) -> str | None:
     if parallel.cp_method == "ulysses" and is_plain:
         return f"{place}; its kernel: scaled_dot_product_attention of torch"
     dtype = getattr(torch, recipe.precision.computes_in)
-    shape = (0, recipe.data.seq_len // cp, recipe.model.head_width)
-    queries = torch.empty(shape, dtype=dtype, device=device)
-    return f"{place}; its kernel: {kernels.kernel_of(queries).value}"
+    # A rank's part of a balanced sequence has two blocks of queries.
+    blocks = 2 * cp if cp > 1 and parallel.cp_balance == "zigzag" else cp
+    shape = (0, recipe.data.seq_len // blocks, recipe.model.head_width)
+    kernel = kernels.kernel_of(torch.empty(shape, dtype=dtype, device=device))
+    is_cut = recipe.data.packing != "none" or all(
+        0 < window < recipe.data.seq_len for window in recipe.model.windows
+    )
+    if kernel is kernels.Kernel.CUDNN and is_cut:
+        kernel = kernels.Kernel.CUDA_FLASH  # it computes documents and windows (``segment_kernel``)
+    return f"{place}; its kernel: {kernel.value}"
 
 
 def _make_observers(

@@ -278,12 +278,9 @@ def _refuse_reheating(manifest: Manifest, recipe: Recipe, changed: list[Change])
 
 def _warn_of_another_rate(manifest: Manifest, recipe: Recipe) -> None:
     """Warn if the recipe now gives the checkpoint's last step another learning rate."""
-    lr, following = (
-        learning_rate(step, recipe.optim, recipe.run.steps)
-        for step in (manifest.step - 1, manifest.step)
-    )
+    lr = learning_rate(manifest.step - 1, recipe.optim, recipe.run.steps)
     if manifest.lr is not None and lr != manifest.lr:
         log.get().warning(
-            f"another schedule of the learning rate: step {manifest.step} had {manifest.lr:.3g}, "
-            f"step {manifest.step + 1} gets {following:.3g}"
+            f"another schedule of the learning rate: step {manifest.step} had {manifest.lr:.3g}; "
+            f"this recipe would give it {lr:.3g} (optim.decay, run.steps)"
         )

@@ -94,6 +94,19 @@ def test_a_long_schedule_is_cut_and_says_what_is_left_out() -> None:
     assert "left out" not in picture_of(timeline("1F1B", 4, 8))
 
 
+def test_a_strip_says_that_it_goes_on() -> None:
+    (whole, cut) = (picture_of(timeline("1F1B", 2, count)) for count in (2, 60))
+    assert "goes on below" not in whole
+    strips = cut.count(">rank 0<")
+    assert strips > 1
+    assert cut.count("goes on below") == strips - 1
+
+
+def test_a_narrow_window_shows_the_whole_picture() -> None:
+    (head, *_) = picture_of(timeline("1F1B", 2, 2)).splitlines()
+    assert 'style="max-width:100%;height:auto"' in head
+
+
 def test_a_cell_that_a_strip_cuts_keeps_its_times() -> None:
     picture = picture_of(timeline("1F1B", 16, 16))
     times = {

@@ -13,9 +13,11 @@ from composer3d.facts.errors import CheckpointError, RecipeError
 from composer3d.models import hub
 from composer3d.recipe.resolve import load
 from tests.hub import COMMIT, Hub, serve
+from tests.runtime.test_environment import free_port
 
 NAME = "hf://org/tiny"
 PINNED = f"{NAME}@{COMMIT}"
+NAMES = ("hub", "folder")  # of two runs
 RECIPE = """
 [run]
 steps = 2
@@ -37,6 +39,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert cli.main(["train", f"{folder}/x.toml", *run, "--set", "run.name=made"]) == 0
     assert cli.main(["convert", f"{folder}/runs/made", f"{folder}/hf", "--to", "hf"]) == 0
     (folder / "hf" / "pytorch_model.bin").write_bytes(b"not read")
+    (folder / "hf" / "LICENSE").write_text("as you like")
     return folder / "hf"
 
 
@@ -69,10 +72,19 @@ def test_a_name_is_pinned_to_a_commit_and_loaded_once(server: Hub) -> None:
     assert server.asked == []
 
 
-def test_a_lost_connection_leaves_what_was_loaded(server: Hub) -> None:
+def test_a_lost_connection_leaves_what_was_loaded(
+    server: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
     folder = hub.folder(NAME)
-    server.close()
+    server.asked.clear()
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setattr(constants, "ENDPOINT", nowhere)
+    files_url = f"{nowhere}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files_url)
     assert hub.folder(NAME) == folder
+    assert server.asked == []
     with pytest.raises(CheckpointError, match="hf://org/other: "):
         hub.folder("hf://org/other")
 
@@ -112,11 +124,46 @@ def test_a_run_starts_from_the_commit_that_it_keeps(
     assert cli.main(["train", "x.toml", *folder]) == 0
     losses = [
         [json.loads(line)["loss"] for line in lines if '"loss"' in line]
-        for name in ("hub", "folder")
+        for name in NAMES
         for lines in [(tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     ]
     assert losses[0] == losses[1]
     assert f'hf = "{PINNED}"' in (tmp_path / "runs/hub/recipe.toml").read_text()
+    # Its checkpoints have the files of the model, as those of a run from a folder.
+    assets = [tmp_path / "runs" / name / "checkpoints/step-00000002/assets" for name in NAMES]
+    contents = [{file.name: file.read_bytes() for file in each.iterdir()} for each in assets]
+    assert contents[0] == contents[1]
+    assert "LICENSE" in contents[0]
+
+
+def test_a_resumed_run_keeps_its_commit(
+    server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"model.hf={NAME}"
+    assert cli.main(["train", "x.toml", "--set", name, "--set", "run.steps=1"]) == 0
+    other = "f" * 40
+    monkeypatch.setattr(server, "commit", other)
+    assert load("x.toml", [name], may_import=True).recipe.model.hf == PINNED
+    assert load("x.toml", [f"{name}@{other}"], may_import=True).recipe.model.hf == f"{NAME}@{other}"
+    new = load("x.toml", [name, "run.name=new"], may_import=True)
+    assert new.recipe.model.hf == f"{NAME}@{other}"
+
+
+def test_a_tokenizer_has_the_files_beside_it(server: Hub, files: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a text\n")
+    for name, tokenizer in (("hub", NAME), ("folder", str(files))):
+        arguments = ["prepare", "text.txt", "-o", name, "--tokenizer", tokenizer]
+        assert cli.main(arguments) == 0
+    tokens = [
+        [file.read_bytes() for file in sorted((tmp_path / name).glob("*.bin"))] for name in NAMES
+    ]
+    assert tokens[0] == tokens[1] != []
+
+
+def test_layouts_of_a_stranger_load_nothing(server: Hub, tmp_path: Path) -> None:
+    (tmp_path / "layouts.txt").write_text(f"model.hf={NAME}\n")
+    assert cli.main(["verify", "x.toml", "--steps", "1", "--layouts", "layouts.txt"]) == 1
+    assert server.asked == []
 
 
 def test_a_recipe_that_nobody_names_loads_nothing(server: Hub) -> None:

@@ -18,6 +18,7 @@ from composer3d.planner.predict import (
 )
 from composer3d.planner.setup import Setup
 from composer3d.planner.time import predict_time
+from composer3d.recipe.resolve import load
 from tests.planner.setups import device, recipe_of, setup_on
 from tools.prove.paths import ROOT
 
@@ -114,6 +115,33 @@ def test_attention_is_as_fast_as_its_kernels() -> None:
         assert step_s("flash3", sets) < 0.98 * step_s("torch", sets)
     half = "model.window=4096"
     assert step_s("flash3", half) < step_s("torch", half)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "sets", "kernel"),
+    [
+        ("H100", ("mesh.cp=2",), "flash3"),
+        ("B200", (), "flash3"),
+        # On Blackwell, blocks run FlashAttention 2.
+        ("B200", ("mesh.cp=2",), "flash2"),
+        ("B200", ("mesh.cp=2", "parallel.cp_method=ulysses"), "flash3"),
+        ("H100", ("precision.compute=float32",), "flash2"),
+        ("A100", (), "flash2"),
+    ],
+)
+def test_cudnn_is_priced_where_it_runs(gpu: str, sets: tuple[str, ...], kernel: str) -> None:
+    setup = setup_on(gpu, "llama3-8b-8-fsdp", *sets)
+    assert setup.software.attention == kernel
+    assert setup.software.attention_of_windows == "flash2"
+
+
+def test_attention_with_sinks_is_priced_as_blocks() -> None:
+    model = ("model.architecture=gpt_oss", "model.preset=gpt-oss-20b", "data.packing=none")
+    kernels = []
+    for gpu in ("H100", "B200"):
+        recipe = load(str(ROOT / "tools/gpu/models.toml"), model, check_files=False).recipe
+        kernels.append(of_recipe(recipe, device(gpu)).software.attention)
+    assert kernels == ["flash3", "flash2"]
 
 
 def test_a_compiled_loss_takes_less_time() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import time
 from itertools import count
 from pathlib import Path
@@ -302,7 +303,17 @@ def test_prometheus_reads_the_last_values(
     assert values["composer3d_loss_train"] == 3.5
     assert values["composer3d_tokens"] == 2 * TOKENS
     assert abs(values["composer3d_last_point_timestamp_seconds"] - time.time()) < 60
-    assert "composer3d_optim_grad_norm" not in values  # it is not finite
+    assert math.isnan(values["composer3d_optim_grad_norm"])
+
+    slow = {"straggler_rank": 3.0, "straggler_factor": 1.5}
+    metrics.log_step(3, loss=float("nan"), grad_norm=1.0, lr=1e-3, extra=lambda: slow)
+    _wait_until(lambda: served().get("composer3d_step") == 3)
+    values = served()
+    assert math.isnan(values["composer3d_loss_train"])
+    assert values["composer3d_ranks_straggler_rank"] == 3
+    metrics.log_step(4, loss=3.0, grad_norm=1.0, lr=1e-3)
+    _wait_until(lambda: served().get("composer3d_step") == 4)
+    assert "composer3d_ranks_straggler_rank" not in served()
 
     other = _metrics(tmp_path / "other", service="prometheus", value=port)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from composer3d.facts.errors import PlanError
 from composer3d.models.registry import architecture
@@ -121,6 +122,31 @@ def test_attention_with_sinks_is_none_of_torch(tmp_path: Path, sets: list[str], 
     )
     recipe = load(tmp_path / "r.toml", sets).recipe
     assert describe_attention(recipe, torch.device("cpu")) == f"{place}; its kernel: CPU flash"
+
+
+@pytest.mark.parametrize(
+    ("sets", "kernel"),
+    [
+        (["mesh.cp=2"], "cuDNN"),
+        (["mesh.cp=2", "data.seq_len=508"], "CUDA flash"),  # blocks of 127 queries
+        (["mesh.cp=2", "data.seq_len=508", "parallel.cp_balance=contiguous"], "cuDNN"),
+        (["data.packing=documents"], "CUDA flash"),
+        (["model.window=8"], "CUDA flash"),
+        (["model.window=8", "model.full_every=2", "mesh.cp=2"], "cuDNN"),
+        (["mesh.cp=2", "precision.compute=float32"], "plain scores"),
+    ],
+)
+def test_the_kernel_on_a_hopper_gpu_is_named(
+    sets: list[str], kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is one in name: its queries are tensors without data."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    usual = ["data.seq_len=512", "precision.compute=bfloat16"]
+    recipe = load(str(FOR_VERIFY), [*usual, *sets], check_files=False).recipe
+    with FakeTensorMode():
+        described = describe_attention(recipe, torch.device("cuda"))
+    assert described is not None
+    assert described.endswith(f"its kernel: {kernel}")
 
 
 def test_float8_with_tp_is_doubted(tmp_path: Path) -> None:
