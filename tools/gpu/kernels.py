@@ -66,6 +66,7 @@ def machine(rehearse: bool) -> dict[str, Any]:
         figures |= {name.replace(".", "_"): value for name, value in shown.items()}
         figures["cuda"], figures["cudnn"] = torch.version.cuda, torch.backends.cudnn.version()
         figures["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        figures["compiler"] = _try_compiler(device)
     size = 256 if rehearse else 8192
     rates: dict[str, float] = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -79,6 +80,15 @@ def machine(rehearse: bool) -> dict[str, Any]:
     x = torch.empty(2**20 if rehearse else 2**30, dtype=torch.uint8, device=device)
     figures["memory_gb_s"] = 2 * x.numel() / time_of(lambda: x.clone(), device) / 1e9
     return figures
+
+
+def _try_compiler(device: torch.device) -> Any:
+    """Return whether a function can be compiled here: half of the parts would fail without that."""
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
+    except Exception as error:
+        return {"failed": str(error)[:500]}
+    return "works"
 
 
 def _float8_product(size: int, device: torch.device) -> Callable[[], Tensor]:
