@@ -48,6 +48,20 @@ CALLED = {
     "aten::_scaled_dot_product_flash_attention_backward": Use(
         (*_SAVED, *_LENGTHS, "dropout_p", "is_causal", "philox_seed", "philox_offset"), (), 3
     ),
+    "aten::_scaled_dot_product_cudnn_attention": Use(
+        (*_QUERY_KEY_VALUE, "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal"),
+        (),
+        2,
+        others=True,
+    ),
+    "aten::_scaled_dot_product_cudnn_attention_backward": Use(
+        (
+            *(*_SAVED, "philox_seed", "philox_offset", "attn_bias"),
+            *(*_LENGTHS, "dropout_p", "is_causal"),
+        ),
+        (),
+        3,
+    ),
     "aten::_flash_attention_forward": Use(
         (*_QUERY_KEY_VALUE, *_LENGTHS, "dropout_p", "is_causal", "return_debug_mask"),
         _WINDOW,

@@ -54,7 +54,7 @@ def run(options: Options) -> int:
     from composer3d.convert.convert import convert
 
     report = convert(
-        hub.folder(options.src),
+        hub.folder(options.src, shows_progress=True),
         Path(options.dst),
         options.to,
         dtype=options.dtype,

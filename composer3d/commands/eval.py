@@ -83,7 +83,7 @@ def run(options: Options) -> int:
     from composer3d.generate.recipe import document_of
 
     own = job.own_recipe(options.recipe)
-    src = hub.folder(options.src)
+    src = hub.folder(options.src, shows_progress=environment.rank() == 0)
     checkpoint = open_checkpoint(src, own)
     usual = default_windows(checkpoint)
     chosen: Any = options.packing or usual.packing

@@ -171,7 +171,7 @@ def run(options: Options) -> int:
     from composer3d.runtime.process_group import pick_device
 
     request = Request(
-        src=str(hub.folder(options.src)),
+        src=str(hub.folder(options.src, shows_progress=environment.rank() == 0)),
         recipe=job.own_recipe(options.recipe),
         prompts=tuple(read),
         max_tokens=options.max_tokens,

@@ -60,7 +60,7 @@ def run(options: Options) -> int:
         DataError: the manifest of token files cannot be used.
         UserError: a later version of composer3d wrote the checkpoint.
     """
-    path = hub.folder(options.path)
+    path = hub.folder(options.path, shows_progress=True)
     if os.path.exists(path / MANIFEST):  # unlike Path.exists, False for any odd name
         return _inspect_tokens(
             path, full=options.full, samples=options.samples, as_json=options.as_json

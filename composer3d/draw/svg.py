@@ -47,6 +47,15 @@ class Area(NamedTuple):
         return self.y + self.height / 2
 
 
+# So that a narrow window shows the whole picture, smaller.
+_FITS = ' style="max-width:100%;height:auto"'
+
+
+def for_page(document: str) -> str:
+    """Return an SVG document for a page whose policy allows no style in attributes."""
+    return document.replace(_FITS, "", 1)
+
+
 class Picture:
     """Shapes in the order in which they are drawn; later ones cover earlier ones."""
 
@@ -131,14 +140,11 @@ class Picture:
         self._shapes.append(f'<polygon points="{text}" fill="{ink}"/>')
 
     def document(self, width: float, height: float, title: str) -> str:
-        """Return the whole SVG file; ``title`` is what screen readers say.
-
-        A window that is narrower than ``width`` shows the whole picture, smaller.
-        """
+        """Return the whole SVG file; ``title`` is what screen readers say."""
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label={quoted(title)} '
             f'viewBox="0 0 {_number(width)} {_number(height)}" width="{_number(width)}" '
-            f'height="{_number(height)}" style="max-width:100%;height:auto" font-family="{FONT}">'
+            f'height="{_number(height)}"{_FITS} font-family="{FONT}">'
         )
         page = f'<rect width="{_number(width)}" height="{_number(height)}" fill="{PAPER}"/>'
         return "\n".join([head, page, *self._shapes, "</svg>"]) + "\n"

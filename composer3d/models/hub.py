@@ -5,7 +5,6 @@ variables: HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE and so on. What it loa
 any other folder, and is checked by who reads it. No torch here.
 """
 
-import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,12 +79,13 @@ def pinned(text: str, kept: str | None = None) -> str:
     return str(place._replace(revision=folder(text, CONFIG).name))
 
 
-def folder(text: str, files: tuple[str, ...] = WEIGHTS) -> Path:
+def folder(text: str, files: tuple[str, ...] = WEIGHTS, *, shows_progress: bool = False) -> Path:
     """Return the folder of a checkpoint: of a name on the Hub, once its files have been loaded.
 
     Args:
         text: a path, which is returned as it is, or a name on the Hub.
         files: which files to load.
+        shows_progress: whether to print how far loading is.
 
     Raises:
         CheckpointError: the name is malformed, there is no such repository or revision, it cannot
@@ -108,7 +108,7 @@ def folder(text: str, files: tuple[str, ...] = WEIGHTS) -> Path:
             revision=place.revision,
             allow_patterns=list(files),
             ignore_patterns=["*/*"],
-            tqdm_class=None if _shows_progress(files) else _NoBar,
+            tqdm_class=None if shows_progress else _NoBar,
         )
     except Exception as error:
         # The library's errors have several bases, and those of its connections have others.
@@ -118,11 +118,6 @@ def folder(text: str, files: tuple[str, ...] = WEIGHTS) -> Path:
     if not _COMMIT.fullmatch(found.name):
         raise CheckpointError(f"{place}: huggingface_hub has no commit for {found}")
     return found
-
-
-def _shows_progress(files: tuple[str, ...]) -> bool:
-    """Return whether to show how far loading is: of what is large, on one rank of a job."""
-    return files == WEIGHTS and os.environ.get("RANK", "0") == "0"
 
 
 def tokenizer_file(text: str) -> Path:

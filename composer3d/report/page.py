@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from composer3d.draw.svg import for_page
 from composer3d.facts.markup import escape
 from composer3d.facts.tags import COUNTED_TOKENS
 from composer3d.report.chart import LEFT, RIGHT, WIDTH, Level, Line, Mark, draw, number
@@ -214,7 +215,7 @@ def render(subjects: Sequence[Subject], differences: Sequence[KeyDifference] | N
         for picture in subject.pictures:
             parts.append(f"<h2>{prefix}{escape(picture.title)}</h2>")
             if picture.svg:
-                parts.append(f'<div class="wide">{picture.svg}</div>')
+                parts.append(f'<div class="wide">{for_page(picture.svg)}</div>')
             if picture.note:
                 parts.append(f'<p class="quiet">{escape(picture.note)}</p>')
         further = [f"<h2>{prefix}Events</h2>", *_events(subject.run)]
