@@ -40,6 +40,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert cli.main(["convert", f"{folder}/runs/made", f"{folder}/hf", "--to", "hf"]) == 0
     (folder / "hf" / "pytorch_model.bin").write_bytes(b"not read")
     (folder / "hf" / "LICENSE").write_text("as you like")
+    # So that the numbers in config.json say which token ends a text.
+    (folder / "hf" / "tokenizer_config.json").unlink()
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((folder / "hf" / name).read_text())
+        (folder / "hf" / name).write_text(json.dumps(content | {"eos_token_id": 7}))
     return folder / "hf"
 
 
