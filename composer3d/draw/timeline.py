@@ -315,9 +315,8 @@ def _draw_strip(
     bottom = tops[-1] + ROW_HEIGHT
     _axis(picture, scale, strip, bottom, unit)
     if strip.end_s < timeline.end_s - 1e-9:
-        picture.text(
-            *(WIDTH - MARGIN, bottom + 31, "goes on below"), size=10, anchor="end", ink=QUIET_INK
-        )
+        words = "goes on below"
+        picture.text(WIDTH - MARGIN, bottom + 31, words, size=10, anchor="end", ink=QUIET_INK)
     return bottom + 34
 
 

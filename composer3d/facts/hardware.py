@@ -22,6 +22,9 @@ from composer3d.facts.files import read_plain
 from composer3d.facts.text import in_quotes, short_json
 from composer3d.facts.toml import parse_toml
 
+# The major number of the compute capability of H100 and H200.
+HOPPER_MAJOR = 9
+
 Generation = Literal["ampere", "ada", "hopper", "blackwell", "cdna3", "cpu"]
 
 

@@ -17,7 +17,7 @@ from composer3d.facts.text import one_line
 
 _PREFIX = "hf://"
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
-_PLACE = re.compile(rf"hf://({_WORD}/{_WORD})(?:@({_WORD}(?:/{_WORD})*))?")
+_PLACE = re.compile(rf"{_PREFIX}({_WORD}/{_WORD})(?:@({_WORD}(?:/{_WORD})*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 # Which files to load. All are at the top of a repository.
@@ -72,10 +72,10 @@ def pinned(text: str, kept: str | None = None) -> str:
         CheckpointError: as ``folder``.
     """
     place = _place_of(text)
-    earlier = None if kept is None or not is_place(kept) else _place_of(kept)
-    is_same = earlier is not None and place.repository == earlier.repository
-    if earlier is not None and is_same and earlier.is_pinned and not place.is_pinned:
-        return str(earlier)
+    if kept is not None and is_place(kept) and not place.is_pinned:
+        earlier = _place_of(kept)
+        if earlier.is_pinned and earlier.repository == place.repository:
+            return str(earlier)
     return str(place._replace(revision=folder(text, CONFIG).name))
 
 

@@ -35,6 +35,7 @@ from torch.nn.functional import (  # type: ignore[attr-defined]  # its stub lack
 )
 
 from composer3d.facts.errors import DeviceError, PlanError
+from composer3d.facts.hardware import HOPPER_MAJOR
 from composer3d.models.contract import ShardingPlan
 from composer3d.models.layers.moe import Experts, Groups
 from composer3d.recipe.schema import FLOAT8_MULTIPLE, MeshTable, PrecisionTable
@@ -43,7 +44,6 @@ _E4M3 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_E4M3).max  # 448
 _SMALLEST_AMAX = 1e-12  # rows of zeros have a finite scale too
 _LEAST_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
-_HOPPER = 9
 
 
 class Rounded(NamedTuple):
@@ -191,7 +191,7 @@ def _has_grouped_kernel(rows_MK: Tensor) -> bool:
     """
     if not rows_MK.is_cuda or rows_MK.dtype != torch.bfloat16:
         return False
-    return torch.cuda.get_device_capability(rows_MK.device)[0] == _HOPPER
+    return torch.cuda.get_device_capability(rows_MK.device)[0] == HOPPER_MAJOR
 
 
 def _widen(matrix: Rounded) -> Tensor:

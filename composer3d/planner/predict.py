@@ -146,11 +146,8 @@ def _attention(recipe: Recipe, hardware: Hardware) -> _Attention:
     is_whole = recipe.mesh.cp == 1 or parallel.cp_method == "ulysses"
     is_block = not is_whole or recipe.model.has_sinks
     has_cudnn = generation == "hopper" or (generation == "blackwell" and not is_block)
-    fits = recipe.model.head_width <= 128 and recipe.precision.computes_in in (
-        "bfloat16",
-        "float16",
-    )
-    fits = fits and recipe.data.packing == "none"
+    is_half = recipe.precision.computes_in in ("bfloat16", "float16")
+    fits = recipe.model.head_width <= 128 and is_half and recipe.data.packing == "none"
     if has_cudnn and fits and not recipe.run.deterministic:
         return _Attention("flash3", "flash2")
     return _Attention("flash2", "flash2")

@@ -36,9 +36,14 @@ class Layout(NamedTuple):
 _MOE = "verify-moe"
 
 
+def sets_of(architecture: str, preset: str) -> tuple[str, str]:
+    """Return the overrides that name a model."""
+    return f"model.architecture={architecture}", f"model.preset={preset}"
+
+
 def _model(architecture: str, preset: str) -> str:
     """Return the overrides of a model whose sequences are documents."""
-    return f"model.architecture={architecture} model.preset={preset} data.packing=documents"
+    return " ".join((*sets_of(architecture, preset), "data.packing=documents"))
 
 
 _DEEPSEEK = f"{_model('deepseek', 'debug-deepseek')} model.n_kv_heads=8 model.mtp_layers=1"

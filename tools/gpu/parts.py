@@ -163,11 +163,6 @@ _TINY_DENSE = (*_TINY, "model.ffn=128")
 _TINY_MOE = (*_TINY, "model.expert_ffn=64", "model.experts=4", "model.experts_per_token=2")
 
 
-def _of(architecture: str, preset: str) -> tuple[str, str]:
-    """Return the overrides that name a model."""
-    return f"model.architecture={architecture}", f"model.preset={preset}"
-
-
 # The overrides of each row, by part. The recipe is that of the part.
 _CASES: dict[str, dict[str, tuple[str, ...]]] = {
     "dense": {
@@ -187,19 +182,22 @@ _CASES: dict[str, dict[str, tuple[str, ...]]] = {
         "recomputed": ("memory.activation_checkpoint=full",),
     },
     "models": {
-        "DeepSeek-V2-Lite, 4 layers": (*_of("deepseek", "deepseek-v2-lite"), "model.n_layers=4"),
+        "DeepSeek-V2-Lite, 4 layers": (
+            *layouts.sets_of("deepseek", "deepseek-v2-lite"),
+            "model.n_layers=4",
+        ),
         "Moonlight with a token ahead, 3 layers": (
-            *_of("deepseek", "moonlight-16b-a3b"),
+            *layouts.sets_of("deepseek", "moonlight-16b-a3b"),
             "model.n_layers=3",
             "model.mtp_layers=1",
         ),
-        "gpt-oss 20B, 2 layers": (*_of("gpt_oss", "gpt-oss-20b"), "model.n_layers=2"),
-        "Gemma 3 1B": _of("gemma3", "gemma3-1b"),
-        "OLMo 3 7B, 4 layers": (*_of("olmo2", "olmo3-7b"), "model.n_layers=4"),
-        "Granite 3 2B, 8 layers": (*_of("granite", "granite3-2b"), "model.n_layers=8"),
-        "Gemma 3 1B, compiled": (*_of("gemma3", "gemma3-1b"), "compile.enabled=true"),
+        "gpt-oss 20B, 2 layers": (*layouts.sets_of("gpt_oss", "gpt-oss-20b"), "model.n_layers=2"),
+        "Gemma 3 1B": layouts.sets_of("gemma3", "gemma3-1b"),
+        "OLMo 3 7B, 4 layers": (*layouts.sets_of("olmo2", "olmo3-7b"), "model.n_layers=4"),
+        "Granite 3 2B, 8 layers": (*layouts.sets_of("granite", "granite3-2b"), "model.n_layers=8"),
+        "Gemma 3 1B, compiled": (*layouts.sets_of("gemma3", "gemma3-1b"), "compile.enabled=true"),
         "gpt-oss 20B, 2 layers, compiled": (
-            *_of("gpt_oss", "gpt-oss-20b"),
+            *layouts.sets_of("gpt_oss", "gpt-oss-20b"),
             "model.n_layers=2",
             "compile.enabled=true",
         ),
@@ -219,7 +217,7 @@ def _experts(rehearse: bool) -> dict[str, Any]:
 
 def _models(rehearse: bool) -> dict[str, Any]:
     """Steps of models of other architectures."""
-    tiny = (*_of("gemma3", "debug-gemma3"), "data.seq_len=64", "run.device=cpu")
+    tiny = (*layouts.sets_of("gemma3", "debug-gemma3"), "data.seq_len=64", "run.device=cpu")
     return _steps("models", tiny if rehearse else (), rehearse)
 
 

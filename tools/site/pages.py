@@ -1,11 +1,10 @@
 """Makes the folder from which Sphinx builds the site: ``python -m tools.site.pages FOLDER``."""
 
-import ast
 import re
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from tools.prove.paths import ROOT
@@ -98,20 +97,13 @@ def _navigation() -> str:
     return "".join(lines) + f"\n```{{toctree}}\n:hidden:\n:caption: Project\n\n{others}\n```\n"
 
 
-def _public_names() -> Iterator[tuple[str, str]]:
-    """Yield the module and the name of each public name of the library."""
-    for statement in ast.parse((ROOT / "composer3d" / "__init__.pyi").read_text()).body:
-        if isinstance(statement, ast.ImportFrom):
-            for alias in statement.names:
-                yield str(statement.module), alias.name
-
-
 def api_page() -> str:
     """Return the page of the public names, by the package that they come from."""
+    from composer3d import _MODULES
     from composer3d import __getattr__ as value_of
 
     packages: dict[str, list[str]] = defaultdict(list)
-    for module, name in _public_names():
+    for name, module in _MODULES.items():
         packages[module.split(".")[1]].append(name)
     lines = [
         "# Reference of the library",

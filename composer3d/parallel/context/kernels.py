@@ -18,6 +18,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from composer3d.facts.hardware import HOPPER_MAJOR
 from composer3d.models.layers.attention import bias_of
 
 _aten = torch.ops.aten
@@ -34,8 +35,6 @@ class Kernel(Enum):
     REFERENCE = "plain scores"
 
 
-# The major number of the compute capability of H100 and H200.
-_HOPPER = 9
 # For blocks of fewer queries, cuDNN's kernel was not measured.
 _LEAST_QUERIES_OF_CUDNN = 128
 
@@ -52,7 +51,9 @@ def kernel_of(q: Tensor) -> Kernel:
     capability = torch.cuda.get_device_capability(q.device) if is_half else (0, 0)
     if capability < (8, 0) or width % 8 or width > 256:
         return Kernel.REFERENCE
-    fits_cudnn = capability[0] == _HOPPER and width <= 128 and tokens >= _LEAST_QUERIES_OF_CUDNN
+    fits_cudnn = (
+        capability[0] == HOPPER_MAJOR and width <= 128 and tokens >= _LEAST_QUERIES_OF_CUDNN
+    )
     # ``implementation`` turns cuDNN's kernel off. Its backward gives other bits in each call.
     is_allowed = torch.backends.cuda.cudnn_sdp_enabled()
     if fits_cudnn and is_allowed and not torch.are_deterministic_algorithms_enabled():
