@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from tools.prove.paths import ROOT
 # Before torch is imported: a worker that ran several threads would slow down the others.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from composer3d.runtime import collector, launch
 from composer3d.runtime.launch import Pool
 from tools.fake_cuda import device
 from tools.two_hosts import Host, NoHostsError, two_hosts
@@ -21,6 +22,16 @@ from tools.two_hosts import Host, NoHostsError, two_hosts
 # A busy machine is no failure. Tests have limits of their own.
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
+
+# The process that forks the tasks of tests imports what they need, once for all.
+launch._PRELOAD = "tests.preloaded"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Let Python's garbage collector skip what is collected: millions of objects that stay."""
+    with collector.importing():
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)

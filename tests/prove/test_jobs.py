@@ -49,11 +49,10 @@ def start(killer: Killer) -> Iterator[Callable[..., Job]]:
 @pytest.mark.parametrize(
     "trouble",
     [
-        Trouble("kill of rank", 2, 0, 17, launcher="torchrun"),
         Trouble("kill of launcher", 2, 0, 9),
         Trouble("full disk at a save", 2, 0, 9, 0.4),
         Trouble("full disk for a moment", 2, 0, 9),
-        Trouble("60 Ctrl-C", 2, 0, 0, 0.75),
+        Trouble("60 Ctrl-C", 2, 0, 0, 0.5),
         Trouble("no memory", 2, 1, 9),
     ],
     ids=str,

@@ -10,6 +10,7 @@ from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
 from composer3d.verify.proof import verify_layout
+from tools.prove.faults.catch import STEPS
 from tools.prove.matrix import cover as matrix
 from tools.prove.matrix import report
 from tools.prove.paths import RECIPE, ROOT
@@ -153,6 +154,6 @@ def test_a_layout_of_the_matrix_is_exact(
     pool: Pool, references: Path, row: matrix.Row, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)  # recipes name schedule files relative to it
-    sets, steps = matrix.sets(row), matrix.STEPS
-    verdict = verify_layout(pool, references, str(RECIPE), sets, dtype="float64", steps=steps)
+    sets = matrix.sets(row)
+    verdict = verify_layout(pool, references, str(RECIPE), sets, dtype="float64", steps=STEPS)
     assert verdict.passed, verdict

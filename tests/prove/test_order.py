@@ -32,7 +32,8 @@ def test_a_swap_of_two_collectives_on_one_rank_is_found(pool: Pool) -> None:
 
     Other ranks can come to the collectives of two others in either order.
     """
-    events = events_of_layout(pool, "mesh.dp_shard=2", "mesh.tp=2")
+    small = ("model.n_layers=1", "data.global_batch=2", "data.micro_batch=1")
+    events = events_of_layout(pool, "mesh.dp_shard=2", "mesh.tp=2", *small)
     found: set[bool] = set()
     for place, (one, following) in enumerate(pairwise(events[1])):
         assert isinstance(one, Collective)

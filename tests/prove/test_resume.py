@@ -14,7 +14,7 @@ from tools.prove import resume as resume_matrix
 from tools.prove.faults.resume import go_on_a_step_later, swap_two_moments
 
 PART_WITH_EXPERTS = ("ep 4 of tp 4", "ep 2 of zero 3 x 2, pp 2 ZBV")
-PART = ("one process", "zero 2 x 3", "pp 2 1F1B, tp 2", "cp 3, tp 2")
+PART = ("one process", "zero 2 x 3", "pp 2 1F1B, tp 2")
 
 
 @pytest.fixture(scope="module")
@@ -52,26 +52,33 @@ def test_a_layout_resumes_what_it_and_another_saved(
     assert other.is_exact, other
 
 
-def test_experts_resume_on_other_layouts(
-    pool: Pool, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("experts")
-    matrix = resume_matrix.Matrix(pool, folder, resume_matrix.MODELS["experts"])
-    cells, problems = resume_matrix.prove(matrix, PART_WITH_EXPERTS)
+def test_experts_resume_on_another_layout(pool: Pool, tmp_path: Path) -> None:
+    matrix = resume_matrix.Matrix(pool, tmp_path, resume_matrix.MODELS["experts"])
+    cells, problems = resume_matrix.prove(matrix, PART_WITH_EXPERTS, on=PART_WITH_EXPERTS[1:])
     assert problems == []
-    assert len(cells) == len(PART_WITH_EXPERTS) ** 2
+    assert [cell.source for cell in cells] == list(PART_WITH_EXPERTS)
 
 
-@pytest.mark.parametrize("family", ["gpt-oss", "DeepSeek", "Gemma 3"])
-def test_a_family_resumes_on_another_layout(family: str, pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "target"),
+    [
+        ("gpt-oss", "gpt-oss, ep 2 of tp 2, pp 2 1F1B"),
+        ("DeepSeek", "DeepSeek, ep 2 of tp 2, pp 2 1F1B"),
+        ("Gemma 3", "Gemma 3, zero 3 x 2, cp 2"),
+    ],
+)
+def test_a_family_resumes_on_another_layout(
+    family: str, target: str, pool: Pool, tmp_path: Path
+) -> None:
     """In float64: bitwise on its own layout, and within 1e-9 on one with other axes."""
     model = resume_matrix.MODELS[family]
     assert model.bound == 1e-9
-    part = list(model.layouts)[:2]
-    cells, problems = resume_matrix.prove(resume_matrix.Matrix(pool, tmp_path, model), part)
+    matrix = resume_matrix.Matrix(pool, tmp_path, model)
+    layouts = list(model.layouts)[:2]
+    cells, problems = resume_matrix.prove(matrix, layouts, on=[target])
     assert problems == []
-    assert len(cells) == len(part) ** 2
-    assert all(cell.deviation == 0 for cell in cells if cell.source == cell.target)
+    assert [cell.source for cell in cells] == layouts
+    assert cells[layouts.index(target)].deviation == 0.0
     assert not replace(cells[0], deviation=2e-9).is_exact
 
 

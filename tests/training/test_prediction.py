@@ -26,7 +26,7 @@ SETS = [
     "optim.warmup=1",
     "data.packing=documents",
 ]
-PP = ["mesh.pp=2", "mesh.tp=2", "mesh.cp=2", "mesh.dp_shard=1"]
+PP = ["mesh.pp=2", "mesh.cp=2", "mesh.dp_shard=1"]
 
 
 def write_recipe(folder: Path) -> None:
@@ -40,22 +40,22 @@ def rows_of(folder: Path, out_dir: str, key: str) -> dict[int, dict[str, float]]
 
 
 def test_a_run_learns_to_predict_further(pool: Pool, folder: Path) -> None:
-    """On a pipeline with tp and cp, as on one process. Its checkpoint is one of the main model."""
+    """On a pipeline with cp, as on one process. Its checkpoint is one of the main model."""
     write_recipe(folder)
     assert train(pool, folder, *SETS, "run.out_dir=one").returncode == 0
-    assert train(pool, folder, *SETS, *PP, "run.out_dir=eight").returncode == 0
-    one, eight = rows_of(folder, "one", "loss"), rows_of(folder, "eight", "loss")
+    assert train(pool, folder, *SETS, *PP, "run.out_dir=four").returncode == 0
+    one, four = rows_of(folder, "one", "loss"), rows_of(folder, "four", "loss")
     for step, row in one.items():
         assert row["mtp_loss"] == pytest.approx((row["mtp_loss/1"] + row["mtp_loss/2"]) / 2)
         for key in ("loss", "mtp_loss", "mtp_loss/1", "mtp_loss/2", "grad_norm"):
             # Later, a token whose experts are nearly tied may go to another one.
             bound = 1e-4 if step < 3 else 1e-2
-            assert row[key] == pytest.approx(eight[step][key], rel=bound), (step, key)
+            assert row[key] == pytest.approx(four[step][key], rel=bound), (step, key)
     assert one[6]["mtp_loss"] < one[1]["mtp_loss"] - 0.1
     assert one[1]["mtp_loss"] > 4  # nats: without the coefficient, and a mean
 
     # The depths take no part in the validation.
-    validated = [rows_of(folder, name, "validation_loss")[6] for name in ("one", "eight")]
+    validated = [rows_of(folder, name, "validation_loss")[6] for name in ("one", "four")]
     losses = [row["validation_loss"] for row in validated]
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
     assert losses[0] < one[6]["loss"] + 1

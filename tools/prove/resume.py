@@ -492,8 +492,16 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if problems else 0
 
 
-def prove(matrix: Matrix, layouts: Sequence[str]) -> tuple[list[Cell], list[str]]:
-    """Resume each layout's checkpoint on each, and print the table; return pairs and problems."""
+def prove(
+    matrix: Matrix, layouts: Sequence[str], on: Sequence[str] | None = None
+) -> tuple[list[Cell], list[str]]:
+    """Resume each layout's checkpoint, and print the table; return pairs and problems.
+
+    Args:
+        matrix: of the model.
+        layouts: those that save.
+        on: those that resume; None: all that save.
+    """
     cells, problems = [], []
     for number, name in enumerate(layouts, 1):
         wrong = matrix.save(name)
@@ -502,6 +510,8 @@ def prove(matrix: Matrix, layouts: Sequence[str]) -> tuple[list[Cell], list[str]
     numbers = "".join(f"{number:>7}" for number in range(1, len(layouts) + 1))
     print(f"resumed on, from: {' ' * 21}{numbers}")
     for number, name in enumerate(layouts, 1):
+        if on is not None and name not in on:
+            continue
         row = matrix.resume(name)
         cells += row
         shown = ""
