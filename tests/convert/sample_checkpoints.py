@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from composer3d.checkpoint.manifest import Manifest, TensorSpec, model_of
-from composer3d.convert.carried import CARRIED_NAMES
 from composer3d.convert.formats import Source, dtype_name, open_source
 from composer3d.convert.targets import write
 from composer3d.models.llama.shape import ModelShape
@@ -53,7 +52,6 @@ CARRIED = {
     "tokenizer.json": b"\xc3\xa4",
     "tokenizer.model": bytes(range(256)),
 }
-NAMES_IN_ORDER = [name for name in CARRIED_NAMES if name in {"config.json", *CARRIED}]
 
 
 def weights(shape: ModelShape = SHAPE, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -157,7 +157,6 @@ def test_a_checkpoint_of_before_a_field_came_is_whole(tmp_path: Path) -> None:
 EXPERT = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
 OTHER = EXPERT.replace("experts.3", "experts.0")
 GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
-DOWN = "model.layers.1.mlp.experts.down_proj"
 Held = dict[str, Tensor]
 
 

@@ -1,8 +1,8 @@
 """The collectives of a step: a formula for each axis, what a dry run counts, and what a job does.
 
 ``EXPECTED`` is the table. A row says what an axis must send at least, from sizes alone. ``excess``
-is what is sent beyond that, with its reason. The dry run must count exactly the sum, and real processes
-must count what the dry run counts.
+is what is sent beyond that, with its reason. The dry run must count exactly the sum, and real
+processes must count what the dry run counts.
 """
 
 from collections.abc import Callable
