@@ -16,7 +16,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from composer3d.runtime import collector, launch
 from composer3d.runtime.launch import Pool
-from tools.fake_cuda import device
 from tools.two_hosts import Host, NoHostsError, two_hosts
 
 # A busy machine is no failure. Tests have limits of their own.
@@ -57,6 +56,10 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The GPU in name, compiled: 4 s of CPU time. Its tests are skipped without a compiler."""
+    # Imported here, as it imports torch, which the process that starts xdist's workers has no use
+    # for.
+    from tools.fake_cuda import device
+
     return device.build(tmp_path_factory.mktemp("fake_cuda"))
 
 
