@@ -34,7 +34,7 @@ EXPERTS = [
     "model.router=sigmoid",
     "model.balance_loss=0.01",
 ]
-EVERY = "reliability.digest_every=3"
+EVERY = "reliability.digest_every=2"
 
 
 def train_and_flip(
@@ -200,17 +200,18 @@ def test_a_flipped_bit_is_named(
     suspects: list[int],
     what: str,
 ) -> None:
+    sets = [*sets, EVERY, "run.steps=4"]
     if "dp_shard=3" in mesh or "replicate=3" in mesh:
-        sets = [*sets, "data.global_batch=6"]
-    results = run_all(pool, folder, mesh, EVERY, *sets, rank=rank, after=4, name=name, kind=kind)
+        sets.append("data.global_batch=6")
+    results = run_all(pool, folder, mesh, *sets, rank=rank, after=3, name=name, kind=kind)
     assert all(not other["reports"] for other in results[1:])
-    # The check after step 3 was right. The fault comes after step 4.
+    # The check after step 2 was right. The fault comes after step 3.
     (step, lines, values), *_ = results[0]["reports"]
-    assert step == 6
+    assert step == 4
     article = "other" if what == "parameters" else "another"
     (line,) = [line for line in lines if line.startswith(f"corruption: {article} {what}")]
     assert [int(number) for number in re.findall(r"rank (\d+) \(", line)] == suspects
-    assert "all agreed after step 3" in line
+    assert "all agreed after step 2" in line
     if len(suspects) == 1:
         assert values == {"corrupt_rank": suspects[0]}
 
@@ -242,7 +243,7 @@ def test_healthy_ranks_agree_and_train_the_same_bits(
     # The last check is after the last step: each step sets the random state anew.
     sets = [*sets, "run.steps=4"]
     off = run_all(pool, folder, mesh, *sets, "run.out_dir=off")
-    on = run_all(pool, folder, mesh, *sets, "run.out_dir=on", "reliability.digest_every=2")
+    on = run_all(pool, folder, mesh, *sets, "run.out_dir=on", EVERY)
     for one, other in zip(off, on, strict=True):
         assert not other["reports"]
         assert one["losses"] == other["losses"]
