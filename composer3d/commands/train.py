@@ -9,7 +9,7 @@ import re
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from composer3d.recipe.machine import tracker_problems
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
 from composer3d.reliability.lock import describe_loss
-from composer3d.runtime import collector, environment, launch, log, shortage
+from composer3d.runtime import collector, environment, launch, log, rank_logs, shortage
 from composer3d.runtime.console import say
 from composer3d.runtime.ends import describe_died, describe_left
 from composer3d.runtime.files import append_whole, write_atomic
@@ -324,7 +324,13 @@ def train_rank(recipe: str, sets: Sequence[str], claimed: str | None = None) -> 
         sets: overrides, each ``table.key=value``.
         claimed: where rank 0 tells the launcher which folder it has claimed.
     """
-    return job.run_rank(partial(_train, claimed=claimed), partial(_load, recipe, sets))
+    return job.run_rank(
+        partial(_train, claimed=claimed), partial(_load, recipe, sets), keep=_keep_output
+    )
+
+
+def _keep_output(recipe: Recipe) -> AbstractContextManager[None]:
+    return rank_logs.kept(recipe.run.folder) if recipe.run.rank_logs else nullcontext()
 
 
 def _load(recipe: str, sets: Sequence[str], world_size: int) -> Resolved:
