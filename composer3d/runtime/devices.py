@@ -21,7 +21,7 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORC
 # The number of NCCL's last collectives that torch's flight recorder keeps, under either of two
 # names. It is torch's default where the recorder is on by default.
 _RECORDER_VARIABLES = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE")
-_RECORDED_COLLECTIVES = "2000"
+RECORDED_COLLECTIVES = "2000"
 
 # The values of environment variables under which cuBLAS and NCCL are deterministic. The first one
 # is set if the variable is absent. NCCL's other algorithms may add in the order of arrival.
@@ -69,7 +69,7 @@ def record_collectives() -> None:
     The report of lost ranks has them (``peers``). It must be called before NCCL starts.
     """
     if not any(name in os.environ for name in _RECORDER_VARIABLES):
-        os.environ[_RECORDER_VARIABLES[0]] = _RECORDED_COLLECTIVES
+        os.environ[_RECORDER_VARIABLES[0]] = RECORDED_COLLECTIVES
 
 
 def make_deterministic() -> None:
