@@ -22,6 +22,7 @@ from composer3d.facts import events
 from composer3d.facts.errors import RecipeError, UserError
 from composer3d.facts.interrupts import ending_at_once
 from composer3d.facts.tags import COUNTED_TOKENS
+from composer3d.models import hub
 from composer3d.recipe.advice import nothing_to_do, way_to_go_on
 from composer3d.recipe.changes import changes
 from composer3d.recipe.machine import tracker_problems
@@ -86,6 +87,9 @@ def _run(recipe: str, sets: Sequence[str]) -> int:
     _require_trackers(resolved)
     # Torch takes seconds to import.
     _say_what_begins(resolved.recipe)
+    if resolved.recipe.model.hf is not None and hub.is_place(resolved.recipe.model.hf):
+        # With the commit, which is loaded already, no rank asks the Hub again.
+        sets = (*sets, f"model.hf={resolved.recipe.model.hf}")
     resolved, processes = job.count_processes(resolved, partial(_load, recipe, sets))
     if processes == 1 and not resolved.recipe.reliability.restarts:
         return train_rank(recipe, sets)
