@@ -1,4 +1,4 @@
-"""Which variables of the environment, and which limits, matter on a machine.
+"""Which variables of the environment, and which limits, matter on a machine. No torch here.
 
 Each row of ``_ROWS`` is a fact of a page of who makes the software:
 
@@ -8,7 +8,7 @@ Each row of ``_ROWS`` is a fact of a page of who makes the software:
   "Distributed communication package", on network interfaces;
 - NVIDIA's "CUDA Environment Variables", and Megatron-LM, which refuses one connection with FSDP.
 
-Nothing here contradicts what composer3d sets itself (``runtime.devices``, ``runtime.launch``).
+Nothing here contradicts what composer3d sets itself (``runtime.environment``, ``runtime.launch``).
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from composer3d.doctor.links import Links
 from composer3d.facts.text import in_quotes
 from composer3d.runtime import open_files
-from composer3d.runtime.devices import ALLOCATOR, RECORDED_COLLECTIVES
+from composer3d.runtime.environment import ALLOCATOR, RECORDED_COLLECTIVES
 
 # Where a row matters: on every machine, with GPUs, or with a network between machines.
 Network = Literal["any", "GPUs", "several interfaces", "InfiniBand", "RoCE", "EFA", "TCP"]

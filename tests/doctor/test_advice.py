@@ -7,7 +7,7 @@ import pytest
 
 from composer3d.doctor.advice import _ROWS, Advice, advice_as_json, advise, describe_links, lines_of
 from composer3d.doctor.links import Adapter, Links
-from composer3d.runtime.devices import _ALLOCATOR_VARIABLES, _RECORDER_VARIABLES
+from composer3d.runtime.environment import ALLOCATOR_VARIABLES, RECORDER_VARIABLES
 
 PLAIN = Links((), ("eth0",), None, {"open files": 4096, "locked memory": 65536}, 64 << 20)
 TWO = PLAIN._replace(interfaces=("eth0", "ib0"))
@@ -118,8 +118,8 @@ def test_it_does_not_contradict_what_composer3d_sets() -> None:
     found = advice_of(TWO, own | of_launcher, is_alone=True)
     assert all(found[name].is_right for name in own | of_launcher)
     names = {name for row in _ROWS for name in (row.variable, *row.names)}
-    assert names >= {*_RECORDER_VARIABLES, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
-    assert set(_ALLOCATOR_VARIABLES) - names == {"PYTORCH_HIP_ALLOC_CONF"}
+    assert names >= {*RECORDER_VARIABLES, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+    assert set(ALLOCATOR_VARIABLES) - names == {"PYTORCH_HIP_ALLOC_CONF"}
 
 
 def test_what_needs_a_look_comes_first_and_lines_are_short() -> None:
