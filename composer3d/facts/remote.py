@@ -1,0 +1,355 @@
+"""Folders in an object store, by their URL: ``s3://BUCKET/FOLDER``. No torch here.
+
+The library fsspec talks to the store, through a package for each kind of it, which reads its own
+environment variables and files: AWS_ENDPOINT_URL, AWS_PROFILE and so on. What a store holds is as
+hostile as any other folder, and is checked by who reads it.
+
+An object store has no rename, no lock and no folders. An object appears whole or not at all: a
+writer that is killed while it uploads leaves nothing.
+
+Every function raises OSError with a ``strerror`` for people, as ``facts.files`` does.
+"""
+
+import errno
+import io
+import os
+import tempfile
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import lru_cache, total_ordering
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from composer3d.facts.files import FileTooLargeError
+from composer3d.facts.text import one_line
+
+# The package that fsspec needs for each kind of store, and the extra that installs it.
+_PACKAGES = {
+    "s3": "s3fs, which composer3d[s3] installs",
+    "gs": "gcsfs, which composer3d[gs] installs",
+    "az": "adlfs, which composer3d[az] installs",
+    "file": "nothing more",
+}
+# Neither a name with its password, nor options, nor a chain of file systems, as fsspec has them.
+_URL = re.compile(rf"({'|'.join(_PACKAGES)})://[^\s@?#:\\]+")
+
+# Ranges of a file are read by so many threads, and so many ranges ahead of the one in use.
+_THREADS = 8
+_AHEAD = 8
+_PIECE_BYTES = 16 << 20  # of a file that is read whole
+
+
+def is_url(text: str) -> bool:
+    """Return whether a text is meant as the URL of an object store."""
+    return text.partition("://")[0] in _PACKAGES and "://" in text
+
+
+@total_ordering
+class RemotePath:
+    """A folder or a file in an object store. Paths of one store are ordered as their texts are.
+
+    The store is not asked before a method is called.
+
+    Args:
+        url: ``KIND://BUCKET/PATH``.
+
+    Raises:
+        ValueError: the URL is malformed; the error says what it must be.
+    """
+
+    def __init__(self, url: str) -> None:
+        parts = url.partition("://")[2].removesuffix("/").split("/")
+        if not _URL.fullmatch(url) or any(part in ("", ".", "..") for part in parts[1:]):
+            raise ValueError(
+                f"must be KIND://BUCKET/PATH, where KIND is {', '.join(_PACKAGES)}, without a "
+                "password, options or colons"
+            )
+        self._url = url.removesuffix("/")
+
+    def __str__(self) -> str:
+        return self._url
+
+    def __repr__(self) -> str:
+        return f"RemotePath({self._url!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemotePath) and self._url == other._url
+
+    def __lt__(self, other: "RemotePath") -> bool:
+        return self._url < other._url
+
+    def __hash__(self) -> int:
+        return hash(self._url)
+
+    def __truediv__(self, name: str) -> "RemotePath":
+        return RemotePath(f"{self._url}/{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self._url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> "RemotePath":
+        """The folder that holds this file or folder."""
+        return RemotePath(self._url.rpartition("/")[0])
+
+    # Reading.
+
+    def folders(self) -> list[str]:
+        """Return the names of the folders in this folder, sorted. A missing one has none."""
+        with self._words():
+            system = _system(self._kind)
+            try:
+                entries = system.ls(self._place, detail=True)
+            except FileNotFoundError:
+                return []
+            return sorted(
+                entry["name"].rstrip("/").rpartition("/")[2]
+                for entry in entries
+                if entry["type"] == "directory"
+            )
+
+    def files(self) -> dict[str, int]:
+        """Return the size in bytes of each file in this folder and below, by its path within it.
+
+        A folder that is missing has none.
+        """
+        with self._words():
+            found = _system(self._kind).find(self._place, detail=True)
+            start = len(self._place) + 1
+            return {
+                name[start:]: int(entry["size"])
+                for name, entry in found.items()
+                # The place itself, if it is a file, and the marks of empty folders.
+                if len(name) > start and not name.endswith("/")
+            }
+
+    def size(self) -> int:
+        """Return the size of this file in bytes."""
+        with self._words():
+            return int(_system(self._kind).info(self._place)["size"])
+
+    def exists(self) -> bool:
+        """Return whether there is a file of this path, or a folder with files in it."""
+        with self._words():
+            return bool(_system(self._kind).exists(self._place))
+
+    def read(self, limit: int) -> bytes:
+        """Return the content of this file, of at most ``limit`` bytes.
+
+        Raises:
+            FileTooLargeError: it has more. At most ``limit`` + 1 bytes of it have been read.
+        """
+        with self._words():
+            content = bytes(_system(self._kind).cat_file(self._place, start=0, end=limit + 1))
+        if len(content) > limit:
+            reason = f"is larger than {limit:,} bytes, the limit for such a file"
+            raise FileTooLargeError(errno.EFBIG, reason, str(self))
+        return content
+
+    def read_ranges(self, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+        """Yield ranges of bytes of this file, in their order. Some are read ahead, in threads.
+
+        Args:
+            ranges: the first byte and the number of bytes of each. Together with those read
+                ahead, nine of them must fit into memory.
+
+        Raises:
+            OSError: a range cannot be read, or the file ends within it.
+        """
+        waiting: deque[Future[bytes]] = deque()
+        left = iter(ranges)
+        with ThreadPoolExecutor(_THREADS) as threads:
+            try:
+                while True:
+                    more = islice(left, 1 + _AHEAD - len(waiting))
+                    waiting += [threads.submit(self._read_range, *each) for each in more]
+                    if not waiting:
+                        return
+                    yield waiting.popleft().result()
+            finally:
+                threads.shutdown(cancel_futures=True)
+
+    def _read_range(self, begin: int, size: int) -> bytes:
+        with self._words():
+            system = _system(self._kind)
+            content = bytes(system.cat_file(self._place, start=begin, end=begin + size))
+        if len(content) != size:
+            reason = f"ends within the {size:,} bytes at {begin:,}"
+            raise OSError(errno.EIO, reason, str(self))
+        return content
+
+    def pieces(self, size: int | None = None) -> Iterator[bytes]:
+        """Yield the whole content of this file in pieces, of which some are read ahead.
+
+        Args:
+            size: the size of the file in bytes; None: the store is asked.
+        """
+        size = self.size() if size is None else size
+        return self.read_ranges(
+            (begin, min(_PIECE_BYTES, size - begin)) for begin in range(0, size, _PIECE_BYTES)
+        )
+
+    # Writing.
+
+    @contextmanager
+    def create(self) -> Iterator["Upload"]:
+        """Yield a stream to write to. At the end of the block, the file is there with all of it.
+
+        It replaces an earlier file. If the block raises, nothing is there, or the earlier file; in
+        a store of the kind ``file``, a part of the new one.
+        """
+        with self._words():
+            stream = _system(self._kind).open(self._place, "wb")
+        try:
+            yield Upload(self, stream)
+        except BaseException:
+            _abandon(stream)
+            raise
+        with self._words():
+            stream.close()
+
+    def write(self, content: bytes) -> None:
+        """Write this file, in place of an earlier one."""
+        with self._words():
+            _system(self._kind).pipe_file(self._place, content)
+
+    def remove(self) -> None:
+        """Remove this file. A missing one is no error."""
+        with self._words():
+            with suppress(FileNotFoundError):
+                _system(self._kind).rm_file(self._place)
+
+    def remove_tree(self) -> None:
+        """Remove all files of this folder and below. A missing one is no error."""
+        with self._words():
+            with suppress(FileNotFoundError):
+                _system(self._kind).rm(self._place, recursive=True)
+
+    @property
+    def _kind(self) -> str:
+        return self._url.partition("://")[0]
+
+    @property
+    def _place(self) -> str:
+        """The path as fsspec's file systems name it: without the kind."""
+        return str(_system(self._kind)._strip_protocol(self._url))
+
+    @contextmanager
+    def _words(self) -> Iterator[None]:
+        """Raise every failure of a store as an OSError with words for people.
+
+        The packages have errors of several bases, and those of their connections have others.
+        """
+        try:
+            yield
+        except OSError as error:
+            if error.strerror and error.filename:
+                raise
+            number = _number_of(error)
+            raise OSError(number, _reason(error, os.strerror(number)), str(self)) from error
+        except ImportError as error:
+            reason = f"needs {_PACKAGES[self._kind]}"
+            raise OSError(errno.ENOSYS, reason, str(self)) from error
+        except (AssertionError, TypeError, AttributeError):
+            raise  # an error of this program
+        except Exception as error:
+            raise OSError(errno.EIO, _reason(error, "it failed"), str(self)) from error
+
+
+def _number_of(error: OSError) -> int:
+    kinds = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES}
+    return error.errno or kinds.get(type(error), errno.EIO)
+
+
+def _reason(error: Exception, default: str) -> str:
+    """Return the first line of an error's text, with its kind unless it is the system's own."""
+    text = str(error).strip()
+    words = one_line(text.splitlines()[0]) if text else default
+    return words if isinstance(error, OSError) else f"{type(error).__name__}: {words}"
+
+
+@lru_cache
+def _system(kind: str) -> Any:
+    """Return fsspec's file system for a kind of store.
+
+    No list of a folder is kept: other processes write there too.
+    """
+    import fsspec
+
+    # An object store needs no folder before its files; of a disk, fsspec makes them.
+    options = {"auto_mkdir": True} if kind == "file" else {"use_listings_cache": False}
+    return fsspec.filesystem(kind, **options)
+
+
+def _abandon(stream: Any) -> None:
+    """Close a stream without making its file, as far as its package can do that.
+
+    An error is dropped: there is one already, which counts.
+    """
+    with suppress(Exception):
+        if hasattr(stream, "discard"):
+            stream.discard()
+            stream.closed = True  # or its destructor would make the file
+        else:
+            stream.close()
+
+
+class Upload(io.RawIOBase):
+    """A stream that ``RemotePath.create`` yields. Its file is made by ``create``, not by ``close``.
+
+    Args:
+        path: the file.
+        stream: that of fsspec.
+    """
+
+    def __init__(self, path: RemotePath, stream: Any) -> None:
+        self._path, self._stream = path, stream
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        with self._path._words():
+            return int(self._stream.write(content))
+
+    def tell(self) -> int:
+        return int(self._stream.tell())
+
+
+Place = Path | RemotePath
+
+
+def place_of(text: str) -> Place:
+    """Return a path on a disk, or in an object store if ``text`` is a URL.
+
+    Raises:
+        ValueError: the URL is malformed; the error says what it must be.
+    """
+    return RemotePath(text) if is_url(text) else Path(text)
+
+
+def whole_file(path: RemotePath, limit: int) -> BinaryIO:
+    """Return a plain file on the disk with the content of ``path``; it goes when it is closed.
+
+    Raises:
+        FileTooLargeError: the file has more than ``limit`` bytes. None of them has been read.
+        OSError: it cannot be read, or the disk is full.
+    """
+    size = path.size()
+    if size > limit:
+        reason = f"is larger than {limit:,} bytes, the limit for such a file"
+        raise FileTooLargeError(errno.EFBIG, reason, str(path))
+    file = tempfile.TemporaryFile()
+    try:
+        file.writelines(path.pieces(size))
+        file.seek(0)
+    except BaseException:
+        file.close()
+        raise
+    return file
