@@ -13,8 +13,8 @@ Every function raises OSError with a ``strerror`` for people, as ``facts.files``
 import errno
 import io
 import os
-import tempfile
 import re
+import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -221,15 +221,13 @@ class RemotePath:
 
     def remove(self) -> None:
         """Remove this file. A missing one is no error."""
-        with self._words():
-            with suppress(FileNotFoundError):
-                _system(self._kind).rm_file(self._place)
+        with self._words(), suppress(FileNotFoundError):
+            _system(self._kind).rm_file(self._place)
 
     def remove_tree(self) -> None:
         """Remove all files of this folder and below. A missing one is no error."""
-        with self._words():
-            with suppress(FileNotFoundError):
-                _system(self._kind).rm(self._place, recursive=True)
+        with self._words(), suppress(FileNotFoundError):
+            _system(self._kind).rm(self._place, recursive=True)
 
     @property
     def _kind(self) -> str:
@@ -345,7 +343,7 @@ def whole_file(path: RemotePath, limit: int) -> BinaryIO:
     if size > limit:
         reason = f"is larger than {limit:,} bytes, the limit for such a file"
         raise FileTooLargeError(errno.EFBIG, reason, str(path))
-    file = tempfile.TemporaryFile()
+    file = tempfile.TemporaryFile()  # noqa: SIM115  # the caller closes it
     try:
         file.writelines(path.pieces(size))
         file.seek(0)
