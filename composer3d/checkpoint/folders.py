@@ -273,6 +273,11 @@ class RemoteWriter(Writer):
         # The base class has a path on a disk, and the files of a disk.
         self.__dict__ |= {"path": place, "fs": _RemoteFiles(self.entries)}
 
+    @property
+    def checkpoint_id(self) -> str:
+        """The path as it is pickled into the metadata: readers know no class of ours."""
+        return str(self.path)
+
 
 class _RemoteFiles(FileSystemBase):
     """The part of a file system that torch's writer uses, on an object store.
