@@ -150,13 +150,12 @@ class RemotePath:
         """Return the content of this file, of at most ``limit`` bytes.
 
         Raises:
-            FileTooLargeError: it has more. At most ``limit`` + 1 bytes of it have been read.
+            FileTooLargeError: it has more. None of them has been read.
         """
-        with self._words():
-            content = bytes(_system(self._kind).cat_file(self._place, start=0, end=limit + 1))
-        if len(content) > limit:
+        size = self.size()
+        if size > limit:
             raise _too_large(self, limit)
-        return content
+        return self._read_range(0, size)
 
     def read_ranges(self, ranges: Iterable[tuple[int, int]]) -> Generator[bytes, None, None]:
         """Yield ranges of bytes of this file, in their order. Some are read ahead, in threads.
@@ -185,6 +184,8 @@ class RemotePath:
                 threads.shutdown(cancel_futures=True)
 
     def _read_range(self, begin: int, size: int) -> bytes:
+        if size == 0:
+            return b""  # the servers of S3 refuse an empty range
         with self._words():
             system = _system(self._kind)
             content = bytes(system.cat_file(self._place, start=begin, end=begin + size))
@@ -259,10 +260,9 @@ class RemotePath:
         try:
             yield
         except OSError as error:
-            if error.strerror and error.filename:
-                raise
             number = _number_of(error)
-            raise OSError(number, _reason(error, os.strerror(number)), str(self)) from error
+            reason = error.strerror or _reason(error, os.strerror(number))
+            raise OSError(number, reason, str(self)) from error
         except ImportError as error:
             reason = f"needs {_PACKAGES[self._kind]}"
             raise OSError(errno.ENOSYS, reason, str(self)) from error
@@ -294,7 +294,7 @@ def _system(kind: str) -> Any:
 
     # An object store needs no folder before its files; of a disk, fsspec makes them.
     options = {"auto_mkdir": True} if kind == "file" else {"use_listings_cache": False}
-    return fsspec.filesystem(kind, **options)
+    return fsspec.filesystem(kind, skip_instance_cache=True, **options)
 
 
 def _abandon(stream: Any) -> None:

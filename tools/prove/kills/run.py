@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple
 from composer3d.facts.remote import RemotePath
 from composer3d.runtime.ends import DIED
 from composer3d.runtime.launch import Pool, WorkerError
-from tools.object_store import s3_server
+from tools.object_store import new_folder
 from tools.prove.kills.trap import PUBLISHED, Death, Event, Outcome, train_once
 from tools.prove.proof import add_names, add_number, choose, corpus_of, logged_losses, make_parser
 
@@ -168,8 +168,7 @@ class Killer:
         self._pool, self._fault = pool, fault
         self._local, self._lock = threading.local(), threading.Lock()
         self._stack = ExitStack()
-        # Before any worker starts, which needs to know its address.
-        self._server = self._stack.enter_context(s3_server())
+        self._remote = new_folder()  # before any worker starts, which must know the server
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="composer3d-kill-"))
         self.folder = Path(folder)
         corpus = self.folder / "corpus.txt"
@@ -192,7 +191,7 @@ class Killer:
 
     def place(self, folder: Path) -> RemotePath:
         """The folder in the object store for the runs of ``folder``."""
-        return self._server / folder.name
+        return self._remote / folder.name
 
     def train(
         self, folder: Path, sets: Sequence[str], *, world: int, **train_arguments: Any
