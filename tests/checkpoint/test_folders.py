@@ -162,6 +162,18 @@ def test_an_older_job_stops_before_it_writes(workers: Pool, folder: RemotePath) 
     assert folder.folders() == ["step-00000001", "step-00000002"]
 
 
+def claim(folder: RemotePath) -> None:
+    with pool_world():
+        Store(folder, keep=9).claim()
+
+
+def test_a_bucket_that_is_missing_is_found_before_the_first_save(workers: Pool) -> None:
+    with pytest.raises(WorkerError) as caught:
+        workers.run(claim, {"folder": RemotePath("s3://nobody/a")}, world_size=2)
+    for error in caught.value.failures.values():
+        assert "The specified bucket does not exist: 's3://nobody/a/writer'" in str(error)
+
+
 def fail_to_upload(folder: RemotePath) -> tuple[str, ...]:
     """Save on ranks of which the last one loses its connection; return the lines of the error."""
     import torch.distributed as dist
