@@ -159,7 +159,13 @@ def run(options: Options) -> int:
 
 def _refuse_options(options: Options, names: Mapping[str, str], place: str) -> None:
     """Raise UserError if an option is given that does not count here."""
-    given = [names[field] for field in names if getattr(options, field) not in (None, False, [])]
+    values = {field: getattr(options, field) for field in names}
+    # 0 is a value that is given.
+    given = [
+        names[field]
+        for field, value in values.items()
+        if not (value is None or value is False or value == [])
+    ]
     if given:
         hint = "; --tp N runs tasks on several processes" if "--set" in given else ""
         raise UserError(f"{', '.join(given)} can be used with {place}{hint}; leave it out")

@@ -1,5 +1,6 @@
 """``composer3d eval --tasks``: tasks of lm-eval, in one process or over the ranks of tp."""
 
+import contextlib
 import json
 import os
 import sys
@@ -64,7 +65,8 @@ def run(
     _print_notes(session)
     chosen: Any = device
     begun_s = time.perf_counter()
-    figures = evaluate_tasks_here(session, pick_device(chosen))
+    with _only_results_on_stdout():
+        figures = evaluate_tasks_here(session, pick_device(chosen))
     _report(figures, session, time.perf_counter() - begun_s, out=out, as_json=as_json)
     return 0
 
@@ -90,11 +92,16 @@ def _evaluate(
         resolved, rank, timeout_s=_TIMEOUT_S, advice=lambda: "start the command again"
     )
     begun_s = time.perf_counter()
-    with joined as world:
+    with joined as world, _only_results_on_stdout():
         figures = evaluate_tasks_on_ranks(session, resolved.recipe, world.device)
     if figures is not None:
         _report(figures, session, time.perf_counter() - begun_s, out=out, as_json=as_json)
     return 0
+
+
+def _only_results_on_stdout() -> contextlib.AbstractContextManager[object]:
+    """Send what lm-eval and tasks print to standard error: standard output has only results."""
+    return contextlib.redirect_stdout(sys.stderr)
 
 
 def _print_notes(session: "TasksSession") -> None:

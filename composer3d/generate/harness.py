@@ -189,9 +189,10 @@ class HarnessModel(TemplateLM):
         with Progress("log-likelihoods", len(passages), "passages") as progress:
             scores = self._crew.score(passages, on_done=progress.advance)
         found = [(score.log_likelihood, score.is_greedy) for score in scores]
-        for (texts, _, _), answer in zip(requests, found, strict=True):
-            if texts is not None:
-                self.cache_hook.add_partial("loglikelihood", texts, answer)
+        for request, answer in zip(requests, found, strict=True):
+            # Windows of a whole text have none.
+            if request[0] is not None:
+                self.cache_hook.add_partial("loglikelihood", request[0], answer)
         return found
 
     def _passage(self, texts: Any, context: list[int], continuation: list[int]) -> Passage:

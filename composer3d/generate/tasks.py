@@ -358,9 +358,12 @@ def load_tasks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
     # lm-eval sets these seeds before it loads tasks, which may draw their documents.
     _set_seeds()
+    own = list(filter(_is_file, names))
+    for name in own:
+        _check_file(name)
     with _reported("--tasks"):
         # The names of all tasks are read from 14,000 files, in about 20 s.
-        manager = TaskManager(include_defaults=not all(map(_is_single_task, names)))
+        manager = TaskManager(include_defaults=len(own) < len(names))
     loaded: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in names:
         specs = [name] if _is_file(name) else manager.match_tasks([name])
@@ -391,19 +394,15 @@ def _is_file(name: str) -> bool:
     return name.endswith(_FILE_ENDINGS)
 
 
-def _is_single_task(name: str) -> bool:
-    """Return whether a name is that of a file with one task. Raises DataError if it is not there.
-
-    A group in a file may name tasks of lm-eval.
-    """
-    if not _is_file(name):
-        return False
+def _check_file(name: str) -> None:
+    """Raise DataError if a file cannot be read, or has a group, which lm-eval takes by name."""
     try:
         content = read_plain(name, limit=_FILE_BYTES)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
         raise DataError(f"--tasks {one_line(name)}: cannot be read: {reason or error}") from None
-    return _GROUP_KEY.search(content) is None
+    if _GROUP_KEY.search(content) is not None:
+        raise DataError(f"--tasks {one_line(name)}: it is a group; name the files of its tasks")
 
 
 def _refuse_what_is_not_run(name: str, task: Any) -> None:
