@@ -32,6 +32,8 @@ from composer3d.runtime.launch import Pool
 from tests.data.sample_chats import END, write_tokenizer
 from tests.generate.jobs import MODELS, answer_of, make_checkpoint, run_command
 from tests.models.moe.transformers_models import SMALL, compute_in_float64, load_folder
+from tests.test_readme import blocks
+from tools.prove.paths import ROOT
 
 NEEDED = ("lm_eval", "accelerate")
 needs_lm_eval = pytest.mark.skipif(
@@ -305,15 +307,15 @@ def test_the_command_prints_these_figures(
     for name in CONFIGS:
         ours = [line["resps"] for line in lines if line["task"] == name]
         others = [sample["resps"] for sample in theirs["samples"][name]]
-        numbers, other_numbers = (torch_numbers(each) for each in (ours, others))
+        numbers, other_numbers = (numbers_of(each) for each in (ours, others))
         assert numbers == pytest.approx(other_numbers, rel=1e-6)
         assert texts_of(ours) == texts_of(others)
 
 
-def torch_numbers(answers: Any) -> list[float]:
+def numbers_of(answers: Any) -> list[float]:
     """Return all floats in nested lists."""
     if isinstance(answers, list | tuple):
-        return [number for answer in answers for number in torch_numbers(answer)]
+        return [number for answer in answers for number in numbers_of(answer)]
     return [answers] if isinstance(answers, float) else []
 
 
@@ -342,6 +344,20 @@ def test_a_table_has_a_line_for_each_figure(
     ]
     assert [line[0] for line in lines[2::2]] == ["acc_norm", "acc"]
     assert "bootstrapping" in printed.err
+
+
+@needs_lm_eval
+def test_the_program_of_the_page_runs(
+    files: Path, tmp_path: Path, own_names: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a model and a task of this test in place of those that it names."""
+    (program,) = blocks(ROOT / "docs" / "generate.md", "python")
+    save_model(tmp_path / "m")
+    for printed, ours in (("runs/quickstart", str(tmp_path / "m")), ("hellaswag", "choices")):
+        assert printed in program
+        program = program.replace(printed, ours)
+    exec(compile(program, "generate.md", "exec"), {})
+    assert "'acc,none': " in capsys.readouterr().out
 
 
 # --- requests ---
@@ -456,11 +472,12 @@ def own_names(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import lm_eval.tasks
 
     class Manager(lm_eval.tasks.TaskManager):
-        def __init__(self, include_defaults: bool) -> None:
+        def __init__(self, include_defaults: bool = True, **options: Any) -> None:
             paths = [files] if include_defaults else []
-            super().__init__(include_path=paths, include_defaults=False)
+            super().__init__(include_path=paths, include_defaults=False, **options)
 
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", Manager)
+    monkeypatch.setattr("lm_eval.evaluator.TaskManager", Manager)
 
 
 @needs_lm_eval
