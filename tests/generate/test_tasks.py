@@ -330,17 +330,18 @@ def texts_of(answers: Any) -> list[str | bool]:
 def test_a_table_has_a_line_for_each_figure(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And nothing that lm-eval prints is on standard output."""
+    """Examples precede the questions unless a task rules them out; lm-eval prints nothing there."""
     save_model(tmp_path / "m")
-    names = [str(files / "choices.yaml"), str(files / "likelihood.yaml")]
+    bare = write_task(files, "bare", CONFIGS["choices"] + "num_fewshot: 0\n")
+    names = [bare, str(files / "likelihood.yaml")]
     command = ["eval", str(tmp_path / "m"), "--tasks", ",".join(names), "--device", "cpu"]
-    assert cli.main(command) == 0
+    assert cli.main([*command, "--shots", "2"]) == 0
     printed = capsys.readouterr()
     lines = [line.split() for line in printed.out.splitlines()]
     assert lines[0] == ["task", "shots", "documents", "metric", "value", "stderr"]
     assert [line[:4] for line in lines[1::2]] == [
-        ["choices", "0", "6", "acc"],
-        ["likelihood", "0", "6", "perplexity"],
+        ["bare", "0", "6", "acc"],
+        ["likelihood", "2", "6", "perplexity"],
     ]
     assert [line[0] for line in lines[2::2]] == ["acc_norm", "acc"]
     assert "bootstrapping" in printed.err
@@ -536,6 +537,24 @@ def test_an_error_of_a_task_ends_all_ranks(
         assert [status for status, _, _ in results] == [2] * world_size, results
         (line,) = answer_of(results[0][1])["errors"]
         assert problem.removeprefix("--tasks: ") in line
+
+
+@needs_lm_eval
+@pytest.mark.parametrize("task", ["choices", "answers"])
+def test_an_error_of_the_model_ends_all_ranks(
+    task: str, files: Path, tmp_path: Path, pool: Pool
+) -> None:
+    """The ranks that follow find it as rank 0 does, and wait until it dismisses them."""
+    model = save_model(tmp_path / "m")
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan
+    model.save_pretrained(tmp_path / "m")
+    command = ["eval", str(tmp_path / "m"), "--tasks", str(files / f"{task}.yaml")]
+    command += ["--device", "cpu", "--json"]
+    results = pool.run(run_command, {"arguments": command}, world_size=2)
+    assert [status for status, _, _ in results] == [2, 2], results
+    (line,) = answer_of(results[0][1])["errors"]
+    assert line.startswith("the model gives a logit that is not finite")
 
 
 @pytest.mark.parametrize(
