@@ -113,7 +113,11 @@ def paths_of(files: Path) -> list[str]:
 
 
 def save_model(
-    folder: Path, name: str = "llama, tied", wide: pytest.MonkeyPatch | None = None
+    folder: Path,
+    name: str = "llama, tied",
+    *,
+    longest: int = LONGEST,
+    wide: pytest.MonkeyPatch | None = None,
 ) -> Any:
     """Save a random model of MODELS in float64, with a tokenizer that begins a text with <s>.
 
@@ -123,7 +127,7 @@ def save_model(
     write_tokenizer(folder, eos=END)
     torch.manual_seed(15)
     family, settings = MODELS[name]
-    sizes = {"vocab_size": 512, "max_position_embeddings": LONGEST, "eos_token_id": 0}
+    sizes = {"vocab_size": 512, "max_position_embeddings": longest, "eos_token_id": 0}
     config = getattr(transformers, f"{family}Config")(**SMALL | settings | sizes)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -207,7 +211,7 @@ def test_answers_and_figures_are_those_of_transformers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every log-likelihood, every text and every figure, on each kind of task."""
-    model = save_model(tmp_path / "m", name, monkeypatch)
+    model = save_model(tmp_path / "m", name, wide=monkeypatch)
     theirs = evaluate_by_transformers(model, tmp_path / "m", paths_of(files), num_fewshot=shots)
     with composer3d.lm_eval_model(tmp_path / "m", batch=batch, device="cpu") as ours:
         assert_same(evaluate_with(ours, paths_of(files), num_fewshot=shots), theirs)
@@ -245,7 +249,7 @@ def test_chats_are_those_of_transformers(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Examples are turns before the question, and the template gives the first token."""
-    model = save_model(tmp_path / "m", wide=monkeypatch)
+    model = save_model(tmp_path / "m", longest=400, wide=monkeypatch)
     names = [path for path in paths_of(files) if "rolling" not in path]
     options: dict[str, Any] = {"num_fewshot": 1, "apply_chat_template": True}
     theirs = evaluate_by_transformers(model, tmp_path / "m", names, **options)
