@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from composer3d.commands import eval_tasks, job
@@ -22,6 +23,7 @@ from composer3d.commands.arguments import (
     set_option,
     whole,
 )
+from composer3d.commands.sources import local_source
 from composer3d.facts.errors import UserError
 from composer3d.facts.text import printable
 from composer3d.models import hub
@@ -151,10 +153,12 @@ def run(options: Options) -> int:
     """
     if options.tasks is not None:
         _refuse_options(options, _OF_DATA, "DATA, not with --tasks")
-        return _run_tasks(options, options.tasks)
+        with local_source(options.src) as src:
+            return _run_tasks(options, options.tasks, src)
     _refuse_options(options, _OF_TASKS, "--tasks, not with DATA")
     assert options.data is not None  # the parser has required DATA or --tasks
-    return _run_data(options, options.data)
+    with local_source(options.src) as src:
+        return _run_data(options, options.data, src)
 
 
 def _refuse_options(options: Options, names: Mapping[str, str], place: str) -> None:
@@ -171,7 +175,7 @@ def _refuse_options(options: Options, names: Mapping[str, str], place: str) -> N
         raise UserError(f"{', '.join(given)} can be used with {place}{hint}; leave it out")
 
 
-def _run_tasks(options: Options, tasks: str) -> int:
+def _run_tasks(options: Options, tasks: str, src: Path) -> int:
     names = tuple(name.strip() for name in tasks.split(","))
     if not all(names):
         raise UserError("--tasks has an empty name; write --tasks NAME,NAME without gaps")
@@ -179,7 +183,7 @@ def _run_tasks(options: Options, tasks: str) -> int:
     from composer3d.generate.tasks import TasksRequest
 
     request = TasksRequest(
-        src=str(hub.folder(options.src, shows_progress=environment.rank() == 0)),
+        src=str(src),
         recipe=job.own_recipe(options.recipe),
         tasks=names,
         limit=options.limit,
@@ -201,14 +205,14 @@ def _run_tasks(options: Options, tasks: str) -> int:
     )
 
 
-def _run_data(options: Options, data: str) -> int:
+def _run_data(options: Options, data: str, src: Path) -> int:
+    """Evaluate a checkpoint on a disk: see ``run``."""
     # Imported here because these modules import torch.
     from composer3d.generate.evaluate import Windows, check_data, default_windows
     from composer3d.generate.load import open_checkpoint
     from composer3d.generate.recipe import document_of
 
     own = job.own_recipe(options.recipe)
-    src = hub.folder(options.src, shows_progress=environment.rank() == 0)
     checkpoint = open_checkpoint(src, own)
     usual = default_windows(checkpoint)
     chosen: Any = options.packing or usual.packing

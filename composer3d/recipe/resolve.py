@@ -6,7 +6,7 @@ mistake gives one line.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from math import gcd
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from composer3d.facts.errors import CheckpointError, DataError, PlanError, RecipeError
 from composer3d.facts.files import MIB, read_plain
+from composer3d.facts.remote import RemotePath, is_url
 from composer3d.facts.schedules import check_csv, read_csv
 from composer3d.facts.text import one_line
 from composer3d.facts.token_manifest import MANIFEST, read_manifest
@@ -85,6 +86,7 @@ def load(
     world_size: int | None = None,
     check_files: bool = True,
     may_import: bool = False,
+    hub_names: Collection[str] = (),
 ) -> Resolved:
     """Read, check and resolve a recipe.
 
@@ -101,11 +103,13 @@ def load(
             and so runs, and ``model.hf`` a name on the Hub, whose files are loaded. Only a command
             passes True, for the recipe that the user gave it by name. A recipe in the folder of a
             run or in a checkpoint may be a stranger's.
+        hub_names: names on the Hub that ``model.hf`` may have without ``may_import``, because the
+            user has given them by themselves.
 
     Raises:
         RecipeError: the recipe cannot be used. The error has one line for each problem.
     """
-    draft = Draft(source, may_import=may_import)
+    draft = Draft(source, may_import=may_import, hub_names=frozenset(hub_names))
     recipe, fills_world = _read(draft, sets, world_size)
     broken = violations(recipe)
     _blame_violations(draft, recipe, broken)
@@ -120,7 +124,11 @@ def load(
 
 
 def broken_rules(
-    source: Source, sets: Sequence[str] = (), *, world_size: int | None = None
+    source: Source,
+    sets: Sequence[str] = (),
+    *,
+    world_size: int | None = None,
+    hub_names: Collection[str] = (),
 ) -> tuple[Recipe, list[Violation]]:
     """Return a recipe, legal or not, and the rules that it breaks.
 
@@ -129,12 +137,12 @@ def broken_rules(
     Args:
         source: as in ``load``.
         sets: as in ``load``.
-        world_size: as in ``load``.
+        world_size, hub_names: as in ``load``.
 
     Raises:
         RecipeError: the recipe cannot be read.
     """
-    draft = Draft(source)
+    draft = Draft(source, hub_names=frozenset(hub_names))
     recipe, _ = _read(draft, sets, world_size)
     return recipe, [broken for broken in violations(recipe) if _is_clear(draft, broken)]
 
@@ -190,7 +198,7 @@ def _pinned(draft: Draft, place: str) -> str:
     Raises:
         CheckpointError: it cannot be loaded, or nobody has named the recipe.
     """
-    if not draft.may_import:
+    if not draft.may_import and place not in draft.hub_names:
         raise CheckpointError(
             f"{place}: files of the Hub are loaded only for a recipe that you name yourself; "
             "here, name a folder"
@@ -203,7 +211,9 @@ def _kept(draft: Draft) -> str | None:
     run = RunTable(**draft.values["run"])
     folder = Path(run.out_dir, run.name)
     try:
-        if not (folder / "checkpoints").is_dir():
+        # Checkpoints that stand elsewhere are not looked for: the run has written its recipe.
+        is_elsewhere = draft.values["checkpoint"].get("folder") is not None
+        if not is_elsewhere and not (folder / "checkpoints").is_dir():
             return None
         text = read_plain(folder / "recipe.toml", limit=MIB, follow_links=False).decode()
         kept = values_of(text).get("model.hf")
@@ -381,8 +391,15 @@ def _check_tokenizer(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None
     A run that has checkpoints of its own does not read the weights in ``model.hf``.
     """
     data, hf = recipe.data, recipe.model.hf
-    keys = {"model.hf", "data.source", "data.path", "data.sources", "data.other_tokenizer"}
-    if hf is None or wrong_keys & keys or _own_checkpoints(recipe).is_dir():
+    keys = {
+        "model.hf",
+        "data.source",
+        "data.path",
+        "data.sources",
+        "data.other_tokenizer",
+        "checkpoint.folder",
+    }
+    if hf is None or wrong_keys & keys or _has_checkpoints(recipe):
         return
     try:
         difference = find_difference(data, hf)
@@ -398,11 +415,6 @@ def _check_tokenizer(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None
         f"{mention(recipe, 'model.hf')}: {difference}; prepare the data with the tokenizer of the "
         "model, or set data.other_tokenizer = true to train nevertheless",
     )
-
-
-def _own_checkpoints(recipe: Recipe) -> Path:
-    """Return the folder of the run's own checkpoints. It need not exist."""
-    return Path(recipe.run.out_dir, recipe.run.name, "checkpoints")
 
 
 def _check_schedule(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
@@ -422,19 +434,27 @@ def _check_schedule(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
         draft.blame("parallel.schedule_csv", *error.lines)
 
 
+def _has_checkpoints(recipe: Recipe) -> bool:
+    """Return whether the run has a folder of checkpoints on a disk."""
+    return isinstance(recipe.checkpoint_folder, Path) and recipe.checkpoint_folder.is_dir()
+
+
 def _check_checkpoint(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
+    # A run that has checkpoints of its own resumes from them, and does not need these folders. Only
+    # training asks an object store.
+    if wrong_keys & {"checkpoint.folder", "checkpoint.resume", "checkpoint.init"}:
+        return
+    if isinstance(recipe.checkpoint_folder, RemotePath) or _has_checkpoints(recipe):
+        return
     key, resume = "checkpoint.resume", recipe.checkpoint.resume
-    # A run that has checkpoints of its own resumes from them, and does not need these folders.
-    own_checkpoints = _own_checkpoints(recipe)
-    is_folder = resume in ("auto", "none") or os.path.isdir(resume)
-    if key not in wrong_keys and not is_folder and not own_checkpoints.is_dir():
+    if resume not in ("auto", "none") and not is_url(resume) and not os.path.isdir(resume):
         draft.blame(
             key,
             f'{mention(recipe, key)} is not a folder; use "auto", "none" or the folder of a '
             "checkpoint, relative to the working directory",
         )
     key, init = "checkpoint.init", recipe.checkpoint.init
-    if key in wrong_keys or init is None or own_checkpoints.is_dir():
+    if init is None or is_url(init):
         return
     if not os.path.isdir(init):
         draft.blame(
