@@ -5,6 +5,7 @@ from composer3d.data.loader import Batch as Batch
 from composer3d.facts.errors import UserError as UserError
 from composer3d.facts.ranges import between as between
 from composer3d.facts.ranges import key as key
+from composer3d.generate.tasks import lm_eval_model as lm_eval_model
 from composer3d.models.contract import IGNORE_INDEX as IGNORE_INDEX
 from composer3d.models.contract import Decoder as Decoder
 from composer3d.models.contract import DecoderBlock as DecoderBlock

@@ -97,13 +97,15 @@ def imports_of(lines: Sequence[str]) -> list[tuple[str, set[str]]]:
 
 def test_parsing_a_command_needs_no_other_command_and_no_torch() -> None:
     # Report draws what layout and timeline draw, with the devices of plan. The ranks of commands
-    # are started and joined by one module, another one copies files of composer3d, one copies
-    # checkpoints from elsewhere, and a shell completes the names of recipes.
-    shared = {"arguments", "job", "parser", "registry", "shipped"}
+    # are started and joined by one module, those of tp by another; one copies files of composer3d,
+    # one copies checkpoints from elsewhere, and a shell completes the names of recipes. Eval has a
+    # module for tasks.
+    shared = {"arguments", "job", "parser", "registry", "shipped", "tp"}
     uses = {
         "report": {"layout", "plan", "timeline"},
         "timeline": {"plan"},
-        **{name: {"sources"} for name in ("convert", "eval", "generate", "inspect")},
+        **{name: {"sources"} for name in ("convert", "generate", "inspect")},
+        "eval": {"eval_tasks", "sources"},
         "completion": {"recipes"},
     }
     of_commands = imports_of([f"{name} --help" for name in COMMANDS])

@@ -12,6 +12,7 @@ import shutil
 import uuid
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from platform import node
 from typing import Any, Protocol
@@ -170,14 +171,13 @@ class RemoteFolder:
 
     def __init__(self, folder: RemotePath) -> None:
         self._folder = folder
-        self._note: bytes | None = None  # what this job has written; on rank 0
+        self._is_claimed = False  # on rank 0
         self._assets: dict[str, FileEntry] = {}  # of the save that has begun; on rank 0
 
     def claim(self) -> None:
-        if self._note is None:
-            note = f"process {os.getpid()} on {node()} (job {uuid.uuid4().hex})".encode()
-            (self._folder / _WRITER).write(note)
-            self._note = note
+        if not self._is_claimed:
+            (self._folder / _WRITER).write(_note())
+            self._is_claimed = True
 
     def begin(self, name: str, assets: Mapping[str, bytes]) -> None:
         self.claim()
@@ -205,7 +205,7 @@ class RemoteFolder:
     def _require_own(self) -> None:
         """Raise TrainingError if another job has begun to write here since this one has."""
         note = (self._folder / _WRITER).read(_NOTE_BYTES)
-        if note != self._note:
+        if note != _note():
             raise TrainingError(
                 f"{self._folder} is written by another job now, "
                 f"{note.decode(errors='replace')}: nothing more is written there; start again, "
@@ -224,6 +224,12 @@ class RemoteFolder:
 
     def free_bytes(self) -> int | None:
         return None
+
+
+@cache
+def _note() -> bytes:
+    """Return what this process writes into the file ``writer``. All objects in it are one job's."""
+    return f"process {os.getpid()} on {node()} (job {uuid.uuid4().hex})".encode()
 
 
 def _require_loadable(entries: Mapping[str, FileEntry]) -> None:

@@ -115,6 +115,18 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    """Return a whole number of at least 0.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is none.
+    """
+    if text.startswith("-") or not text.isdecimal():
+        words = f"must be a whole number of at least 0, got {one_line(text, MOST_DIGITS)}"
+        raise argparse.ArgumentTypeError(words)
+    return 0 if text == "0" else positive(text)
+
+
 def number(text: str) -> float:
     """Return a finite number.
 

@@ -1,15 +1,18 @@
-"""``composer3d eval``: the loss of a checkpoint on token files, in one process or on any layout."""
+"""``composer3d eval``: the loss of a checkpoint on token files, or its figures on tasks.
+
+The loss is computed in one process or on any layout; tasks are in ``eval_tasks``.
+"""
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from composer3d.commands import job
+from composer3d.commands import eval_tasks, job
 from composer3d.commands.arguments import (
     argument,
     device_option,
@@ -18,10 +21,12 @@ from composer3d.commands.arguments import (
     own_recipe_option,
     positive,
     set_option,
+    whole,
 )
 from composer3d.commands.sources import local_source
 from composer3d.facts.errors import UserError
 from composer3d.facts.text import printable
+from composer3d.models import hub
 from composer3d.recipe.draft import Draft, ParsedRecipe
 from composer3d.recipe.resolve import Resolved
 from composer3d.recipe.schema import AXES, Recipe
@@ -33,7 +38,15 @@ _TIMEOUT_S = 600.0
 # With pp: enough micro-batches that few ranks wait.
 _MICRO_BATCHES_PER_STAGE = 4
 
-EXAMPLES = ("composer3d eval runs/quickstart data/held-out",)
+EXAMPLES = (
+    "composer3d eval runs/quickstart data/held-out",
+    "composer3d eval llama-hf --tasks hellaswag,arc_easy --shots 5",
+)
+
+DETAILS = (
+    "SRC is evaluated on DATA, token files of prepare, or with --tasks on questions of lm-eval, "
+    "which needs composer3d[eval]"
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +55,15 @@ class Options:
 
     as_json: bool = json_option()
     src: str = argument(metavar="SRC", help="a checkpoint, as SRC of convert")
-    data: str = argument(metavar="DATA", help="a folder that prepare made")
+    data: str | None = argument(
+        one_of="what", metavar="DATA", nargs="?", help="a folder that prepare made"
+    )
+    tasks: str | None = argument(
+        "--tasks",
+        one_of="what",
+        metavar="TASK,...",
+        help="tasks or groups of lm-eval by name, or files with tasks (.yaml), which may run code",
+    )
     batch: int = argument(
         "--batch",
         metavar="N",
@@ -54,7 +75,8 @@ class Options:
         "--seq-len",
         metavar="N",
         type=positive,
-        help="tokens of a sequence; default: that of the run, or at most 2048",
+        help="tokens of a sequence; default: that of the run, or at most 2048; with --tasks the "
+        "most tokens of one, by default those of the model",
     )
     packing: str | None = argument(
         "--packing",
@@ -65,8 +87,59 @@ class Options:
     device: str = device_option()
     recipe: str | None = own_recipe_option()
     sets: Sequence[str] = set_option(
-        help="a value of the job's recipe, such as mesh.tp=2; may be repeated"
+        help="with DATA: a value of the job's recipe, such as mesh.tp=2; may be repeated"
     )
+    limit: int | None = argument(
+        "--limit",
+        metavar="N",
+        type=positive,
+        help="with --tasks: only the first N documents of each task",
+    )
+    shots: int | None = argument(
+        "--shots",
+        metavar="N",
+        type=whole,
+        help="with --tasks: examples before each question; default: as each task says",
+    )
+    tokenizer: str | None = argument(
+        "--tokenizer",
+        metavar="FILE|bytes",
+        help="with --tasks: as for generate; default: that of SRC",
+    )
+    no_special_tokens: bool = argument(
+        "--no-special-tokens",
+        action="store_true",
+        help="with --tasks: take texts without the tokens that the tokenizer adds, such as <s>",
+    )
+    chat: bool = argument(
+        "--chat",
+        action="store_true",
+        help="with --tasks: the tokenizer's chat template renders examples and questions",
+    )
+    tp: int | None = argument(
+        "--tp",
+        metavar="N",
+        type=positive,
+        help="with --tasks: processes that share each layer; default: 1, or all under torchrun",
+    )
+    out: str | None = argument(
+        "--out",
+        metavar="FILE.jsonl",
+        help="with --tasks: make FILE.jsonl, with a line for each document",
+    )
+
+
+# Fields of ``Options`` that count only with DATA, and only with --tasks.
+_OF_DATA = {"packing": "--packing", "sets": "--set"}
+_OF_TASKS = {
+    "limit": "--limit",
+    "shots": "--shots",
+    "tokenizer": "--tokenizer",
+    "no_special_tokens": "--no-special-tokens",
+    "chat": "--chat",
+    "tp": "--tp",
+    "out": "--out",
+}
 
 
 def run(options: Options) -> int:
@@ -76,13 +149,63 @@ def run(options: Options) -> int:
         The exit status: 0 done, 1 a rank failed.
 
     Raises:
-        UserError: the checkpoint, the data or the layout cannot be used.
+        UserError: the checkpoint, the data, a task or the layout cannot be used.
     """
+    if options.tasks is not None:
+        _refuse_options(options, _OF_DATA, "DATA, not with --tasks")
+        with local_source(options.src) as src:
+            return _run_tasks(options, options.tasks, src)
+    _refuse_options(options, _OF_TASKS, "--tasks, not with DATA")
+    assert options.data is not None  # the parser has required DATA or --tasks
     with local_source(options.src) as src:
-        return _evaluate_from(options, src)
+        return _run_data(options, options.data, src)
 
 
-def _evaluate_from(options: Options, src: Path) -> int:
+def _refuse_options(options: Options, names: Mapping[str, str], place: str) -> None:
+    """Raise UserError if an option is given that does not count here."""
+    values = {field: getattr(options, field) for field in names}
+    # 0 is a value that is given.
+    given = [
+        names[field]
+        for field, value in values.items()
+        if not (value is None or value is False or value == [])
+    ]
+    if given:
+        hint = "; --tp N runs tasks on several processes" if "--set" in given else ""
+        raise UserError(f"{', '.join(given)} can be used with {place}{hint}; leave it out")
+
+
+def _run_tasks(options: Options, tasks: str, src: Path) -> int:
+    names = tuple(name.strip() for name in tasks.split(","))
+    if not all(names):
+        raise UserError("--tasks has an empty name; write --tasks NAME,NAME without gaps")
+    # Imported here because this module imports torch.
+    from composer3d.generate.tasks import TasksRequest
+
+    request = TasksRequest(
+        src=str(src),
+        recipe=job.own_recipe(options.recipe),
+        tasks=names,
+        limit=options.limit,
+        shots=options.shots,
+        batch=options.batch,
+        longest=options.seq_len,
+        dtype=options.dtype,
+        tokenizer=options.tokenizer and str(hub.tokenizer_file(options.tokenizer)),
+        adds_special_tokens=not options.no_special_tokens,
+        is_chat=options.chat,
+        keeps_samples=options.out is not None,
+    )
+    return eval_tasks.run(
+        request,
+        processes=options.tp,
+        device=options.device,
+        out=options.out,
+        as_json=options.as_json,
+    )
+
+
+def _run_data(options: Options, data: str, src: Path) -> int:
     """Evaluate a checkpoint on a disk: see ``run``."""
     # Imported here because these modules import torch.
     from composer3d.generate.evaluate import Windows, check_data, default_windows
@@ -94,7 +217,7 @@ def _evaluate_from(options: Options, src: Path) -> int:
     usual = default_windows(checkpoint)
     chosen: Any = options.packing or usual.packing
     windows = Windows(seq_len=options.seq_len or usual.seq_len, packing=chosen)
-    notes = check_data(checkpoint, options.data, windows)
+    notes = check_data(checkpoint, data, windows)
     for note in (*checkpoint.source.notes, *notes):
         if environment.rank() == 0:
             print(printable(note), file=sys.stderr)
@@ -110,7 +233,7 @@ def _evaluate_from(options: Options, src: Path) -> int:
         },
         "data": {
             "source": "tokens",
-            "path": options.data,
+            "path": data,
             "seq_len": windows.seq_len,
             "packing": windows.packing,
             "micro_batch": options.batch,

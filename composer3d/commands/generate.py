@@ -8,13 +8,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from composer3d.commands import job
+from composer3d.commands import job, tp
 from composer3d.commands.arguments import (
-    MOST_DIGITS,
     argument,
     device_option,
     json_option,
@@ -22,6 +20,7 @@ from composer3d.commands.arguments import (
     number,
     own_recipe_option,
     positive,
+    whole,
 )
 from composer3d.commands.sources import local_source
 from composer3d.facts.errors import UserError
@@ -30,8 +29,7 @@ from composer3d.generate.prompts import Prompt, read_prompts
 from composer3d.models import hub
 from composer3d.recipe.draft import ParsedRecipe
 from composer3d.recipe.resolve import Resolved
-from composer3d.recipe.tables import load_document
-from composer3d.runtime import environment, launch
+from composer3d.runtime import environment
 
 if TYPE_CHECKING:
     from composer3d.generate.generator import Completion
@@ -46,13 +44,6 @@ EXAMPLES = (
     'composer3d generate runs/quickstart --prompt "def main("',
     "composer3d generate llama-hf --prompts prompts.txt --temperature 0.8 --top-p 0.95",
 )
-
-
-def _whole(text: str) -> int:
-    if text.startswith("-") or not text.isdecimal():
-        words = f"must be a whole number of at least 0, got {one_line(text, MOST_DIGITS)}"
-        raise argparse.ArgumentTypeError(words)
-    return 0 if text == "0" else positive(text)
 
 
 def _temperature(text: str) -> float:
@@ -100,7 +91,7 @@ class Options:
     top_k: int = argument(
         "--top-k",
         metavar="K",
-        type=_whole,
+        type=whole,
         default=0,
         help="choose among the K most likely tokens; 0, the default: among all",
     )
@@ -113,7 +104,7 @@ class Options:
         "probability; default: 1",
     )
     seed: int = argument(
-        "--seed", metavar="N", type=_whole, default=0, help="of random choices; default: 0"
+        "--seed", metavar="N", type=whole, default=0, help="of random choices; default: 0"
     )
     batch: int = argument(
         "--batch",
@@ -195,12 +186,14 @@ def _generate_from(options: Options, src: Path, prompts: Sequence[Prompt]) -> in
         is_chat=options.chat,
     )
     if environment.is_rank() or (options.tp or 1) > 1:
-        return _run_ranks(
-            request,
-            options.tp or environment.world_size(),
-            options.device,
-            out=options.out,
-            as_json=options.as_json,
+        return tp.run_ranks(
+            "generate",
+            generate_rank,
+            {"request": request, "out": options.out, "as_json": options.as_json},
+            src=request.src,
+            own=request.recipe,
+            tp=options.tp or environment.world_size(),
+            device=options.device,
         )
 
     with open_session(request) as session, _Report(session, options.out, options.as_json) as report:
@@ -210,53 +203,12 @@ def _generate_from(options: Options, src: Path, prompts: Sequence[Prompt]) -> in
     return 0
 
 
-def _run_ranks(request: "Request", tp: int, device: str, *, out: str | None, as_json: bool) -> int:
-    """Start the ranks of tp on this machine, or run as one of them."""
-    from composer3d.generate.load import open_checkpoint
-    from composer3d.generate.recipe import document_of
-    from composer3d.runtime.process_group import count_gpus
-
-    checkpoint = open_checkpoint(Path(request.src), request.recipe)
-    tables: dict[str, dict[str, Any]] = {
-        "run": {"device": device},
-        # Each rank of ep holds equally many experts.
-        "mesh": {"dp_shard": 1, "tp": tp, "ep": gcd(tp, checkpoint.shape.experts or 1)},
-        "parallel": {"zero": 0},
-        # No data is read, and no sequence is cut: any length that tp divides passes the rules.
-        "data": {"source": "tokens", "path": ".", "global_batch": 1, "seq_len": tp},
-    }
-    document = document_of("generate", checkpoint, tables)
-    arguments: dict[str, Any] = {
-        "document": document,
-        "request": request,
-        "out": out,
-        "as_json": as_json,
-    }
-    world_size = environment.world_size() if environment.is_rank() else tp
-    resolved = load_document(document, world_size=world_size)
-    if environment.is_rank():
-        return generate_rank(**arguments)
-    if device == "cpu" or not count_gpus():
-        job.require_cores(resolved)
-    result = launch.run_ranks(generate_rank, arguments, processes=tp)
-    job.print_lost_ranks(result, resolved.recipe.mesh)
-    return result.status
-
-
 def generate_rank(
     document: ParsedRecipe, request: "Request", out: str | None, as_json: bool
 ) -> int:
     """Generate as one rank of tp, and return its exit status. Rank 0 prints."""
     function = partial(_generate, request=request, out=out, as_json=as_json)
-
-    def report(error: UserError) -> None:
-        if as_json:
-            print(json.dumps({"ok": False, "errors": error.lines}), flush=True)
-
-    def resolve(world_size: int) -> Resolved:
-        return load_document(document, world_size=world_size)
-
-    return job.run_rank(function, resolve, report=report)
+    return tp.run_rank(document, function, as_json=as_json)
 
 
 def _generate(

@@ -61,7 +61,9 @@ COMMANDS = {
         _KEEP, "convert a checkpoint to another format, and prove that the copy is exact"
     ),
     "generate": _Command(_KEEP, "go on with prompts, with any checkpoint that convert reads"),
-    "eval": _Command(_KEEP, "compute the loss and the perplexity of a checkpoint on token files"),
+    "eval": _Command(
+        _KEEP, "compute the loss of a checkpoint on token files, or its figures on tasks of lm-eval"
+    ),
     "timeline": _Command(
         _CHOOSE, "draw the pipeline of a recipe or of a run, and say how large its bubble is"
     ),

@@ -6,13 +6,14 @@ the file runs in a process of its own.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from composer3d.data.chat_settings import read_chat_settings
 from composer3d.data.documents import END_OF_DOCUMENT
+from composer3d.data.special_tokens import read_own_begins
 from composer3d.data.tokenizer import (
     USUAL_ENDS,
     ChatSettings,
@@ -33,11 +34,13 @@ class PromptTokenizer:
     Attributes:
         name: for messages.
         end: the token that ends a text; None if none is known.
+        begin: the token that begins a text by the files of the tokenizer; None if they name none.
         repeated: the prompts that would have begun with two tokens that begin a text.
     """
 
     name = "bytes"
     end: int | None = END_OF_DOCUMENT
+    begin: int | None = None
     repeated = 0
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -47,8 +50,22 @@ class PromptTokenizer:
         """
         return [list(text.encode()) for text in texts]
 
-    def ask(self, text: str) -> str:
-        """Return the text of a conversation that begins with ``text``, up to the answer.
+    def encode_as_is(self, text: str, *, adds_special_tokens: bool) -> list[int]:
+        """Return the tokens of a text, also if it then begins with two tokens that begin a text.
+
+        Args:
+            text: the text.
+            adds_special_tokens: whether it gets the special tokens that the tokenizer adds. False
+                needs a tokenizer that adds none by default.
+
+        Raises DataError if the tokenizer fails.
+        """
+        return list(text.encode())
+
+    def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Return the text of a conversation, with what stands before an answer.
+
+        ``messages`` have the keys ``role`` and ``content``.
 
         Raises DataError if there is no chat template, or it fails.
         """
@@ -75,13 +92,15 @@ class _FileTokenizer(PromptTokenizer):
         content: bytes,
         ends: Sequence[str | int],
         *,
+        begins: Sequence[str],
         adds_special_tokens: bool,
         chat: ChatSettings | None,
     ) -> None:
-        self.name = name
+        self.name, self._adds_special_tokens = name, adds_special_tokens
         self._process = TokenizerProcess(
             content,
             ends,
+            begins=begins,
             special_as_text=False,
             adds_special_tokens=adds_special_tokens,
             chat=chat,
@@ -91,20 +110,27 @@ class _FileTokenizer(PromptTokenizer):
             vocabulary = self._process.load()
             on_error.pop_all()
         self.end = vocabulary.ends[0].number if vocabulary.ends else None
-        self._begin = vocabulary.begin if adds_special_tokens else ()
+        self.begin = vocabulary.begins[0] if vocabulary.begins else None
+        self._own_begin = vocabulary.begin if adds_special_tokens else ()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         with name_failures(self.name):
             counts, tokens = self._process.encode([text.encode() for text in texts])
-        surplus = second_beginnings(tokens, counts, self._begin)
+        surplus = second_beginnings(tokens, counts, self._own_begin)
         self.repeated += int((surplus > 0).sum())
         stops = np.cumsum(counts)
         starts = stops - counts + surplus
         return [tokens[start:stop].tolist() for start, stop in zip(starts, stops, strict=True)]
 
-    def ask(self, text: str) -> str:
+    def encode_as_is(self, text: str, *, adds_special_tokens: bool) -> list[int]:
+        assert adds_special_tokens or not self._adds_special_tokens
         with name_failures(self.name):
-            return self._process.ask([{"role": "user", "content": text}])
+            _, tokens = self._process.encode([text.encode()], as_prompts=adds_special_tokens)
+        return tokens.tolist()
+
+    def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
+        with name_failures(self.name):
+            return self._process.ask(messages)
 
     def decode(self, tokens: Sequence[int], *, skips_special: bool = True) -> str:
         with name_failures(self.name):
@@ -119,6 +145,7 @@ def make_prompt_tokenizer(
     content: bytes,
     *,
     ends: Sequence[str | int] = (),
+    begins: Sequence[str] = (),
     adds_special_tokens: bool = True,
     chat: ChatSettings | None = None,
 ) -> PromptTokenizer:
@@ -128,6 +155,7 @@ def make_prompt_tokenizer(
         name: for messages.
         content: of the tokenizer.json.
         ends: the names or numbers of tokens that may end a text, best first. Empty: usual names.
+        begins: the names of tokens that may begin a text, best first.
         adds_special_tokens: whether a prompt gets the special tokens that the tokenizer adds.
         chat: the chat template, for ``ask``.
 
@@ -138,6 +166,7 @@ def make_prompt_tokenizer(
         one_line(name),
         content,
         ends or USUAL_ENDS,
+        begins=begins,
         adds_special_tokens=adds_special_tokens,
         chat=chat,
     )
@@ -164,6 +193,7 @@ def open_prompt_tokenizer(
         f"--tokenizer {one_line(path)}",
         read_tokenizer(file),
         ends=ends_of(file, None),
+        begins=read_own_begins(file),
         adds_special_tokens=adds_special_tokens,
         chat=read_chat_settings(Path(path), None, option="--chat") if has_chat else None,
     )

@@ -1,6 +1,6 @@
-"""The special tokens that the files beside a tokenizer.json name: which token ends a text."""
+"""The special tokens that the files beside a tokenizer.json name: which begin and end a text."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,25 @@ def read_own_ends(path: Path) -> tuple[str | int, ...]:
     Raises:
         DataError: a file cannot be read, or is no JSON object.
     """
+    return own_ends(_read_files(path, (*BY_NAME, *BY_NUMBER)))
+
+
+def read_own_begins(path: Path) -> tuple[str, ...]:
+    """Return the tokens that begin a text, as ``own_begins``.
+
+    ``path`` and the errors are those of ``read_own_ends``.
+    """
+    return own_begins(_read_files(path, BY_NAME))
+
+
+def _read_files(path: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the objects in the files beside a tokenizer.json, by their names."""
     files = {}
-    for name in (*BY_NAME, *BY_NUMBER) if path.name == TOKENIZER else ():
+    for name in names if path.name == TOKENIZER else ():
         content = read_beside(path.with_name(name), _FILE_BYTES)
         if content is not None:
             files[name] = parse_object(content, path.with_name(name))
-    return own_ends(files)
+    return files
 
 
 def own_ends(files: Mapping[str, Mapping[str, Any]]) -> tuple[str | int, ...]:
@@ -43,17 +56,26 @@ def own_ends(files: Mapping[str, Mapping[str, Any]]) -> tuple[str | int, ...]:
     Args:
         files: the objects in the files of a model, by the names of the files.
     """
-    found: list[str | int] = []
-    for name in BY_NAME:
-        value = token_name(files.get(name, {}).get("eos_token"))
-        if value is not None:
-            found.append(value)
+    found: list[str | int] = [*_names(files, "eos_token")]
     for name in BY_NUMBER:
         numbers = files.get(name, {}).get("eos_token_id")
         first = numbers[0] if isinstance(numbers, list) and numbers else numbers
         if type(first) is int:
             found.append(first)
     return tuple(dict.fromkeys(found))
+
+
+def own_begins(files: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the names of tokens that begin a text, best first. ``files`` is that of ``own_ends``.
+
+    As in transformers, only the files of the tokenizer count, not the number in a config.json.
+    """
+    return tuple(dict.fromkeys(_names(files, "bos_token")))
+
+
+def _names(files: Mapping[str, Mapping[str, Any]], key: str) -> list[str]:
+    values = [token_name(files.get(name, {}).get(key)) for name in BY_NAME]
+    return [value for value in values if value is not None]
 
 
 def token_name(value: Any) -> str | None:

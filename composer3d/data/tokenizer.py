@@ -356,7 +356,7 @@ class FileTokenizer(Tokenizer):
             on_error.callback(self.close)
             vocabulary = _usable(self._worker.load(), ends)
             on_error.pop_all()
-        self.vocab, self._ends, self._begin = vocabulary
+        self.vocab, self._ends, self._begin = vocabulary.size, vocabulary.ends, vocabulary.begin
         self._end_name, self.end = self._ends[0]
         self.dtype = np.dtype("<u2" if self.vocab <= 1 << 16 else "<u4")
 
@@ -488,11 +488,13 @@ class _Vocabulary(NamedTuple):
     Attributes:
         size: the largest token plus 1.
         ends: the tokens that may end a document, best first.
+        begins: the tokens that may begin a text, best first.
         begin: the tokens that the tokenizer puts before a text, such as the one that begins it.
     """
 
     size: int
     ends: tuple[End, ...]
+    begins: tuple[int, ...]
     begin: tuple[int, ...]
 
 
@@ -518,6 +520,7 @@ class TokenizerProcess:
     Args:
         content: the content of the tokenizer.json.
         ends: names or numbers of tokens that may end a document, best first.
+        begins: names of tokens that may begin a text, best first.
         special_as_text: whether the name of a special token in a text is ordinary text.
         adds_special_tokens: whether texts get the special tokens that the tokenizer adds to them,
             such as the one that begins a text.
@@ -529,6 +532,7 @@ class TokenizerProcess:
         content: bytes,
         ends: Sequence[str | int],
         *,
+        begins: Sequence[str] = (),
         special_as_text: bool = True,
         adds_special_tokens: bool = False,
         chat: ChatSettings | None = None,
@@ -537,6 +541,7 @@ class TokenizerProcess:
         self._process = start_worker(threads=1)
         settings = {
             "ends": list(ends),
+            "begins": list(begins),
             "special_as_text": special_as_text,
             "adds_special_tokens": adds_special_tokens,
             "chat": None if chat is None else chat._asdict(),
@@ -570,7 +575,8 @@ class TokenizerProcess:
                 f"{answer['error']}; give bytes, or the path of a tokenizer.json"
             )
         ends = tuple(End(*end) for end in answer["ends"])
-        return _Vocabulary(answer["vocab"], ends, tuple(answer["begin"]))
+        begins, begin = tuple(answer["begins"]), tuple(answer["begin"])
+        return _Vocabulary(answer["vocab"], ends, begins, begin)
 
     def encode(
         self, texts: Sequence[bytes], *, as_prompts: bool = False

@@ -72,7 +72,7 @@ def main() -> None:
             template = _load_template(settings["chat"])
             part = "tokenizer"
         tokenizer = _load(content, special_as_text=settings["special_as_text"])
-        answer = _describe(tokenizer, settings["ends"])
+        answer = _describe(tokenizer, settings["ends"], settings["begins"])
     except BaseException as error:
         answer = {"error": _explain(error), "part": part}
     _write_frame(answers, json.dumps(answer).encode())
@@ -118,7 +118,7 @@ def _load(content: bytes, *, special_as_text: bool) -> Any:
     return tokenizer
 
 
-def _describe(tokenizer: Any, ends: list[str | int]) -> dict[str, Any]:
+def _describe(tokenizer: Any, ends: list[str | int], begins: list[str]) -> dict[str, Any]:
     """Return facts about the vocabulary, and encode a short text.
 
     A tokenizer that panics on its first text does so here, before the real texts.
@@ -126,10 +126,12 @@ def _describe(tokenizer: Any, ends: list[str | int]) -> dict[str, Any]:
     Args:
         tokenizer: the tokenizer.
         ends: names and numbers of tokens that may end a text.
+        begins: names of tokens that may begin one.
 
     Returns:
         ``vocab``, the largest token plus 1; ``ends``, the name and the number of each of ``ends``
-        that the vocabulary has; and ``begin``, the tokens that the tokenizer puts before a text.
+        that the vocabulary has; ``begins``, the numbers of those of ``begins``; and ``begin``, the
+        tokens that the tokenizer puts before a text.
     """
     tokens: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     names = {number: name for name, number in tokens.items()}
@@ -148,6 +150,7 @@ def _describe(tokenizer: Any, ends: list[str | int]) -> dict[str, Any]:
     return {
         "vocab": largest + 1,
         "ends": [[name, tokens[name]] for name in wanted if name in tokens],
+        "begins": [tokens[name] for name in begins if name in tokens],
         "begin": begin,
     }
 

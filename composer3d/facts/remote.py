@@ -14,17 +14,18 @@ import errno
 import io
 import os
 import re
-import tempfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache, total_ordering
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from composer3d.facts.files import FileTooLargeError
 from composer3d.facts.text import in_quotes, one_line
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 # The package that fsspec needs for each kind of store; None: none. An extra of the name of the kind
 # installs it.
@@ -163,6 +164,9 @@ class RemotePath:
         Raises:
             OSError: a range cannot be read, or the file ends within it.
         """
+        # Imported here: every command imports this module, and few read a store.
+        from concurrent.futures import ThreadPoolExecutor
+
         waiting: deque[tuple[int, Future[bytes]]] = deque()
         ahead = 0  # bytes of those in ``waiting``
         with ThreadPoolExecutor(_THREADS) as threads:
@@ -364,6 +368,8 @@ def whole_file(path: RemotePath, limit: int) -> BinaryIO:
         FileTooLargeError: the file has more than ``limit`` bytes. None of them has been read.
         OSError: it cannot be read, or the disk is full.
     """
+    import tempfile
+
     size = path.size()
     if size > limit:
         raise _too_large(path, limit)
@@ -396,6 +402,8 @@ def local_copy(
     if isinstance(place, Path):
         yield place
         return
+    import tempfile
+
     with tempfile.TemporaryDirectory(prefix="composer3d-") as copy:
         for name, size in place.files().items():
             path = PurePosixPath(name)

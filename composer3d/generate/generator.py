@@ -4,7 +4,7 @@ Prompts of the same length are read together, in one call or in consecutive part
 of a batch go on together, one token a call. A prompt that is done leaves its place to the next one.
 Nothing is padded, and a sequence never sees another one.
 
-Shapes: B sequences, T tokens, V vocabulary.
+Shapes: B sequences, T tokens, N positions, C model width, V vocabulary.
 """
 
 from collections import deque
@@ -30,9 +30,12 @@ from composer3d.parallel.tensor.collectives import gather_columns
 
 # A longer prompt is read in parts of this many tokens, which bounds the memory of its activations
 # and of the mask of a window.
-_PREFILL_TOKENS = 2048
+PREFILL_TOKENS = 2048
 
-Stop = Literal["end", "max_tokens", "longest"]
+Stop = Literal["end", "wanted", "max_tokens", "longest"]
+
+# wants_stop(prompt, tokens): whether these tokens are all that is to follow a prompt.
+WantsStop = Callable[[int, Sequence[int]], bool]
 
 
 class Completion(NamedTuple):
@@ -40,8 +43,9 @@ class Completion(NamedTuple):
 
     Attributes:
         tokens: the new tokens, with the end-of-text token if that was one.
-        stopped: why there are no more: "end", an end-of-text token; "max_tokens", enough tokens;
-            "longest", the longest sequence of the model.
+        stopped: why there are no more: "end", an end-of-text token; "wanted", ``wants_stop`` of
+            ``Generator.generate``; "max_tokens", enough tokens; "longest", the longest sequence of
+            the model.
     """
 
     tokens: list[int]
@@ -139,7 +143,8 @@ class Generator:
         max_tokens: int,
         sampling: Sampling | None = None,
         batch: int = 8,
-        prefill_tokens: int = _PREFILL_TOKENS,
+        prefill_tokens: int = PREFILL_TOKENS,
+        wants_stop: WantsStop | None = None,
         on_token: Callable[[int, int], None] | None = None,
         on_done: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
@@ -157,6 +162,9 @@ class Generator:
             batch: the most prompts that go on together.
             prefill_tokens: the most tokens of prompts in a call, over all rows. A longer prompt is
                 read in parts.
+            wants_stop: is called with the number of a prompt and all tokens that follow it so far,
+                and says whether they are enough. With a ``tp_group``, the first rank's answer
+                counts for all.
             on_token: is called with the number of a prompt and its next token.
             on_done: is called with the number of a prompt and its completion, when it is done.
 
@@ -188,7 +196,7 @@ class Generator:
 
         completions: list[Completion | None] = [None] * len(prompts)
 
-        def add(one: _Sequence, token: int) -> bool:
+        def add(one: _Sequence, token: int, is_enough: bool) -> bool:
             """Add a token to a sequence, and return whether the sequence is done."""
             one.tokens.append(token)
             if on_token is not None:
@@ -196,6 +204,8 @@ class Generator:
             stopped: Stop
             if token in self._end_tokens:
                 stopped = "end"
+            elif is_enough:
+                stopped = "wanted"
             elif len(one.tokens) < one.room:
                 return False
             else:
@@ -211,8 +221,8 @@ class Generator:
 
         def add_from(first: int, logits_BV: Tensor) -> None:
             """Add a token to the sequences from row ``first`` on; close the gaps of those done."""
-            tokens = self._choose(logits_BV, running[first:], sampling)
-            are_done = [add(*pair) for pair in zip(running[first:], tokens, strict=True)]
+            chosen = self._choose(logits_BV, running[first:], sampling, wants_stop)
+            are_done = [add(one, *pair) for one, pair in zip(running[first:], chosen, strict=True)]
             for row in reversed([first + row for row, is_done in enumerate(are_done) if is_done]):
                 final = len(running) - 1
                 if row < final:
@@ -264,34 +274,72 @@ class Generator:
 
     def _run(self, tokens_BT: Tensor, seq: CachedSequence, needs_logits: bool) -> Tensor | None:
         """Run the model, and return the logits (B, V) after the last token of each row."""
-        model = self._model
-        tokens_BT = tokens_BT.to(self._device)
-        h_BTC = model.hidden(tokens_BT, seq)
-        if not needs_logits:
-            return None
-        model.last(h_BTC[:, -1:], seq, torch.zeros_like(tokens_BT[:, -1:]))
-        logits_BV, self._logits_NV = self._logits_NV, None
-        return logits_BV
+        h_BTC = self.hidden(tokens_BT, seq)
+        return self.logits(h_BTC[:, -1:], seq) if needs_logits else None
+
+    def hidden(self, tokens_BT: Tensor, seq: CachedSequence) -> Tensor:
+        """Read tokens (B, T) into the cache of ``seq``.
+
+        Returns:
+            The residual stream after the last block (B, T, C), the same on all ranks of tp.
+
+        Collectives, with a ``tp_group``: those of tensor parallelism in forward.
+        """
+        return self._model.hidden(tokens_BT.to(self._device), seq)
+
+    def logits(self, h_BTC: Tensor, seq: CachedSequence) -> Tensor:
+        """Compute the logits after some positions of what ``hidden`` has returned.
+
+        Args:
+            h_BTC: the residual stream of N = B x T positions.
+            seq: the argument of ``hidden``.
+
+        Returns:
+            The logits (N, V), the same on all ranks of tp.
+
+        Collectives, with a ``tp_group``: one all-gather of the logits.
+        """
+        labels_BT = torch.zeros(h_BTC.shape[:2], dtype=torch.int64, device=self._device)
+        self._model.last(h_BTC, seq, labels_BT)
+        logits_NV, self._logits_NV = self._logits_NV, None
+        assert logits_NV is not None  # the seam ``cross_entropy`` has kept them
+        return logits_NV
 
     def _choose(
-        self, logits_BV: Tensor, sequences: Sequence[_Sequence], sampling: Sampling
-    ) -> list[int]:
-        """Choose the next token of each sequence."""
+        self,
+        logits_BV: Tensor,
+        sequences: Sequence[_Sequence],
+        sampling: Sampling,
+        wants_stop: WantsStop | None,
+    ) -> list[tuple[int, bool]]:
+        """Choose the next token of each sequence, and whether the sequence has enough with it."""
         most_B, tokens_B = logits_BV.max(dim=-1)
         is_random = sampling.temperature > 0
         # The largest is NaN if any is.
-        if not (logits_BV if is_random else most_B).isfinite().all():
-            raise CheckpointError(
-                "the model gives a logit that is not finite; its weights are damaged, or --dtype "
-                "cannot hold its numbers: use float32"
-            )
+        require_finite(logits_BV if is_random else most_B)
         if is_random:
-            pairs = zip(sequences, logits_BV.cpu(), strict=True)
-            chosen = [one.sampler.choose(logits_V) for one, logits_V in pairs]
+            rows = zip(sequences, logits_BV.cpu(), strict=True)
+            chosen = [one.sampler.choose(logits_V) for one, logits_V in rows]
             tokens_B = torch.tensor(chosen, device=self._device)
+        enough_B = torch.zeros_like(tokens_B)
+        if wants_stop is not None:
+            pairs = zip(sequences, tokens_B.tolist(), strict=True)
+            are_enough = [wants_stop(one.prompt, [*one.tokens, token]) for one, token in pairs]
+            enough_B = torch.tensor(are_enough, dtype=torch.int64, device=self._device)
+        both_2B = torch.stack((tokens_B, enough_B))
         if self._tp_group is not None:
             # All ranks have computed the same. If their kernels ever differed in a bit, they would
             # wait for each other's collectives of different sequences.
             source = dist.get_global_rank(self._tp_group, 0)
-            dist.broadcast(tokens_B, src=source, group=self._tp_group)
-        return tokens_B.tolist()
+            dist.broadcast(both_2B, src=source, group=self._tp_group)
+        tokens, enough = both_2B.tolist()
+        return list(zip(tokens, map(bool, enough), strict=True))
+
+
+def require_finite(values: Tensor) -> None:
+    """Raise CheckpointError if a logit, or what was computed from logits, is not finite."""
+    if not values.isfinite().all():
+        raise CheckpointError(
+            "the model gives a logit that is not finite; its weights are damaged, or --dtype "
+            "cannot hold its numbers: use float32"
+        )

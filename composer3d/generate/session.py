@@ -9,28 +9,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composer3d.convert.formats import Source
-from composer3d.convert.start import read_shards
-from composer3d.data.chat_settings import TEMPLATE, make_chat_settings, require_jinja
-from composer3d.data.prompt_tokenizer import (
-    PromptTokenizer,
-    make_prompt_tokenizer,
-    open_prompt_tokenizer,
-)
-from composer3d.data.special_tokens import BY_NAME, BY_NUMBER, TOKENIZER_CONFIG, own_ends
-from composer3d.data.tokenizer import OTHER_TOKENIZERS, ChatSettings, repeated_beginnings
+from composer3d.data.prompt_tokenizer import PromptTokenizer
+from composer3d.data.tokenizer import repeated_beginnings
 from composer3d.facts.errors import DataError
-from composer3d.facts.text import one_line
 from composer3d.generate.generator import Completion, Generator
-from composer3d.generate.load import Checkpoint, carried_json, load_model, open_checkpoint
+from composer3d.generate.load import Checkpoint, open_checkpoint
+from composer3d.generate.model import (
+    compose_generator,
+    dtype_of,
+    end_tokens_of,
+    load_generator,
+    no_tokenizer,
+    open_tokenizer,
+)
 from composer3d.generate.prompts import Prompt
 from composer3d.generate.sampling import Sampling
-from composer3d.parallel import compose_for_generation
 from composer3d.recipe.schema import Recipe
-from composer3d.runtime.mesh import Mesh
-from composer3d.runtime.process_group import check_same, on_all
-
-_TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +76,8 @@ class Session(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the model: float16 becomes float32, as CPUs are slow with float16."""
-        name = self.request.dtype or self.checkpoint.dtype
-        dtype: torch.dtype = getattr(torch, "float32" if name == "float16" else name)
-        return dtype
+        """The dtype of the model."""
+        return dtype_of(self.checkpoint, self.request.dtype)
 
     @property
     def notes(self) -> list[str]:
@@ -108,62 +100,25 @@ def open_session(request: Request) -> Iterator[Session]:
             has a token that the model does not have. The error has a line for each prompt.
     """
     checkpoint = open_checkpoint(Path(request.src), request.recipe)
-    tokenizer = _open_tokenizer(request, checkpoint)
+    tokenizer = open_tokenizer(
+        checkpoint,
+        request.tokenizer,
+        adds_special_tokens=request.adds_special_tokens and not request.is_chat,
+        has_chat=request.is_chat,
+    )
+    if tokenizer is None and any(prompt.tokens is None for prompt in request.prompts):
+        raise no_tokenizer(checkpoint)
     with closing(tokenizer or PromptTokenizer()):
         prompts = _encode(request, tokenizer)
         _check(request.prompts, prompts, checkpoint)
-        end_tokens = checkpoint.end_tokens
-        if not end_tokens and tokenizer is not None and tokenizer.end is not None:
-            end_tokens = (tokenizer.end,)
-        yield Session(request, checkpoint, tokenizer, prompts, end_tokens)
-
-
-def _open_tokenizer(request: Request, checkpoint: Checkpoint) -> PromptTokenizer | None:
-    adds = request.adds_special_tokens and not request.is_chat
-    if request.tokenizer is not None:
-        return open_prompt_tokenizer(
-            request.tokenizer, adds_special_tokens=adds, has_chat=request.is_chat
-        )
-    source = checkpoint.source
-    content = source.carried.get(_TOKENIZER)
-    if content is not None:
-        name = f"{_TOKENIZER} of {source.path}"
-        names = (*BY_NAME, *BY_NUMBER)
-        ends = own_ends({file: carried_json(source, file) for file in names})
-        chat = _carried_chat_settings(source) if request.is_chat else None
-        return make_prompt_tokenizer(name, content, ends=ends, adds_special_tokens=adds, chat=chat)
-    if all(prompt.tokens is not None for prompt in request.prompts):
-        return None
-    others = [name for name in OTHER_TOKENIZERS if name in source.carried]
-    reason = f"; its {others[0]} is of a kind that is not read" if others else ""
-    raise DataError(
-        f"{source.path} has no {_TOKENIZER}{reason}: give the model's with --tokenizer FILE, or "
-        "--tokenizer bytes if it was trained on bytes"
-    )
-
-
-def _carried_chat_settings(source: Source) -> ChatSettings:
-    """Return the chat template that came with a model. Raises DataError if there is none."""
-    require_jinja("--chat")
-    settings = make_chat_settings(
-        source.carried.get(TEMPLATE),
-        source.carried.get(TOKENIZER_CONFIG),
-        template_file=source.path / TEMPLATE,
-        folder=source.path,
-    )
-    if settings is None:
-        raise DataError(
-            f"--chat: {one_line(source.path)} has no chat template, neither {TEMPLATE} nor in "
-            f"{TOKENIZER_CONFIG}; leave --chat out, or give a folder that has one by --tokenizer"
-        )
-    return settings
+        yield Session(request, checkpoint, tokenizer, prompts, end_tokens_of(checkpoint, tokenizer))
 
 
 def _encode(request: Request, tokenizer: PromptTokenizer | None) -> list[list[int]]:
     prompts = request.prompts
     texts = [prompt.text for prompt in prompts if prompt.text is not None]
     if request.is_chat and tokenizer is not None:
-        texts = [tokenizer.ask(text) for text in texts]
+        texts = [tokenizer.ask([{"role": "user", "content": text}]) for text in texts]
     encoded = iter(tokenizer.encode(texts) if tokenizer is not None and texts else [])
     return [next(encoded) if prompt.tokens is None else list(prompt.tokens) for prompt in prompts]
 
@@ -219,13 +174,8 @@ def generate_here(
     Raises:
         CheckpointError: a tensor cannot be read, or a logit is not finite.
     """
-    model = load_model(session.checkpoint, dtype=session.dtype, device=device)
-    generator = Generator(
-        model,
-        session.checkpoint.plan,
-        device=device,
-        end_tokens=session.end_tokens,
-        longest=session.checkpoint.longest,
+    generator = load_generator(
+        session.checkpoint, dtype=session.dtype, device=device, end_tokens=session.end_tokens
     )
     return _run(session, generator, callbacks)
 
@@ -245,22 +195,12 @@ def generate_on_ranks(
         CheckpointError: as in ``generate_here``, on all ranks.
         PlanError: as ``compose_for_generation``.
     """
-    mesh = Mesh.build(recipe.mesh, device)
-    checkpoint = session.checkpoint
-    # As in ``evaluate.evaluate``.
-    check_same("SRC", {"folder": checkpoint.source.path.name})
-    plan = checkpoint.plan
-    model = checkpoint.architecture.build(checkpoint.shape, dtype=session.dtype, device="meta")
-    stage = compose_for_generation(model, plan, mesh)
-    parameters = dict(stage.named_parameters())
-    on_all("the weights", lambda: read_shards(checkpoint.source, parameters))
-    generator = Generator(
-        stage,
-        plan,
+    generator = compose_generator(
+        session.checkpoint,
+        recipe,
+        dtype=session.dtype,
         device=device,
         end_tokens=session.end_tokens,
-        longest=checkpoint.longest,
-        tp_group=None if mesh.tp is None else mesh.tp.get_group(),
     )
     return _run(session, generator, callbacks)
 

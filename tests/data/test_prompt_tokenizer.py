@@ -1,7 +1,9 @@
 """Prompts become the tokens that the tokenizers library gives them, and tokens become text."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, processors
@@ -67,6 +69,41 @@ def test_special_tokens_can_be_left_out(bpe: Path, coder: Tokenizer, tmp_path: P
     opened = open_prompt_tokenizer(str(tmp_path / "t.json"), adds_special_tokens=False)
     expected = coder.encode(TEXTS[0], add_special_tokens=False).ids
     assert opened.encode(TEXTS[:1]) == [expected]
+    opened.close()
+
+
+def test_a_text_is_encoded_as_it_is(coder: Tokenizer, tmp_path: Path) -> None:
+    """With special tokens or without them, and with two that begin it."""
+    coder.save(str(tmp_path / "t.json"))
+    opened = open_prompt_tokenizer(str(tmp_path / "t.json"), adds_special_tokens=False)
+    for text in (TEXTS[0], "<pad>a"):
+        for adds in (True, False):
+            expected = coder.encode(text, add_special_tokens=adds).ids
+            assert opened.encode_as_is(text, adds_special_tokens=adds) == expected
+    opened.close()
+    assert PromptTokenizer().encode_as_is("ab", adds_special_tokens=True) == [97, 98]
+
+
+@pytest.mark.parametrize(
+    ("config", "map_of_tokens", "name"),
+    [
+        ({"bos_token": "<pad>"}, {}, "<pad>"),
+        ({"bos_token": {"content": "<pad>"}}, {"bos_token": END}, "<pad>"),
+        ({"bos_token": "none such"}, {"bos_token": END}, END),
+        ({"bos_token": None}, {}, None),
+        ({}, {}, None),
+    ],
+)
+def test_the_files_beside_a_tokenizer_say_what_begins_a_text(
+    config: Any, map_of_tokens: Any, name: str | None, coder: Tokenizer, tmp_path: Path
+) -> None:
+    coder.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(map_of_tokens))
+    # As in transformers, the number in the model's own files is not that of the tokenizer.
+    (tmp_path / "config.json").write_text('{"bos_token_id": 7}')
+    opened = open_prompt_tokenizer(str(tmp_path))
+    assert opened.begin == (None if name is None else coder.token_to_id(name))
     opened.close()
 
 

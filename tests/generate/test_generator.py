@@ -1,5 +1,6 @@
 """Greedy tokens are those of transformers; the cache, the batch and the ends do what they say."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -201,6 +202,25 @@ def test_a_text_ends_at_an_end_token_at_enough_tokens_or_at_the_longest_sequence
             assert done[number] == completion
             seen.add(stopped)
     assert seen == {"end", "max_tokens", "longest"}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_text_ends_where_the_caller_wants(batch: int) -> None:
+    """After a token that the caller names for each prompt, which gives its place to the next."""
+    free = [one.tokens for one in make_generator().generate(prompts(), max_tokens=12)]
+    wanted = [tokens[:count] for tokens, count in zip(free, (1, 12, 5, 3), strict=True)]
+    calls: list[tuple[int, list[int]]] = []
+
+    def wants_stop(prompt: int, tokens: Sequence[int]) -> bool:
+        calls.append((prompt, list(tokens)))
+        return list(tokens) == wanted[prompt]
+
+    found = make_generator().generate(prompts(), max_tokens=13, batch=batch, wants_stop=wants_stop)
+    assert [one.tokens for one in found] == wanted
+    assert {one.stopped for one in found} == {"wanted"}
+    for number, tokens in enumerate(wanted):
+        seen = [so_far for prompt, so_far in calls if prompt == number]
+        assert seen == [tokens[:count] for count in range(1, len(tokens) + 1)]
 
 
 def test_samples_depend_on_seed_and_prompt_alone() -> None:
