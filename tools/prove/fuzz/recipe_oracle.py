@@ -55,7 +55,7 @@ def _allowed(key: str, entry: "Field[Any]") -> Any:
 
 
 @cache
-def _tables(architecture: str) -> dict[str, dict[str, Any]]:
+def tables_of(architecture: str) -> dict[str, dict[str, Any]]:
     """Return what each key accepts, by table and name, in recipes of one architecture."""
     model = schema.model_table(architecture)
     tables: dict[str, dict[str, Any]] = {}
@@ -67,8 +67,8 @@ def _tables(architecture: str) -> dict[str, dict[str, Any]]:
 
 # The keys of all architectures. Where two differ in what they accept, the later one counts.
 ALL_TABLES = {
-    table: {name: allowed for each in OURS for name, allowed in _tables(each)[table].items()}
-    for table in _tables(DEFAULT)
+    table: {name: allowed for each in OURS for name, allowed in tables_of(each)[table].items()}
+    for table in tables_of(DEFAULT)
 }
 _TEXTS_IN_SETS = {
     f"{table}.{name}"
@@ -116,7 +116,7 @@ def problems_of(recipe: dict[str, Any], given: dict[str, Any], gpus: int | None)
     ``given`` has the values that the files and overrides give, by key.
     """
     problems = []
-    tables = _tables(recipe["model"].get("architecture", DEFAULT))
+    tables = tables_of(recipe["model"].get("architecture", DEFAULT))
     if recipe.keys() != tables.keys():
         return [f"the recipe has the tables {sorted(recipe)}"]
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.facts.token_manifest import digest_of, digest_of_manifest
-from tools.prove.fuzz.recipe_oracle import TABLES
+from composer3d.models.registry import DEFAULT
+from tools.prove.fuzz.recipe_oracle import tables_of
 from tools.prove.hostile import case
 from tools.prove.hostile.files import NO_PLAIN, Change, pipe, place_of, replaced, sparse, write
 
@@ -100,7 +101,8 @@ def _values() -> Rows:
     cases: Rows = {}
     for key in (f"{table}.{name}" for table, names in INTS.items() for name in names):
         table, _, name = key.partition(".")
-        least, most = int(TABLES[table][name].least), int(TABLES[table][name].most)
+        allowed = tables_of(DEFAULT)[table][name]
+        least, most = int(allowed.least), int(allowed.most)
         for value in (least - 1 if key != "mesh.dp_shard" else -2, most + 1, 2**63 - 1):
             message = rf"x\.toml:\d+: {key} = {value} must be from {least:_} to {most:_}"
             cases[f"{key} = {value}"] = (recipe(table_of(key, str(value))), message)
