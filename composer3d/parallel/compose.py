@@ -116,26 +116,34 @@ def compose(
     for module in modules:
         module.tied_copies = split_ties(module, ties)
 
-        # 2. Float8: replace linear layers while they still are plain modules.
+        # 2. Context: replace the function ``attend`` that blocks call. Where it sends latents, it
+        #    also replaces the linear layer that projects them, while that still is a plain one.
+        context.apply(
+            module,
+            plan,
+            mesh.cp_group,
+            parallel,
+            tp=mesh.sizes.tp,
+            is_float8=precision.matmul == "float8",
+        )
+
+        # 3. Float8: replace linear layers while they still are plain modules.
         float8.apply(module.blocks, plan, precision)
 
-        # 3. Zero bubble: replace the linear layers of blocks, for the same reason.
+        # 4. Zero bubble: replace the linear layers of blocks, for the same reason.
         weight_gradient_builders.append(
             zero_bubble.defer_weight_grads(module, module.blocks) if defers else None
         )
 
-        # 4. Tensor: it decides the shapes of the parameters, which FSDP then shards further.
+        # 5. Tensor: it decides the shapes of the parameters, which FSDP then shards further.
         cut = tensor.Cut()
         if mesh.tp is not None:
             cut = tensor.apply(module, plan, mesh.tp, parallel)
             module.partial_gradients = cut.partial_gradients
             tie(module, ties)
 
-        # 5. Expert: put the experts on the ranks of ep, and let tokens travel to them.
+        # 6. Expert: put the experts on the ranks of ep, and let tokens travel to them.
         expert.apply(module, plan, mesh, parallel)
-
-        # 6. Context: replace the function ``attend`` that blocks call, and nothing else.
-        context.apply(module, plan, mesh.cp_group, parallel)
 
         # 7. Checkpointing: wrap the whole computation of a block, which backward repeats.
         checkpointing.apply(module.blocks, plan, memory, async_tp=parallel.async_tp)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.deepseek.shape import DeepseekShape
-from composer3d.models.layers.attention import Attend, attend_sdpa
+from composer3d.models.layers.attention import Attend, AttendLatents, attend_sdpa
 from composer3d.models.layers.rope import Rope, Table, rotate, shared_rope_table
 
 # The published models have this epsilon here, whatever ``rms_norm_eps`` of their config.json is.
@@ -40,6 +40,9 @@ class LatentAttention(nn.Module):
     Attributes:
         attend: the seam of context parallelism. Values are padded with zeros to the width of keys,
             because kernels and messages have one width; the output is cut.
+        latent_width, kv_width: as in ``AttendsToLatents``.
+        attend_latents: the seam of context parallelism that sends latents (``send_latents``). None:
+            ``attend`` gets keys and values.
         remember: the seam of generation: what keeps latents; None: the call has all tokens.
     """
 
@@ -57,8 +60,16 @@ class LatentAttention(nn.Module):
         self.kv_norm = nn.RMSNorm(shape.kv_rank, eps=_LATENT_NORM_EPS)
         self.keys = _KeysAndValues(shape)
         self.wo = nn.Linear(shape.n_heads * shape.value_dim, dim, bias=False)
+        self.latent_width = shape.latent_width
+        self.kv_width = shape.n_heads * shape.head_width
         self.attend: Attend = attend_sdpa
+        self.attend_latents: AttendLatents | None = None
         self.remember: Remember | None = None
+
+    def send_latents(self, attend: AttendLatents) -> None:
+        """See ``AttendsToLatents``."""
+        self.attend_latents = attend
+        self.keys.wkv_b = _Weight(self.keys.wkv_b)
 
     def forward(self, x_BTC: Tensor, *, seq: SequenceInfo) -> Tensor:
         shape = self.shape
@@ -68,16 +79,19 @@ class LatentAttention(nn.Module):
             q_BTHD = q_BTHD * shape.query_scale
         latent, rotated = self.wkv_a(x_BTC).split((shape.kv_rank, shape.rope_dim), -1)
         latents_BTR = torch.cat((self.kv_norm(latent), rotated), -1)
-        k_BSHD, v_BSHV = self.keys(latents_BTR, table, self.remember, seq)
-
-        v_BSHD = F.pad(v_BSHV, (0, shape.head_width - shape.value_dim))
-        out_BHTD = self.attend(
-            q_BTHD.transpose(1, 2),
-            k_BSHD.transpose(1, 2),
-            v_BSHD.transpose(1, 2),
-            seq=seq,
-            window=0,
-        )
+        if self.attend_latents is None:
+            k_BSHD, v_BSHV = self.keys(latents_BTR, table, self.remember, seq)
+            v_BSHD = F.pad(v_BSHV, (0, shape.head_width - shape.value_dim))
+            out_BHTD = self.attend(
+                q_BTHD.transpose(1, 2),
+                k_BSHD.transpose(1, 2),
+                v_BSHD.transpose(1, 2),
+                seq=seq,
+                window=0,
+            )
+        else:
+            latents_BTR, weight = self.keys(latents_BTR, table, self.remember, seq)
+            out_BHTD = self.attend_latents(q_BTHD.transpose(1, 2), latents_BTR, weight, seq=seq)
         return self.wo(out_BHTD[..., : shape.value_dim].transpose(1, 2).flatten(2))
 
 
@@ -98,7 +112,10 @@ class _Queries(nn.Module):
 
 
 class _KeysAndValues(nn.Module):
-    """Project keys and values up from their latent, and give all heads the rotated part."""
+    """Project keys and values up from their latent, and give all heads the rotated part.
+
+    Where ``wkv_b`` is a ``_Weight``, return latents with their rotated parts, and the weight.
+    """
 
     def __init__(self, shape: DeepseekShape) -> None:
         super().__init__()
@@ -111,6 +128,8 @@ class _KeysAndValues(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         latent_BTR, rotated_BTR = latents_BTR.split(self.latent_widths, -1)
         rotated_BTR = rotate(_halves(rotated_BTR[:, :, None]), table)[:, :, 0]
+        if isinstance(self.wkv_b, _Weight):
+            return torch.cat((latent_BTR, rotated_BTR), -1), self.wkv_b(latent_BTR)
         if remember is not None:
             latents_BSR = remember(torch.cat((latent_BTR, rotated_BTR), -1), seq=seq)
             latent_BTR, rotated_BTR = latents_BSR.split(self.latent_widths, -1)
@@ -118,6 +137,19 @@ class _KeysAndValues(nn.Module):
         plain, v_BSHV = both.split(self.widths, -1)
         of_all_heads = rotated_BTR[:, :, None].expand(-1, -1, plain.shape[2], -1)
         return torch.cat((plain, of_all_heads), -1), v_BSHV
+
+
+class _Weight(nn.Linear):
+    """A linear layer that returns its weight: under tensor parallelism, this rank's rows."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        # This parameter is replaced by that of ``linear``.
+        super().__init__(1, 1, bias=False, device="meta")
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = linear.weight
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.weight
 
 
 def _halves(x_BTHD: Tensor) -> Tensor:
