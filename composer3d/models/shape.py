@@ -26,28 +26,6 @@ def period_of(chosen: Sequence[bool]) -> int | None:
     return every if is_period else None
 
 
-def sends_latents(
-    *, latent_width: int, kv_width: int, tp: int, cp_method: str, is_float8: bool
-) -> bool:
-    """Return whether ranks of cp send latents in place of keys and values: those that are fewer.
-
-    Each rank then projects the latents of all tokens up to its heads, in forward and again in
-    backward, and multiplies twice more for their gradients. With Ulysses a rank gets heads, and
-    not tokens: there, keys and values of each head are sent once. In float8, each rank would round
-    its own part of the gradient of a projected row, and cp would change the result.
-
-    Args:
-        latent_width: the numbers of a token from which its keys and values follow; 0: there are no
-            latents.
-        kv_width: the width of the keys of all heads, which is that of the values as they are sent.
-        tp: the ranks that share these heads. Each sends whole latents.
-        cp_method: the recipe's ``parallel.cp_method``.
-        is_float8: whether blocks multiply in float8.
-    """
-    are_fewer = 0 < latent_width < 2 * kv_width // tp
-    return are_fewer and cp_method != "ulysses" and not is_float8
-
-
 @dataclass(frozen=True)
 class DecoderShape:
     """The sizes of a whole decoder, before anything is cut.
@@ -175,3 +153,21 @@ class DecoderShape:
     def latent_width(self) -> int:
         """The numbers of a token from which latent attention makes keys and values; 0: none."""
         return 0
+
+    def sends_latents(self, *, tp: int, cp_method: str, is_float8: bool) -> bool:
+        """Return whether ranks of cp send latents, if they are fewer than keys and values.
+
+        Each rank then projects the latents of all tokens up to its heads, in forward and once more
+        in backward, and computes its part of their gradients. With Ulysses a rank receives heads,
+        each of them once: there is nothing to save. In float8, each rank would round its own part
+        of the gradient of a projected row, and the result would depend on cp.
+
+        Args:
+            tp: the ranks that share the heads. Each of them sends whole latents.
+            cp_method: the recipe's ``parallel.cp_method``.
+            is_float8: whether blocks multiply in float8.
+        """
+        # Values are sent as wide as keys.
+        keys_and_values = 2 * self.n_kv_heads * self.head_width // tp
+        are_fewer = 0 < self.latent_width < keys_and_values
+        return are_fewer and cp_method != "ulysses" and not is_float8

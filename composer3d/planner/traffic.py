@@ -20,7 +20,7 @@ from composer3d.facts.flags import N_FLAGS
 from composer3d.facts.schedules import Cell
 from composer3d.facts.units import units_of_blocks
 from composer3d.models.registry import architecture
-from composer3d.models.shape import DecoderShape, sends_latents
+from composer3d.models.shape import DecoderShape
 from composer3d.models.table import NORMS_OVER_HEADS, Row
 from composer3d.planner.matrices import CutParameter, messages_of_results, rounds_of_units
 from composer3d.planner.schedule import active_stages, keeps_gradients_of_loss, recipe_actions
@@ -385,13 +385,7 @@ class _RankTraffic:
         kv_elements = 2 * kv_heads * elements_of_head
         q_elements = shape.n_heads // tp * elements_of_head
         content = "keys and values"
-        if sends_latents(
-            latent_width=shape.latent_width,
-            kv_width=shape.n_kv_heads * shape.head_width,
-            tp=tp,
-            cp_method=self.parallel.cp_method,
-            is_float8=self.recipe.precision.matmul == "float8",
-        ):
+        if self.recipe.sends_latents:
             kv_elements, content = self.tokens * shape.latent_width, "latents"
         calls = len(stage.blocks) * self.m
         calls_again = len(self._fully_recomputed(stage)) * self.m

@@ -40,7 +40,6 @@ class LatentAttention(nn.Module):
     Attributes:
         attend: the seam of context parallelism. Values are padded with zeros to the width of keys,
             because kernels and messages have one width; the output is cut.
-        latent_width, kv_width: as in ``AttendsToLatents``.
         attend_latents: the seam of context parallelism that sends latents (``send_latents``). None:
             ``attend`` gets keys and values.
         remember: the seam of generation: what keeps latents; None: the call has all tokens.
@@ -60,8 +59,6 @@ class LatentAttention(nn.Module):
         self.kv_norm = nn.RMSNorm(shape.kv_rank, eps=_LATENT_NORM_EPS)
         self.keys = _KeysAndValues(shape)
         self.wo = nn.Linear(shape.n_heads * shape.value_dim, dim, bias=False)
-        self.latent_width = shape.latent_width
-        self.kv_width = shape.n_heads * shape.head_width
         self.attend: Attend = attend_sdpa
         self.attend_latents: AttendLatents | None = None
         self.remember: Remember | None = None

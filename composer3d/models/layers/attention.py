@@ -5,7 +5,7 @@ head width. S is the number of keys where it differs from T.
 """
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +27,10 @@ class AttendsToLatents(Protocol):
     """A module that attends, and makes keys and values of all heads from a latent of each token.
 
     Attributes:
-        latent_width: the numbers of a token from which its keys and values follow.
-        kv_width: the width of the keys of all heads, before anything is cut.
+        shape: that of the whole model, whose ``sends_latents`` is asked.
     """
 
-    latent_width: int
-    kv_width: int
+    shape: Any
 
     def send_latents(self, attend: AttendLatents) -> None:
         """Let ``attend`` make keys and values, from latents and the weight that projects them up.

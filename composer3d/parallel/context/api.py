@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from composer3d.facts.errors import PlanError
 from composer3d.models.contract import SequenceInfo, ShardingPlan
 from composer3d.models.layers.attention import Attend, AttendLatents, AttendsToLatents, sdpa
-from composer3d.models.shape import sends_latents
 from composer3d.parallel.context.ownership import join_parts, parts_of_all_ranks
 from composer3d.parallel.context.ring import attend_in_rounds, attend_to_latents
 from composer3d.parallel.context.tiles import NO_WINDOW, NOT_CAUSAL
@@ -48,7 +47,7 @@ def apply(
 
     ``group`` is None if one rank holds whole sequences. Even then ``attend`` is replaced: the new
     one builds no mask of a whole sequence for packed documents and windows. A module of latent
-    attention sends latents, if ``sends_latents`` says so; this replaces one of its linear layers.
+    attention sends latents, if ``DecoderShape.sends_latents`` says so; this replaces one of its linear layers.
 
     Args:
         stage: this rank's part of the model, before linear layers are replaced or cut.
@@ -72,17 +71,9 @@ def apply(
         if not plan.attends(name):
             continue
         module.attend = attend
-        if (
-            group is not None
-            and isinstance(module, AttendsToLatents)
-            and sends_latents(
-                latent_width=module.latent_width,
-                kv_width=module.kv_width,
-                tp=tp,
-                cp_method=method,
-                is_float8=is_float8,
-            )
-        ):
+        if group is None or not isinstance(module, AttendsToLatents):
+            continue
+        if module.shape.sends_latents(tp=tp, cp_method=method, is_float8=is_float8):
             module.send_latents(make_attend_latents(group, method, balanced=balanced))
 
 

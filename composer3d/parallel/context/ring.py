@@ -144,10 +144,12 @@ class _Latents:
 
     def gradient(self, message: Tensor, dkv: Tensor) -> Tensor:
         latent_BSR, _ = message.split(self.widths, -1)
-        dk, dv = dkv
-        drotated_BSR = dk[..., self.plain :].sum(1)
-        dup_BHSD = torch.cat((dk[..., : self.plain], dv[..., : self.value]), -1)
-        dup_BSU = dup_BHSD.transpose(1, 2).flatten(2).to(message.dtype)
+        dk_BSHD, dv_BSHD = dkv.transpose(2, 3)
+        drotated_BSR = dk_BSHD[..., self.plain :].sum(2)
+        dup_BSHW = message.new_empty((*dk_BSHD.shape[:3], self.plain + self.value))
+        dup_BSHW[..., : self.plain] = dk_BSHD[..., : self.plain]
+        dup_BSHW[..., self.plain :] = dv_BSHD[..., : self.value]
+        dup_BSU = dup_BSHW.flatten(2)
         dweight = (dup_BSU.flatten(0, 1).T @ latent_BSR.flatten(0, 1)).to(dkv.dtype)
         self.dweight = dweight if self.dweight.numel() == 0 else self.dweight + dweight
         return torch.cat(((dup_BSU @ self.weight).to(dkv.dtype), drotated_BSR), -1)
