@@ -210,8 +210,8 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "latents-allgather": (
         *DEEPSEEK,
-        *("mesh.cp=4", "mesh.dp_shard=2", "parallel.cp_method=allgather", BF16, "data.seq_len=8192"),
-        batch(2),
+        *("mesh.cp=4", "mesh.dp_shard=2", "parallel.cp_method=allgather", BF16),
+        *("data.seq_len=8192", batch(2)),
     ),
     "latents-ring-selective": (
         *DEEPSEEK,

@@ -181,8 +181,6 @@ def _own_rows(operator: Any, arguments: Sequence[Any], group: dist.ProcessGroup)
 _AXIS_OF_OPERATOR = {
     "composer3d::ring_attention": "cp",
     "composer3d::ring_attention_backward": "cp",
-    "composer3d::latent_ring_attention": "cp",
-    "composer3d::latent_ring_attention_backward": "cp",
     "composer3d::all_to_all": "cp",
     "composer3d::exchange_counts": "ep",
     "composer3d::exchange_rows": "ep",

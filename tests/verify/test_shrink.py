@@ -434,9 +434,9 @@ def test_small_ranks_of_cp_send_what_the_full_ones_send(
 ) -> None:
     """Latents, or keys and values, of which a rank has fewer with more tp."""
     sets = ["model.architecture=deepseek", "model.preset=deepseek-v3", f"mesh.tp={tp}"]
-    sets += ["mesh.cp=2", f"mesh.dp_shard={dp_shard}", "mesh.ep=128", f"data.global_batch={dp_shard}"]
+    sets += ["mesh.cp=2", f"mesh.dp_shard={dp_shard}", "mesh.ep=128"]
     sets += ["model.n_heads=128", "model.n_kv_heads=128", f"model.kv_rank={kv_rank}"]
-    sets += ["data.micro_batch=1", "data.seq_len=4096"]
+    sets += [f"data.global_batch={dp_shard}", "data.micro_batch=1", "data.seq_len=4096"]
     full = load(str(RECIPE_PATH), sets, check_files=False).recipe
     assert full.sends_latents == (kv_rank + 64 < 2 * 128 * 192 // tp)
     with_cp = [small for small in shrink(full) if small.mesh.cp > 1]

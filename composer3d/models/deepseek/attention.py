@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.deepseek.shape import DeepseekShape
-from composer3d.models.layers.attention import Attend, AttendLatents, attend_sdpa
+from composer3d.models.layers.attention import Attend, attend_sdpa
+from composer3d.models.layers.latents import AttendLatents
 from composer3d.models.layers.rope import Rope, Table, rotate, shared_rope_table
 
 # The published models have this epsilon here, whatever ``rms_norm_eps`` of their config.json is.

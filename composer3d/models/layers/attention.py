@@ -5,7 +5,6 @@ head width. S is the number of keys where it differs from T.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -16,28 +15,6 @@ from composer3d.models.layers.rope import Rope, rotate, shared_rope_table
 
 # attend(q_BHTD, k_BKTD, v_BKTD, *, seq, window, sinks_H=None) -> out_BHTD
 Attend = Callable[..., Tensor]
-
-# attend(q_BHTD, latents_BTR, weight, *, seq) -> out_BHTD: the same of keys and values that are made
-# from latents. ``parallel.context.api.latent_ring_attention`` describes the tensors.
-AttendLatents = Callable[..., Tensor]
-
-
-@runtime_checkable
-class AttendsToLatents(Protocol):
-    """A module that attends, and makes keys and values of all heads from a latent of each token.
-
-    Attributes:
-        shape: that of the whole model, whose ``sends_latents`` is asked.
-    """
-
-    shape: Any
-
-    def send_latents(self, attend: AttendLatents) -> None:
-        """Let ``attend`` make keys and values, from latents and the weight that projects them up.
-
-        It replaces a linear layer: call it before anything else replaces, wraps or cuts it.
-        """
-
 
 
 def attend_sdpa(

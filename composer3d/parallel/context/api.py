@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from composer3d.facts.errors import PlanError
 from composer3d.models.contract import SequenceInfo, ShardingPlan
-from composer3d.models.layers.attention import Attend, AttendLatents, AttendsToLatents, sdpa
+from composer3d.models.layers.attention import Attend, sdpa
 from composer3d.parallel.context.ownership import join_parts, parts_of_all_ranks
-from composer3d.parallel.context.ring import attend_in_rounds, attend_to_latents
+from composer3d.parallel.context.ring import attend_in_rounds
 from composer3d.parallel.context.tiles import NO_WINDOW, NOT_CAUSAL
 from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.torch_private import group_by_name
@@ -39,23 +39,11 @@ def apply(
     plan: ShardingPlan,
     group: dist.ProcessGroup | None,
     parallel: ParallelTable,
-    *,
-    tp: int,
-    is_float8: bool,
 ) -> None:
     """Replace ``attend`` of every module in ``stage`` that attends, by attention over ``group``.
 
     ``group`` is None if one rank holds whole sequences. Even then ``attend`` is replaced: the new
-    one builds no mask of a whole sequence for packed documents and windows. A module of latent
-    attention sends latents, if ``DecoderShape.sends_latents`` says so; this replaces one of its linear layers.
-
-    Args:
-        stage: this rank's part of the model, before linear layers are replaced or cut.
-        plan: the plan of the model.
-        group: the ranks of cp.
-        parallel: the recipe's ``[parallel]``.
-        tp: the number of ranks that will share the heads.
-        is_float8: whether blocks will multiply in float8.
+    one builds no mask of a whole sequence for packed documents and windows.
 
     Raises:
         PlanError: there is a group, and the plan names no module that attends.
@@ -65,16 +53,10 @@ def apply(
             "the plan names no module that attends, which context parallelism needs; "
             "use mesh.cp = 1"
         )
-    method, balanced = parallel.cp_method, parallel.cp_balance == "zigzag"
-    attend = make_attend(group, method, balanced=balanced)
+    attend = make_attend(group, parallel.cp_method, balanced=parallel.cp_balance == "zigzag")
     for name, module in stage.named_modules():
-        if not plan.attends(name):
-            continue
-        module.attend = attend
-        if group is None or not isinstance(module, AttendsToLatents):
-            continue
-        if module.shape.sends_latents(tp=tp, cp_method=method, is_float8=is_float8):
-            module.send_latents(make_attend_latents(group, method, balanced=balanced))
+        if plan.attends(name):
+            module.attend = attend
 
 
 def make_attend(
@@ -99,27 +81,6 @@ def make_attend(
             group=group,
             documents=seq.documents_BT,
             window=window,
-            method=method,
-            balanced=balanced,
-        )
-
-    return attend
-
-
-def make_attend_latents(
-    group: dist.ProcessGroup, method: Method, *, balanced: bool
-) -> AttendLatents:
-    """Return a function for the seam ``attend_latents``. See ``latent_ring_attention``."""
-
-    def attend(
-        q_BHnD: Tensor, latents_BnR: Tensor, weight_UL: Tensor, *, seq: SequenceInfo
-    ) -> Tensor:
-        return latent_ring_attention(
-            q_BHnD,
-            latents_BnR,
-            weight_UL,
-            group=group,
-            documents=seq.documents_BT,
             method=method,
             balanced=balanced,
         )
@@ -210,63 +171,6 @@ def ring_attention(
     return attend_in_rounds(q, k, v, sinks_H, documents, sees, method, balanced, group_name)[0]
 
 
-def latent_ring_attention(
-    q_BHnD: Tensor,
-    latents_BnR: Tensor,
-    weight_UL: Tensor,
-    *,
-    group: dist.ProcessGroup,
-    documents: Tensor | None = None,
-    method: Method = "ring",
-    balanced: bool = True,
-) -> Tensor:
-    """Compute causal attention over a sequence that is cut over ``group``, and send latents.
-
-    Keys and values of all heads follow from one latent of each token, and from a rotated part of
-    the key, which the heads share (multi-head latent attention). Each rank projects the latents of
-    all tokens up to its heads, so that these need not be sent.
-
-    Args:
-        q_BHnD: this rank's queries, cut as in ``ring_attention``.
-        latents_BnR: for each token of this rank, its latent, of width L, and its rotated part.
-        weight_UL: the projection of a latent. Its rows are, for each of the H heads, the first D -
-            (R - L) numbers of the key, and the value, of at most D numbers.
-        group, documents, balanced: as in ``ring_attention``.
-        method: "ring" or "allgather".
-
-    Returns:
-        This rank's part of the output, (B, H, n, D), with zeros after the width of a value. The
-        gradient of ``weight_UL`` is this rank's part of a sum over ``group``.
-
-    Collectives, and the bytes that a rank sends: those of ``ring_attention``, with latents in place
-    of keys and values.
-
-    It runs as the operator ``composer3d::latent_ring_attention``. For backward, q, the latents of
-    this rank, the output and its logsumexp are kept, and neither keys nor values.
-
-    Raises:
-        ValueError: shapes do not fit together, ``method`` is not allowed, or a rank has an odd
-            number of tokens (balanced order).
-    """
-    (rows, heads, tokens, width), latent_width = q_BHnD.shape, weight_UL.shape[1]
-    plain = width - (latents_BnR.shape[-1] - latent_width)
-    value = weight_UL.shape[0] // heads - plain
-    fits = latents_BnR.shape[:2] == (rows, tokens) and weight_UL.shape[0] % heads == 0
-    if not (fits and 0 <= plain <= width and 0 <= value <= width):
-        shapes = ", ".join(str(tuple(x.shape)) for x in (q_BHnD, latents_BnR, weight_UL))
-        raise ValueError(
-            f"q, latents and weight are {shapes}; they must be (B, H, n, D), (B, n, R) and "
-            "(H (D - R + L + V), L), with R - L at most D and V at most D"
-        )
-    if method not in ("ring", "allgather"):
-        raise ValueError(f'method = "{method}" must be "ring" or "allgather"')
-    _check_tokens(rows, tokens, documents, group.size(), balanced)
-    q = q_BHnD if q_BHnD.stride(-1) == 1 else q_BHnD.contiguous()
-    return attend_to_latents(
-        q, latents_BnR, weight_UL, documents, method, balanced, group.group_name
-    )[0]
-
-
 def _check(
     q: Tensor,
     k: Tensor,
@@ -286,7 +190,7 @@ def _check(
         )
     if method not in METHODS:
         raise ValueError(f'method = "{method}" must be "ring", "allgather" or "ulysses"')
-    _check_tokens(rows, tokens, documents, size, balanced)
+    check_tokens(rows, tokens, documents, size, balanced)
     if method == "ulysses" and (heads % size or kv_heads % size):
         raise ValueError(
             f"ulysses cuts heads over {size} ranks, which must divide the {heads} query heads and "
@@ -294,9 +198,10 @@ def _check(
         )
 
 
-def _check_tokens(
+def check_tokens(
     rows: int, tokens: int, documents: Tensor | None, size: int, balanced: bool
 ) -> None:
+    """Raise ValueError if ``tokens`` cannot be a rank's part, or ``documents`` are of others."""
     if balanced and size > 1 and tokens % 2:
         raise ValueError(
             f"each rank holds {tokens} tokens; balanced order needs an even number: cut the "

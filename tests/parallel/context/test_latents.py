@@ -1,4 +1,4 @@
-"""Latents over ranks: exact values, the bytes of latents, and keys that nothing keeps or repeats."""
+"""Latents over ranks: exact values, their bytes, and what each pass computes and keeps."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +17,8 @@ from composer3d.models.deepseek.model import Deepseek
 from composer3d.models.deepseek.plan import sharding_plan
 from composer3d.models.deepseek.shape import PRESETS
 from composer3d.parallel.checkpointing import save_policy
-from composer3d.parallel.context import api, kernels, ownership, ring
+from composer3d.parallel.context import api, messages, ownership
+from composer3d.parallel.context.latents import apply, latent_ring_attention
 from composer3d.recipe.schema import ParallelTable
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
@@ -26,7 +27,7 @@ from tests.parallel.context.recorder import recording
 from tests.reference.attention import attend, visible_keys
 
 DEBUG = PRESETS["debug-deepseek"]
-METHODS = ("ring", "allgather")
+METHODS: tuple[api.Method, ...] = ("ring", "allgather")
 ROWS, HEADS, WIDTH = 2, 3, 10  # samples, heads, the width of a query and a key
 
 
@@ -41,8 +42,22 @@ class Widths(NamedTuple):
 NARROW, NO_PADDING, ALL_ROTATED = Widths(5, 4, 7), Widths(6, 2, 10), Widths(3, 10, 4)
 
 
-def inputs(tokens: int, widths: Widths) -> list[Tensor]:
+class Inputs(NamedTuple):
     """The whole q and latents, the weight, and the gradient of the output."""
+
+    q: Tensor
+    latents: Tensor
+    weight: Tensor
+    grad: Tensor
+
+    def to(self, dtype: torch.dtype) -> "Inputs":
+        return Inputs(*(x.to(dtype) for x in self))
+
+    def leaves(self) -> list[Tensor]:
+        return [x.clone().requires_grad_() for x in self[:3]]
+
+
+def inputs(tokens: int, widths: Widths) -> Inputs:
     up = HEADS * (WIDTH - widths.rotated + widths.value)
     shapes = (
         (ROWS, HEADS, tokens, WIDTH),
@@ -51,15 +66,14 @@ def inputs(tokens: int, widths: Widths) -> list[Tensor]:
         (ROWS, HEADS, tokens, WIDTH),
     )
     generator = torch.Generator().manual_seed(3)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return Inputs(
+        *(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    )
 
 
-def reference(
-    q: Tensor, latents: Tensor, weight: Tensor, grad: Tensor, documents: Tensor | None
-) -> list[Tensor]:
+def reference(whole: Inputs, documents: Tensor | None) -> list[Tensor]:
     """The output and the gradients of q, latents and weight, of all scores of each head."""
-    leaves = [x.detach().requires_grad_() for x in (q, latents, weight)]
-    q, latents, weight = leaves
+    q, latents, weight = leaves = whole.leaves()
     latent, rotated = latents[..., : weight.shape[1]], latents[..., weight.shape[1] :]
     keys, values = [], []
     for of_head in weight.chunk(HEADS):
@@ -69,27 +83,21 @@ def reference(
         values.append(F.pad(up[..., plain:], (0, WIDTH - (up.shape[-1] - plain))))
     visible = visible_keys(q.shape[2], documents_BT=documents, window=0, is_causal=True)
     out = attend(q, torch.stack(keys, 1), torch.stack(values, 1), visible)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    return [out.detach(), *torch.autograd.grad(out, leaves, whole.grad)]
 
 
 def composed(
-    q: Tensor,
-    latents: Tensor,
-    weight: Tensor,
-    grad: Tensor,
-    documents: Tensor | None,
-    *,
-    method: api.Method,
-    balanced: bool,
+    whole: Inputs, documents: Tensor | None, *, method: api.Method, balanced: bool
 ) -> list[Tensor]:
     """The results of ``reference``, computed from shards by all ranks and gathered again."""
     group = group_of_all()
     cut = partial(ownership.shard_sequence, group=group, balanced=balanced)
-    leaves = [x.clone().requires_grad_() for x in (cut(q, 2), cut(latents, 1), weight)]
-    out = api.latent_ring_attention(
+    shards = Inputs(cut(whole.q, 2), cut(whole.latents, 1), whole.weight, cut(whole.grad, 2))
+    leaves = shards.leaves()
+    out = latent_ring_attention(
         *leaves, group=group, documents=documents, method=method, balanced=balanced
     )
-    dq, dlatents, dweight = torch.autograd.grad(out, leaves, cut(grad, 2))
+    dq, dlatents, dweight = torch.autograd.grad(out, leaves, shards.grad)
     dist.all_reduce(dweight, group=group)
     join = partial(ownership.unshard_sequence, group=group, balanced=balanced)
     return [join(out.detach(), 2), join(dq, 2), join(dlatents, 1), dweight]
@@ -105,8 +113,8 @@ def check_values() -> int:
         )
         for widths, documents, method, balanced in cases:
             whole = inputs(tokens, widths)
-            expected = reference(*whole, documents)
-            results = composed(*whole, documents, method=method, balanced=balanced)
+            expected = reference(whole, documents)
+            results = composed(whole, documents, method=method, balanced=balanced)
             for actual, wanted in zip(results, expected, strict=True):
                 torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
         return len(cases)
@@ -122,11 +130,11 @@ def measure_errors() -> list[tuple[torch.dtype, float, float]]:
     with pool_world():
         group, found = group_of_all(), []
         for dtype, method in product((torch.float32, torch.bfloat16), METHODS):
-            narrow = [x.to(dtype) for x in inputs(32 * group.size(), NARROW)]
-            exact = reference(*(x.double() for x in narrow), None)
-            results = composed(*narrow, None, method=method, balanced=True)
+            narrow = inputs(32 * group.size(), NARROW).to(dtype)
+            exact = reference(narrow.to(torch.float64), None)
+            results = composed(narrow, None, method=method, balanced=True)
             assert all(result.dtype == dtype for result in results)
-            alone = reference(*narrow, None)
+            alone = reference(narrow, None)
             errors = [
                 max(
                     ((x.double() - wanted).norm() / wanted.norm()).item()
@@ -149,12 +157,12 @@ def count_bytes() -> dict[tuple[api.Method, torch.dtype], tuple[int, int]]:
     with pool_world():
         group, counted = group_of_all(), {}
         for method, dtype in product(METHODS, (torch.float64, torch.bfloat16)):
-            q, latents, weight, grad = (x.to(dtype) for x in inputs(8, NARROW))
-            leaves = [x.requires_grad_() for x in (q, latents, weight)]
+            of_rank = inputs(8, NARROW).to(dtype)
+            leaves = of_rank.leaves()
             with recording() as forward:
-                out = api.latent_ring_attention(*leaves, group=group, method=method)
+                out = latent_ring_attention(*leaves, group=group, method=method)
             with recording() as backward:
-                out.backward(grad)
+                out.backward(of_rank.grad)
             counted[method, dtype] = forward.sent_bytes(), backward.sent_bytes()
         return counted
 
@@ -172,14 +180,14 @@ def test_only_latents_are_sent(pool: Pool, size: int) -> None:
 @contextmanager
 def counting_projections() -> Iterator[list[int]]:
     """Collect the number of tokens of each message that is projected up."""
-    right, tokens = ring._Latents.key_values, []
+    right, tokens = messages.Latents.key_values, []
 
     def key_values(sent: Any, message: Tensor) -> Any:
         tokens.append(message.shape[1])
         return right(sent, message)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring._Latents, "key_values", key_values)
+        patch.setattr(messages.Latents, "key_values", key_values)
         yield tokens
 
 
@@ -201,12 +209,10 @@ def count_work(method: api.Method) -> dict[str, Work]:
     """Count the work in each mode of activation checkpointing. Gradients must be equal bitwise."""
     with pool_world():
         group = group_of_all()
-        leaves = [x.requires_grad_() for x in inputs(8, NARROW)[:3]]
+        leaves = inputs(8, NARROW).leaves()
 
         def run(q: Tensor, latents: Tensor, weight: Tensor) -> Tensor:
-            out = api.latent_ring_attention(
-                q.sin(), latents.sin(), weight, group=group, method=method
-            )
+            out = latent_ring_attention(q.sin(), latents.sin(), weight, group=group, method=method)
             return out.square()
 
         def run_full(*tensors: Tensor) -> Tensor:
@@ -246,10 +252,15 @@ def test_backward_projects_latents_once_more(pool: Pool, method: str) -> None:
 def count_kept() -> int:
     """Return the numbers that forward keeps for backward, without the output and its logsumexp."""
     with pool_world():
-        leaves = [x.requires_grad_() for x in inputs(8, NARROW)[:3]]
+        leaves = inputs(8, NARROW).leaves()
         kept: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-            out = api.latent_ring_attention(*leaves, group=group_of_all(), method="allgather")
+
+        def keep(x: Tensor) -> Tensor:
+            kept.append(x)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            out = latent_ring_attention(*leaves, group=group_of_all(), method="allgather")
         known = {x.data_ptr() for x in (*leaves, out)}
         return sum(x.numel() for x in kept if x.data_ptr() not in known)
 
@@ -263,15 +274,15 @@ def check_operators() -> None:
     """torch accepts the operators; shapes that do not fit are refused."""
     with pool_world():
         group = group_of_all()
-        q, latents, weight, grad = inputs(8, NARROW)
-        leaves = [x.clone().requires_grad_() for x in (q, latents, weight)]
+        of_rank = inputs(8, NARROW)
+        (q, latents, weight, grad), leaves = of_rank, of_rank.leaves()
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-        operator = torch.ops.composer3d.latent_ring_attention.default
-        backward = torch.ops.composer3d.latent_ring_attention_backward.default
+        operator = torch.ops.composer3d.ring_attention.default
+        backward = torch.ops.composer3d.ring_attention_backward.default
         for documents, method in product((None, random_documents(8, 0.3)), METHODS):
-            options = (method, True, group.group_name)
-            torch.library.opcheck(operator, (*leaves, documents, *options), test_utils=checks)
-            out, lse = operator(*leaves, documents, *options)
+            options = (0, method, True, group.group_name)  # no window
+            torch.library.opcheck(operator, (*leaves, None, documents, *options), test_utils=checks)
+            out, lse = operator(*leaves, None, documents, *options)
             assert not lse.requires_grad
             saved = [x.detach() for x in (*leaves, out, lse)]
             arguments = (grad, saved, documents, *options)
@@ -287,23 +298,18 @@ def check_operators() -> None:
         }
         for name, tensors in wrong.items():
             with pytest.raises(ValueError, match=r"they must be \(B, H, n, D\), \(B, n, R\) and"):
-                print(name, api.latent_ring_attention(*tensors, group=group).shape)
+                print(name, latent_ring_attention(*tensors, group=group).shape)
         with pytest.raises(ValueError, match='"ulysses" must be "ring" or "allgather"'):
-            api.latent_ring_attention(q, latents, weight, group=group, method="ulysses")
+            latent_ring_attention(q, latents, weight, group=group, method="ulysses")
         odd = (q[:, :, :7], latents[:, :7], weight)
         with pytest.raises(ValueError, match="each rank holds 7 tokens; balanced order needs"):
-            api.latent_ring_attention(*odd, group=group)
+            latent_ring_attention(*odd, group=group)
         with pytest.raises(ValueError, match=r"documents are \(1, 16\); they must be \(2, 16\)"):
-            documents = torch.zeros(1, 16)
-            api.latent_ring_attention(q, latents, weight, group=group, documents=documents)
+            latent_ring_attention(q, latents, weight, group=group, documents=torch.zeros(1, 16))
 
 
 def test_operators_of_latents(pool: Pool) -> None:
     pool.run(check_operators, {}, world_size=2)
-
-
-def test_a_query_without_a_gradient_gives_zero_gradients(pool: Pool) -> None:
-    pool.run(check_no_gradient, {}, world_size=2)
 
 
 def check_no_gradient() -> None:
@@ -319,10 +325,14 @@ def check_no_gradient() -> None:
             return None
 
     with pool_world():
-        leaves = [x.requires_grad_() for x in inputs(8, NARROW)[:3]]
-        out = api.latent_ring_attention(*leaves, group=group_of_all())
+        leaves = inputs(8, NARROW).leaves()
+        out = latent_ring_attention(*leaves, group=group_of_all())
         for grad in torch.autograd.grad(NoGradient.apply(out).sum(), leaves):
             assert not grad.any()
+
+
+def test_an_output_without_a_gradient_gives_zero_gradients(pool: Pool) -> None:
+    pool.run(check_no_gradient, {}, world_size=2)
 
 
 # --- what a model sends ---
@@ -347,11 +357,11 @@ def test_the_fewer_numbers_are_sent() -> None:
 def choices(tp: int, is_float8: bool) -> list[bool]:
     """Return whether each block sends latents, over all ranks as cp, and over none."""
     with pool_world():
-        found = []
+        found: list[bool] = []
         for group in (group_of_all(), None):
             model, plan = Deepseek(DEBUG), sharding_plan(DEBUG)
             weight = model.blocks["0"].get_parameter("attn.keys.wkv_b.weight")
-            api.apply(model, plan, group, ParallelTable(), tp=tp, is_float8=is_float8)
+            apply(model, plan, group, ParallelTable(), tp=tp, is_float8=is_float8)
             blocks: Any = model.blocks.values()
             sends = {block.attn.attend_latents is not None for block in blocks}
             assert len(sends) == 1

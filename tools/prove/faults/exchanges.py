@@ -441,19 +441,19 @@ def _spoil_hops(*callers: str) -> None:
 @harms("mesh.cp=2")
 def lose_the_hop_of_keys() -> None:
     """Ring, forward: a rank keeps its own keys and values instead of the ones that arrive."""
-    _spoil_hops("_kv_rounds", "_attend")
+    _spoil_hops("_kv_rounds", "attend_in_rounds")
 
 
 @harms("mesh.cp=2")
 def lose_the_hop_of_keys_in_backward() -> None:
     """Ring, backward: a rank differentiates with its own keys and values, not arriving ones."""
-    _spoil_hops("_kv_rounds", "_differentiate_rounds")
+    _spoil_hops("_kv_rounds", "_attend_in_rounds_backward")
 
 
 @harms("mesh.cp=2")
 def lose_the_hop_of_key_gradients() -> None:
     """Ring, backward: gradients of keys and values do not travel back to their rank."""
-    _spoil_hops("_differentiate_rounds")
+    _spoil_hops("_attend_in_rounds_backward")
 
 
 @harms("mesh.cp=3 data.seq_len=252", "mesh.dp_shard=8 mesh.cp=4 data.global_batch=16")
