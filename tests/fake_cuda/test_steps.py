@@ -99,14 +99,12 @@ LAYOUTS = {
         ("mesh.cp=2", 'parallel.cp_method="allgather"', DOCUMENTS, BF16, TWO_MICRO_BATCHES),
         *(2 * 26, 2 * 54 + 9),
     ),
-    # The second block, and each one more, has experts.
+    # The second block, and each one more, has experts. It has four norms (see "float8").
     "cp allgather of latents, documents": Layout(
         (*LATENTS, "mesh.cp=2", 'parallel.cp_method="allgather"', DOCUMENTS, TWO_MICRO_BATCHES),
-        *(184, 1),
+        *(184, 248 + 8),
     ),
-    "cp ring of latents": Layout(
-        (*LATENTS, "mesh.cp=2", TWO_MICRO_BATCHES), *(212, 1)
-    ),
+    "cp ring of latents": Layout((*LATENTS, "mesh.cp=2", TWO_MICRO_BATCHES), *(212, 290 + 8)),
     "cp ulysses, window": Layout(
         ("mesh.cp=2", 'parallel.cp_method="ulysses"', "model.window=24", BF16, TWO_MICRO_BATCHES),
         *(2 * 31, 2 * 54 + 9),
