@@ -414,7 +414,10 @@ LATENT_LAYOUTS = {
         "memory.activation_checkpoint=selective",
         "precision.compute=bfloat16",
     ),
-    "no latent of queries": ("model.query_rank=0",),
+    "no latent of queries, some recomputed": (
+        "model.query_rank=0",
+        "memory.activation_checkpoint=selective",
+    ),
     "keys and values, which are fewer": ("model.kv_rank=96",),
     "all-gather of keys and values, some recomputed": (
         "parallel.cp_method=allgather",

@@ -1,8 +1,9 @@
 """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).
 
 Keys and values of all heads are projected up from one narrow latent of each token. A key also has
-a rotated part, which all heads share. So a cache needs the latent and this part alone, and under
-tensor parallelism ranks gather latents in place of the stream.
+a rotated part, which all heads share. So a cache needs the latent and this part alone, ranks of
+tensor parallelism gather latents in place of the stream, and those of context parallelism may send
+them in place of keys and values.
 
 Shapes are in the names: B batch, T sequence, C model width, H heads, D width of a query and a key,
 V width of a value, R width of the latent and the rotated part together. S is the number of keys
