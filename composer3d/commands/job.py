@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -18,6 +18,7 @@ from composer3d.facts.errors import (
     LostPeersError,
     NoMemoryError,
     RankDataError,
+    RankLogError,
     RecipeError,
     UserError,
 )
@@ -111,6 +112,7 @@ def run_rank(
     resolve: Resolve,
     *,
     report: Callable[[UserError], None] | None = None,
+    keep: Callable[[Recipe], AbstractContextManager[None]] | None = None,
 ) -> int:
     """Run ``function`` as the rank that RANK, LOCAL_RANK and WORLD_SIZE name.
 
@@ -121,6 +123,7 @@ def run_rank(
         function: is called with the resolved recipe and the rank, and returns the exit status.
         resolve: loads the recipe.
         report: is called on rank 0 with a UserError, before it is printed.
+        keep: returns a context for all that this rank does with the recipe, and for its errors.
 
     Returns:
         The exit status of this rank.
@@ -130,37 +133,41 @@ def run_rank(
         # The name that top and ps show, on Linux.
         Path("/proc/self/comm").write_text(f"c3d rank {rank}")
     name = f"rank {rank}"
-    try:
-        # Before the groups are gone, a rank that could not print would be a lost peer of others.
-        steady_output()
-        resolved = resolve(world_size)
-        name = describe_rank(rank, resolved.recipe.mesh)
-        status = function(resolved, rank)
-        if report is not None:
-            _require_output()
-        return status
-    except Exception as caught:
-        if isinstance(caught, UserError):
-            error = caught
-        elif lacks_memory(caught):
-            error = no_memory(name, caught)
-        else:
-            raise
-        if report is not None and rank == 0 and error.lines:
-            report(error)
-        if error.lines and _must_report(error, rank):
-            # These name their ranks themselves.
-            names_rank = isinstance(error, LostPeersError | NoMemoryError)
-            prefix = f"rank {rank}: " if rank and not names_rank else ""
-            lines = [prefix + line for line in error.lines]
-            log.keep(lines)
-            say(lines)
-        if isinstance(error, LostPeersError) and environment.has_launcher():
-            # The launcher of this machine may start all ranks again.
-            return launch.LOST_PEERS
-        if isinstance(error, NoMemoryError) and environment.has_launcher():
-            return launch.NO_MEMORY
-        return error.status
+    with ExitStack() as kept:
+        try:
+            # Before the groups are gone, a rank that could not print would be a lost peer of
+            # others.
+            steady_output()
+            resolved = resolve(world_size)
+            name = describe_rank(rank, resolved.recipe.mesh)
+            if keep is not None:
+                kept.enter_context(keep(resolved.recipe))
+            status = function(resolved, rank)
+            if report is not None:
+                _require_output()
+            return status
+        except Exception as caught:
+            if isinstance(caught, UserError):
+                error = caught
+            elif lacks_memory(caught):
+                error = no_memory(name, caught)
+            else:
+                raise
+            if report is not None and rank == 0 and error.lines:
+                report(error)
+            if error.lines and _must_report(error, rank):
+                # These name their ranks themselves.
+                names_rank = isinstance(error, LostPeersError | NoMemoryError)
+                prefix = f"rank {rank}: " if rank and not names_rank else ""
+                lines = [prefix + line for line in error.lines]
+                log.keep(lines)
+                say(lines)
+            if isinstance(error, LostPeersError) and environment.has_launcher():
+                # The launcher of this machine may start all ranks again.
+                return launch.LOST_PEERS
+            if isinstance(error, NoMemoryError) and environment.has_launcher():
+                return launch.NO_MEMORY
+            return error.status
 
 
 def _require_output() -> None:
@@ -190,7 +197,9 @@ def _must_report(error: UserError, rank: int) -> bool:
     of each node prints it, and every rank prints its own DeviceError. Only one rank has a
     LostPeersError with lines, so it always prints them. Others are known to no other rank.
     """
-    if rank == 0 or isinstance(error, LostPeersError | RankDataError | NoMemoryError):
+    if rank == 0 or isinstance(
+        error, LostPeersError | RankDataError | NoMemoryError | RankLogError
+    ):
         return True
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_initialized():

@@ -9,7 +9,7 @@ import re
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,13 +22,14 @@ from composer3d.facts import events
 from composer3d.facts.errors import RecipeError, UserError
 from composer3d.facts.interrupts import ending_at_once
 from composer3d.facts.tags import COUNTED_TOKENS
+from composer3d.models import hub
 from composer3d.recipe.advice import nothing_to_do, way_to_go_on
 from composer3d.recipe.changes import changes
 from composer3d.recipe.machine import tracker_problems
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
 from composer3d.reliability.lock import describe_loss
-from composer3d.runtime import collector, environment, launch, log, shortage
+from composer3d.runtime import collector, environment, launch, log, rank_logs, shortage
 from composer3d.runtime.console import say
 from composer3d.runtime.ends import describe_died, describe_left
 from composer3d.runtime.files import append_whole, write_atomic
@@ -86,6 +87,9 @@ def _run(recipe: str, sets: Sequence[str]) -> int:
     _require_trackers(resolved)
     # Torch takes seconds to import.
     _say_what_begins(resolved.recipe)
+    if resolved.recipe.model.hf is not None and hub.is_place(resolved.recipe.model.hf):
+        # With the commit, which is loaded already, no rank asks the Hub again.
+        sets = (*sets, f"model.hf={resolved.recipe.model.hf}")
     resolved, processes = job.count_processes(resolved, partial(_load, recipe, sets))
     if processes == 1 and not resolved.recipe.reliability.restarts:
         return train_rank(recipe, sets)
@@ -324,7 +328,13 @@ def train_rank(recipe: str, sets: Sequence[str], claimed: str | None = None) -> 
         sets: overrides, each ``table.key=value``.
         claimed: where rank 0 tells the launcher which folder it has claimed.
     """
-    return job.run_rank(partial(_train, claimed=claimed), partial(_load, recipe, sets))
+    return job.run_rank(
+        partial(_train, claimed=claimed), partial(_load, recipe, sets), keep=_keep_output
+    )
+
+
+def _keep_output(recipe: Recipe) -> AbstractContextManager[None]:
+    return rank_logs.kept(recipe.run.folder) if recipe.run.rank_logs else nullcontext()
 
 
 def _load(recipe: str, sets: Sequence[str], world_size: int) -> Resolved:

@@ -11,7 +11,7 @@ from composer3d.convert.formats import Source, open_source
 from composer3d.models import hub
 from composer3d.parallel import Stages
 from composer3d.parallel.init import local_part
-from composer3d.runtime.environment import rank
+from composer3d.runtime.environment import local_rank, rank
 from composer3d.runtime.process_group import on_all
 
 
@@ -31,10 +31,14 @@ def load_hf(folder: str, stages: Stages) -> None:
     """
     parameters = dict(stages.named_parameters())
     shapes = {f"model.{name}": shape for name, (shape, _) in global_specs(parameters).items()}
-    source = on_all(
-        "model.hf", lambda: _open(hub.folder(folder, shows_progress=rank() == 0), shapes)
-    )
+    # One rank of each node asks the Hub. The others find everything in the cache of the node.
+    on_all("model.hf", lambda: _load_files(folder) if local_rank() == 0 else None)
+    source = on_all("model.hf", lambda: _open(hub.folder(folder), shapes))
     on_all("model.hf", lambda: read_shards(source, parameters))
+
+
+def _load_files(folder: str) -> None:
+    hub.folder(folder, shows_progress=rank() == 0)
 
 
 def _open(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Source:

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from composer3d.doctor import measure
+from composer3d.doctor.advice import advise
 from composer3d.doctor.facts import RankFacts
+from composer3d.doctor.links import find_links
 from composer3d.doctor.report import Disk, DoctorReport, make_report
 from composer3d.facts import hardware
 from composer3d.facts.errors import ExchangeError
@@ -86,7 +88,16 @@ def examine(recipe: Recipe, device: torch.device, store: dist.Store) -> DoctorRe
         return None
     sizes = {entry.axis: len(entry.ranks) for entry in groups}
     software = versions() | dict.fromkeys(implementation.installed(), "found")
-    return make_report(recipe, of_ranks, sizes, problems, software, _disk(recipe))
+    report = make_report(recipe, of_ranks, sizes, problems, software, _disk(recipe))
+    report.links = find_links()
+    report.advice = advise(
+        report.links,
+        os.environ,
+        has_gpus=device.type == "cuda",
+        ranks=recipe.world_size,
+        is_alone=environment.has_launcher() or not environment.is_rank(),
+    )
+    return report
 
 
 def _number_nodes() -> list[int]:

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
+from composer3d.doctor.advice import Advice, advice_as_json, describe_links, lines_of
 from composer3d.doctor.facts import RankFacts
+from composer3d.doctor.links import Links
 from composer3d.recipe.schema import Recipe
 
 # Clocks that differ by more make the times in the logs of two nodes hard to compare.
@@ -76,6 +78,8 @@ class DoctorReport:
         versions: of the software, the same on all ranks.
         disk: of the run's folder.
         slowest_rank: the rank with the slowest matrix product; None: nothing was measured.
+        links: of the machine of rank 0; None: not examined.
+        advice: for that machine.
     """
 
     problems: list[str]
@@ -85,6 +89,8 @@ class DoctorReport:
     versions: dict[str, str]
     disk: Disk
     slowest_rank: int | None
+    links: Links | None = None
+    advice: list[Advice] = field(default_factory=list)
 
     @property
     def nodes(self) -> int:
@@ -246,6 +252,9 @@ def as_json_of(report: DoctorReport) -> dict[str, Any]:
         for rank in ranks
         if rank.clock_s is not None
     ]
+    answer["environment"] = None
+    if report.links is not None:
+        answer["environment"] = advice_as_json(report.links, report.advice)
     answer["matrix"] = None
     if report.slowest_rank is not None:
         slowest = ranks[report.slowest_rank]
@@ -311,6 +320,9 @@ def text_of(report: DoctorReport) -> str:
         f"disk: {disk.free_gib:.1f} GiB free in {disk.folder}; a checkpoint takes about "
         f"{disk.checkpoint_gib:.2g} GiB, at most {disk.kept} at a time"
     )
+    if report.links is not None:
+        lines.append(f"machine of rank 0: {describe_links(report.links)}")
+        lines += lines_of(report.advice)
     return "\n".join([*lines, *report.notes, *(f"WRONG   {line}" for line in report.problems)])
 
 

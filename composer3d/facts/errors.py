@@ -90,6 +90,10 @@ class DeviceError(UserError):
     """A rank or a node lacks the device that it needs; other ranks may have theirs."""
 
 
+class RankLogError(UserError):
+    """A rank cannot keep what it prints. The other ranks do not know of it."""
+
+
 class PlanError(UserError):
     """A sharding plan or a schedule does not fit the model or the mesh it is applied to."""
 

@@ -10,7 +10,7 @@ from composer3d.facts.errors import RecipeError
 from composer3d.facts.text import one_line
 from composer3d.imports import automodel, deepspeed, megatron, nanotron, source, torchtitan
 from composer3d.imports.translation import ENTRIES, Translation, Value, point_name
-from composer3d.models import registry
+from composer3d.models import hub, registry
 from composer3d.recipe.draft import ParsedRecipe, parse_document
 from composer3d.recipe.resolve import Resolved, broken_rules, load
 from composer3d.recipe.schema import FOLDER_NAME, MODEL_KEYS, OPEN_POINTS, TABLES
@@ -177,7 +177,9 @@ def _settle(made: Translation, sets: Sequence[str], gpus: int | None) -> None:
     while True:
         try:
             document = _document_of(made, made.values)
-            recipe, broken = broken_rules(document, sets, world_size=gpus)
+            recipe, broken = broken_rules(
+                document, sets, world_size=gpus, hub_names=_hub_names(made)
+            )
         except RecipeError:
             return  # ``_checked`` tells why
         given = _OPTIONAL & made.values.keys()
@@ -223,6 +225,12 @@ def _settle_decay(made: Translation) -> None:
         values.pop("optim.decay_steps", None)
 
 
+def _hub_names(made: Translation) -> frozenset[str]:
+    """Return the name on the Hub that ``--set`` gives. What the file names is not loaded."""
+    name = made.overrides.get("model.hf", "")
+    return frozenset((name,)) if hub.is_place(name) else frozenset()
+
+
 class _Document(ParsedRecipe):
     """The recipe, in which the place of a key is the words of theirs that it comes from."""
 
@@ -241,13 +249,16 @@ def _document_of(made: Translation, values: Mapping[str, Value]) -> _Document:
 def _checked(made: Translation, sets: Sequence[str], gpus: int | None) -> Imported:
     """Load the recipe, as ``check`` does, and then its text with the values of ``--set``."""
     try:
-        resolved = load(_document_of(made, made.values), sets, world_size=gpus)
+        names = _hub_names(made)
+        resolved = load(_document_of(made, made.values), sets, world_size=gpus, hub_names=names)
         values = dict(made.values)
         for text in sets:
             key = text.partition("=")[0].strip()
             values[key] = Value(value_of(resolved.recipe, key), f"--set {one_line(text)}")
             made.taken.append(f"--set {one_line(text)}")
-        resolved = load(_document_of(made, values))
+        # The name has its commit by now.
+        pinned = {str(resolved.recipe.model.hf)} if names else ()
+        resolved = load(_document_of(made, values), hub_names=pinned)
     except RecipeError as error:
         begins = (made.file, "--set")
         raise RecipeError(

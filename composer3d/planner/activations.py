@@ -31,13 +31,27 @@ class Unit(NamedTuple):
     trained_shard: float
 
 
+class Temporaries(NamedTuple):
+    """What the backward of a block holds at one time, besides what forward has kept for it.
+
+    Attributes:
+        bytes: less what backward has freed by then. All that it computes again is there.
+        being_written: the elements of a gradient of parameters that is being written.
+        written: the elements of those that backward has written before.
+    """
+
+    bytes: float
+    being_written: float = 0.0
+    written: float = 0.0
+
+
 class BlockBytes(NamedTuple):
     """The activations of one block and micro-batch.
 
     Attributes:
         kept: from forward to backward.
         again: what backward computes again, in addition.
-        extra: the most temporaries of backward, with what it computes again already there.
+        backward: the temporaries of backward, at the times at which they may be the most.
         deferred: inputs and gradients of linear layers, between the two halves of a backward.
         unit: its parameters.
         linear: the elements of its linear layers.
@@ -45,10 +59,23 @@ class BlockBytes(NamedTuple):
 
     kept: float
     again: float
-    extra: float
+    backward: tuple[Temporaries, ...]
     deferred: float
     unit: Unit
     linear: float
+
+    def extra(self, narrow: float, written: float) -> float:
+        """Return the most temporaries of backward, in bytes.
+
+        Args:
+            narrow: bytes of an element of a gradient that a product writes.
+            written: bytes of one that is written already, until the block's backward ends; 0: it is
+                added to a sum at once.
+        """
+        return max(
+            moment.bytes + narrow * moment.being_written + written * moment.written
+            for moment in self.backward
+        )
 
 
 class HeadBytes(NamedTuple):
@@ -117,21 +144,15 @@ def unit_of(setup: Setup, dense: float, experts: float, share: Share) -> Unit:
     )
 
 
-def gradient_width(setup: Setup) -> float:
-    """Return the bytes of a gradient's element when backward writes it."""
-    precision = setup.precision
-    return precision.gradients if setup.software.since_torch_2_15 else precision.gathered
-
-
 class _Sizes(NamedTuple):
-    """Parts of a block, in bytes; ``kv`` is that of the keys, and of the values.
+    """Parts of a block; ``kv`` is that of the keys, and of the values. In bytes, but for the last.
 
     Attributes:
         width: one of the four tensors of the feed-forward layer's width.
         rows: the tokens that go to experts; 0 without experts.
         expert_width: one of four tensors of the experts' width.
-        ffn_gradients: the gradients of the feed-forward layer's parameters.
-        matrix: about one gradient of a weight.
+        ffn_parameters: the elements of the feed-forward layer's parameters.
+        matrix: about the elements of one weight.
     """
 
     query: float
@@ -139,7 +160,7 @@ class _Sizes(NamedTuple):
     width: float
     rows: float
     expert_width: float
-    ffn_gradients: float
+    ffn_parameters: float
     matrix: float
 
 
@@ -221,8 +242,8 @@ def block_bytes(
         width=local * (sizes.shared_width if has_experts else sizes.ffn) * e,
         rows=rows * sizes.dim,
         expert_width=rows * sizes.expert_width,
-        ffn_gradients=gradient_width(setup) * (ffn + experts),
-        matrix=gradient_width(setup) * linear / (4 + sizes.ffn_matrices),
+        ffn_parameters=ffn + experts,
+        matrix=linear / (4 + sizes.ffn_matrices),
     )
     is_ulysses = layout.cp > 1 and layout.cp_method == "ulysses"
     # What an exchange over cp returns: queries, keys and values; and the output.
@@ -284,7 +305,7 @@ def block_bytes(
     return BlockBytes(
         kept=kept,
         again=again,
-        extra=_backward_extra(setup, part, splits_backward),
+        backward=_backward_temporaries(setup, part, splits_backward),
         deferred=4 * stream.inner
         + 2 * part.query
         + kept_kv
@@ -311,26 +332,31 @@ def _copies_of_a_norm(e: float) -> float:
     return 2 * _WIDE / e - 1
 
 
-def _backward_extra(setup: Setup, part: _Sizes, splits_backward: bool) -> float:
-    """Return the most temporaries of a block's backward, less what it has freed by then.
+def _backward_temporaries(
+    setup: Setup, part: _Sizes, splits_backward: bool
+) -> tuple[Temporaries, ...]:
+    """Return the temporaries of a block's backward, less what it has freed by then.
 
-    It is the largest of five times: in the product of the second feed-forward matrix, in the
-    activation, in the products of the first matrices, in the experts, and in attention.
+    There are five times: in the product of the second feed-forward matrix, in the activation, in
+    the products of the first matrices, in the experts, and in attention.
     """
     stream = stream_of(setup)
     row_input = stream.inner if setup.layout.tp > 1 else 0.0
     of_experts = 2 * part.expert_width + part.rows
     freed_by_ffn = 4 * part.width + 4 * part.expert_width + 3 * part.rows
-    attention = _attention_extra(setup, part.query, part.kv)
-    attention += part.ffn_gradients - freed_by_ffn - stream.inner
+    attention = _attention_extra(setup, part.query, part.kv) - freed_by_ffn - stream.inner
     if splits_backward:  # gradients of outputs stay, and no weight has one yet
-        return max(stream.own + row_input + 3 * part.width + of_experts, attention)
-    return max(
-        stream.own + row_input + part.width + part.matrix,
-        stream.own + 2 * part.width + part.matrix,
-        stream.own + 3 * part.matrix + 3 * stream.inner - 2 * part.width,
-        stream.own + of_experts,
-        attention,
+        return (
+            Temporaries(stream.own + row_input + 3 * part.width + of_experts),
+            Temporaries(attention, written=part.ffn_parameters),
+        )
+    first_matrices = stream.own + 3 * stream.inner - 2 * part.width
+    return (
+        Temporaries(stream.own + row_input + part.width, being_written=part.matrix),
+        Temporaries(stream.own + 2 * part.width, written=part.matrix),
+        Temporaries(first_matrices, being_written=part.matrix, written=2 * part.matrix),
+        Temporaries(stream.own + of_experts),
+        Temporaries(attention, written=part.ffn_parameters),
     )
 
 

@@ -21,7 +21,6 @@ from composer3d.planner.activations import (
     BlockBytes,
     Unit,
     block_bytes,
-    gradient_width,
     head_bytes,
     stream_of,
     unit_of,
@@ -172,7 +171,8 @@ class _Rank:
         setup, number, matrices: as given.
         stages: by number.
         narrow, wide: bytes of a gathered parameter, and of a sharded one or a summed gradient.
-        written: bytes of a gradient's element when backward writes it.
+        adds_at_once: whether a gradient is added to a sum as soon as it is written. Otherwise those
+            of a unit stay as narrow as the computation until its backward ends.
         exchanged: bytes of the two copies of a gradient's element, the one that leaves and the one
             that arrives, if it is sent narrower than it is summed.
         has_fsdp: whether FSDP gathers and reduces; else every rank holds all of its parameters.
@@ -183,7 +183,7 @@ class _Rank:
         self.setup, self.number, self.matrices = setup, number, matrices
         layout, sizes, precision = setup.layout, setup.sizes, setup.precision
         self.narrow, self.wide = precision.gathered, precision.gradients
-        self.written = gradient_width(setup)
+        self.adds_at_once = setup.software.since_torch_2_15 or self.narrow == self.wide
         self.exchanged = 2 * precision.exchanged
         self.stream = stream_of(setup).own
         self.head = head_bytes(setup)
@@ -258,6 +258,19 @@ class _Rank:
         depths = self.setup.sizes.mtp_layers
         return self.head.waiting * max(0, depths - nth) / max(1, depths)
 
+    def written_width(self, *, has_sum: bool, begins_sum: bool = False) -> float:
+        """Return the bytes of an element of a gradient that is written, until its unit's end.
+
+        Args:
+            has_sum: whether there is a sum of earlier micro-batches, which is counted elsewhere.
+            begins_sum: whether it is the first of such a sum, and is not reduced now.
+        """
+        if not self.adds_at_once:
+            return self.narrow
+        if has_sum:
+            return 0.0
+        return self.wide if begins_sum else self.narrow
+
     def sharded_gradients(self, elements: float) -> float:
         """Return the bytes of gradients of this rank's shards."""
         return 0.0 if self.setup.software.offloads else self.wide * elements
@@ -321,7 +334,7 @@ class _MicroBatch:
     def moments(self) -> list[Moment]:
         """Return the moments: loss, head, and the backward of blocks and embedding."""
         rank, stage, last, head = self.rank, self.stage, self.last, self.rank.head
-        wide, written = rank.wide, rank.written
+        wide, narrow = rank.wide, rank.narrow
         groups = stage.groups[::-1]
         units = stage.units_of_groups[:-5:-1]
         held = sum(each.kept for each in stage.blocks)
@@ -330,12 +343,10 @@ class _MicroBatch:
         # The buffer of the unit that the micro-batch before has reduced last.
         buffer = wide * self.end.trained if self.repeats and not self.sums_whole else 0.0
         at_loss = self._gathered(units[:1], last.elements)
-        # The gradient of a chunk is as narrow as the computation. ``head.gradient`` has their sum.
-        of_head = written if rank.setup.loss_chunks == 1 else rank.narrow
         moments = [
             Moment(sums, at_loss, buffer, held + head.kept, head.loss),
             Moment(
-                sums + of_head * last.trained,
+                sums + narrow * last.trained,
                 at_loss,
                 buffer,
                 held + head.kept + head.input_gradient,
@@ -343,24 +354,23 @@ class _MicroBatch:
             ),
         ]
 
+        # One that is reduced before it is added stays as narrow as the computation.
+        kept_width = rank.written_width(has_sum=self.sums_whole and self.repeats)
         # The head's gradient is reduced now, or together with that of the embedding it is tied to.
-        head_gradient = 0.0 if wide == written and self.sums_whole else written * last.trained
+        head_gradient = kept_width * last.trained
         if self.reduces:
             sums += rank.sharded_gradients(last.trained_shard)
-            if self.sums_whole and self.repeats:
+            # A tied unit keeps its sum until it is reduced, with the embedding.
+            if self.sums_whole and self.repeats and not self.is_tied:
                 sums -= wide * last.trained
         if self.is_tied:
-            sums += written * last.trained
+            sums += head_gradient
         else:
             buffer = wide * last.trained if self.reduces else 0.0
             gathered = self._gathered(units[:1])
             moments.append(Moment(sums + head_gradient, gathered, buffer, held + rank.stream))
             moments += self._exchange(sums, gathered, last, held + rank.stream)
 
-        # A gradient of the width of the sum is added to it as soon as it is written. One that is
-        # reduced before it is added stays as narrow as the computation.
-        adds_at_once = wide == written and self.sums_whole and self.repeats
-        kept_width = 0.0 if adds_at_once else rank.narrow
         # The last unit may be smaller than the two before it.
         for nth, (group, unit) in enumerate(zip(groups[:3], units, strict=False)):
             after = units[nth + 1 : nth + 2]
@@ -379,7 +389,7 @@ class _MicroBatch:
             if self.reduces:
                 buffer = wide * unit.trained
         end_buffer = wide * self.end.trained if self.reduces else 0.0
-        end_sums = sums if self.is_tied else sums + written * self.end.trained
+        end_sums = sums if self.is_tied else sums + narrow * self.end.trained
         end_gathered = self._gathered([], self.end.elements)
         moments.append(Moment(end_sums, end_gathered, end_buffer, rank.stream))
         moments += self._exchange(sums, end_gathered, self.end, rank.stream)
@@ -413,7 +423,7 @@ class _MicroBatch:
         gathered = self._gathered([unit, *after])
         whole = 0.0
         for block in reversed(group):
-            running = held + block.again + block.extra
+            running = held + block.again + block.extra(rank.narrow, kept_width)
             moments.append(Moment(sums + whole, gathered, buffer, running))
             whole += kept_width * block.unit.trained
             held -= block.kept
@@ -528,11 +538,13 @@ class _PipelineRank:
             sums_after += rank.wide * stage.trained
         moments = []
         if state.kind in "BI":
-            moments += self._backward_begins(state, stage, sums, held)
-            moments += self._backward_ends(state, stage, sums_after, gathered_after, held)
+            has_sum = state.stage in state.summed
+            written = rank.written_width(has_sum=has_sum, begins_sum=not has_sum)
+            moments += self._backward_begins(state, stage, sums, held, written)
+            moments += self._backward_ends(state, stage, sums_after, gathered_after, held, written)
         if state.kind in "BW" and rank.splits_backward:
             # All gradients of weights are computed before they are added to the sums.
-            linear = self._written(sum(block.linear for block in stage.blocks))
+            linear = self._not_added(sum(block.linear for block in stage.blocks))
             if state.kind == "B":
                 held += self.deferred[state.stage] - self.held[state.stage]
             # The gradient of the embedding is computed by itself.
@@ -584,9 +596,12 @@ class _PipelineRank:
         return moments
 
     def _backward_begins(
-        self, state: State, stage: _Stage, sums: float, held: float
+        self, state: State, stage: _Stage, sums: float, held: float, written: float
     ) -> list[Moment]:
-        """Return the moments of the loss, of the head, and of the last block."""
+        """Return the moments of the loss, of the head, and of the last block.
+
+        ``written`` is the ``written_width`` of the backward.
+        """
         rank, block = self.rank, stage.blocks[-1]
         moments = []
         at_loss = at_block = self._gathered(state.gathered)
@@ -600,7 +615,7 @@ class _PipelineRank:
             moments.append(Moment(sums, copied, self.messages, held))
             at_loss += rank.narrow * (last + unit.elements)
             at_block += rank.narrow * (last + unit.elements + ahead)
-        running = held + block.again + block.extra
+        running = held + block.again + block.extra(rank.narrow, written)
         if stage.last is not None and rank.head.saved == 0:  # else ``held`` has it
             running += rank.head.waiting
         moments.append(Moment(sums, at_block, self.messages, running))
@@ -609,7 +624,7 @@ class _PipelineRank:
             moments += [
                 Moment(sums, at_loss, self.messages, held, head.loss - head.saved),
                 Moment(
-                    sums + rank.written * last_trained,
+                    sums + rank.narrow * last_trained,
                     at_loss,
                     self.messages,
                     held + head.input_gradient,
@@ -619,35 +634,44 @@ class _PipelineRank:
         return moments
 
     def _backward_ends(
-        self, state: State, stage: _Stage, sums: float, gathered: float, held: float
+        self,
+        state: State,
+        stage: _Stage,
+        sums: float,
+        gathered: float,
+        held: float,
+        written: float,
     ) -> list[Moment]:
-        """Return the moments of the first block, and after it."""
+        """Return the moments of the first block, and after it.
+
+        ``written`` is the ``written_width`` of the backward.
+        """
         rank, block, unit = self.rank, stage.blocks[0], stage.units_of_groups[0]
         others = held - self.held[state.stage] + stage.output
         if rank.splits_backward:
             others += self.deferred[state.stage] - block.deferred
-        running = others + block.kept + block.again + block.extra
+        running = others + block.kept + block.again + block.extra(rank.narrow, written)
         done = others + rank.stream
-        written = self._written(unit.trained)
+        not_added = self._not_added(unit.trained)
         if stage.first is not None and not rank.splits_backward:
             # The embedding's gradient is one tensor, however it is added.
-            written = max(written, rank.narrow * stage.first.trained)
+            not_added = max(not_added, rank.narrow * stage.first.trained)
         # The first backward has not made the gradients of the first units yet.
         made = sums
         if state.stage not in state.summed:
             embedding = 0.0 if stage.first is None else stage.first.trained
-            # Gradients of another width are added to the sums when all of their unit are there.
-            added = block.unit if rank.wide == rank.written else unit
+            # If they are not added at once, then when all of their unit are there.
+            added = block.unit if rank.adds_at_once else unit
             made -= rank.wide * (added.trained + embedding)
-        made += self._written(unit.trained - block.unit.trained)
+        made += self._not_added(unit.trained - block.unit.trained)
         return [
             Moment(made, gathered, self.messages, running),
-            Moment(sums + written, gathered, self.messages, done),
+            Moment(sums + not_added, gathered, self.messages, done),
         ]
 
-    def _written(self, elements: float) -> float:
-        """Return gradients that are not yet added to a sum of another width."""
-        return 0.0 if self.rank.wide == self.rank.written else self.rank.written * elements
+    def _not_added(self, elements: float) -> float:
+        """Return gradients that are written and not yet added to a sum."""
+        return 0.0 if self.rank.adds_at_once else self.rank.narrow * elements
 
     def _gathered(self, stages: frozenset[int]) -> float:
         """Return what is gathered of ``stages`` during a backward or a reduction.

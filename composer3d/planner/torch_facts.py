@@ -11,9 +11,9 @@ def is_since_2_15() -> bool:
 
     Three changes of 2.15 move the planner's memory:
 
-    - FSDP gets gradients in the dtype in which it sums them
-      (``FSDPParam.unsharded_grad_dtype``). Before, they came in the dtype of the computation, and
-      were converted when they were summed or reduced.
+    - Autograd adds each gradient to the sum over micro-batches as soon as it is written, in the
+      dtype of the sum (``FSDPParamGroup._set_unsharded_grad_dtypes``). Before, FSDP converted and
+      added those of a unit when all of them were there.
     - After the last backward of a pipeline, FSDP reduces the last unit first, and drops the
       parameters of a unit before it reduces its gradients (``FSDPState.finalize_backward``).
       Before, all parameters stayed until the end, and the first unit came first.

@@ -70,7 +70,7 @@ class Draft:
             key. Rules that read them are skipped, so that one mistake gives one line.
         tables: the dataclass of each table. [model] has the fields of the architecture's shape.
         entries: the fields of all tables, by key.
-        may_import: as in ``resolve.load``.
+        may_import, hub_names: as in ``resolve.load``.
     """
 
     source: Source
@@ -84,6 +84,7 @@ class Draft:
     tables: dict[str, Any] = field(default_factory=lambda: TABLES)
     entries: Entries = field(default_factory=lambda: FIELDS)
     may_import: bool = False
+    hub_names: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:

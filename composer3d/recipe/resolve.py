@@ -6,7 +6,7 @@ mistake gives one line.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from math import gcd
 from pathlib import Path
@@ -85,6 +85,7 @@ def load(
     world_size: int | None = None,
     check_files: bool = True,
     may_import: bool = False,
+    hub_names: Collection[str] = (),
 ) -> Resolved:
     """Read, check and resolve a recipe.
 
@@ -101,11 +102,13 @@ def load(
             and so runs, and ``model.hf`` a name on the Hub, whose files are loaded. Only a command
             passes True, for the recipe that the user gave it by name. A recipe in the folder of a
             run or in a checkpoint may be a stranger's.
+        hub_names: names on the Hub that ``model.hf`` may have without ``may_import``, because the
+            user has given them by themselves.
 
     Raises:
         RecipeError: the recipe cannot be used. The error has one line for each problem.
     """
-    draft = Draft(source, may_import=may_import)
+    draft = Draft(source, may_import=may_import, hub_names=frozenset(hub_names))
     recipe, fills_world = _read(draft, sets, world_size)
     broken = violations(recipe)
     _blame_violations(draft, recipe, broken)
@@ -120,7 +123,11 @@ def load(
 
 
 def broken_rules(
-    source: Source, sets: Sequence[str] = (), *, world_size: int | None = None
+    source: Source,
+    sets: Sequence[str] = (),
+    *,
+    world_size: int | None = None,
+    hub_names: Collection[str] = (),
 ) -> tuple[Recipe, list[Violation]]:
     """Return a recipe, legal or not, and the rules that it breaks.
 
@@ -129,12 +136,12 @@ def broken_rules(
     Args:
         source: as in ``load``.
         sets: as in ``load``.
-        world_size: as in ``load``.
+        world_size, hub_names: as in ``load``.
 
     Raises:
         RecipeError: the recipe cannot be read.
     """
-    draft = Draft(source)
+    draft = Draft(source, hub_names=frozenset(hub_names))
     recipe, _ = _read(draft, sets, world_size)
     return recipe, [broken for broken in violations(recipe) if _is_clear(draft, broken)]
 
@@ -190,7 +197,7 @@ def _pinned(draft: Draft, place: str) -> str:
     Raises:
         CheckpointError: it cannot be loaded, or nobody has named the recipe.
     """
-    if not draft.may_import:
+    if not draft.may_import and place not in draft.hub_names:
         raise CheckpointError(
             f"{place}: files of the Hub are loaded only for a recipe that you name yourself; "
             "here, name a folder"

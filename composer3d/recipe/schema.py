@@ -157,6 +157,9 @@ class RunTable:
         "it always has",
     )
     oversubscribe: bool = key(False, "allow more than 16 processes per CPU core")
+    rank_logs: bool = key(
+        False, "also keep what each rank prints in a file of its own, logs/rank-N.log in the folder"
+    )
 
     @property
     def folder(self) -> Path:

@@ -10,18 +10,14 @@ import torch.distributed as dist
 from composer3d.facts.errors import DeviceError, RecipeError
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import environment
+from composer3d.runtime.environment import (
+    ALLOCATOR,
+    ALLOCATOR_VARIABLES,
+    RECORDED_COLLECTIVES,
+    RECORDER_VARIABLES,
+)
 from composer3d.runtime.meeting import wait_in_store
 from composer3d.runtime.torch_private import set_allocator
-
-# Memory that is freed in one size can be used in another. Without it, sizes that change, such as
-# those of packed documents and of experts, leave gaps.
-ALLOCATOR = "expandable_segments:True"
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-
-# The number of NCCL's last collectives that torch's flight recorder keeps, under either of two
-# names. It is torch's default where the recorder is on by default.
-_RECORDER_VARIABLES = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE")
-_RECORDED_COLLECTIVES = "2000"
 
 # The values of environment variables under which cuBLAS and NCCL are deterministic. The first one
 # is set if the variable is absent. NCCL's other algorithms may add in the order of arrival.
@@ -56,7 +52,7 @@ def configure_allocator() -> str:
 
     It must be called before memory of a GPU is allocated.
     """
-    for name in _ALLOCATOR_VARIABLES:
+    for name in ALLOCATOR_VARIABLES:
         if name in os.environ:
             return f"{os.environ[name]} ({name})"
     set_allocator(ALLOCATOR)
@@ -68,8 +64,8 @@ def record_collectives() -> None:
 
     The report of lost ranks has them (``peers``). It must be called before NCCL starts.
     """
-    if not any(name in os.environ for name in _RECORDER_VARIABLES):
-        os.environ[_RECORDER_VARIABLES[0]] = _RECORDED_COLLECTIVES
+    if not any(name in os.environ for name in RECORDER_VARIABLES):
+        os.environ[RECORDER_VARIABLES[0]] = RECORDED_COLLECTIVES
 
 
 def make_deterministic() -> None:

@@ -21,6 +21,17 @@ STORE_VARIABLE = "COMPOSER3D_STORE"
 # The time (``time.monotonic``) at which the ranks of a job were asked for.
 START_VARIABLE = "COMPOSER3D_START"
 
+# How ``devices`` sets torch's allocator of GPU memory, unless one of these variables is set. Memory
+# that is freed in one size can be used in another. Without it, sizes that change, such as those of
+# packed documents and of experts, leave gaps.
+ALLOCATOR = "expandable_segments:True"
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+# The number of NCCL's last collectives that torch's flight recorder keeps, under either of two
+# names. It is torch's default where the recorder is on by default.
+RECORDER_VARIABLES = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE")
+RECORDED_COLLECTIVES = "2000"
+
 MOST_RANKS = 1_000_000
 
 _MOST_THREADS = 4096

@@ -26,6 +26,7 @@ from composer3d.training.batches import make_loader, open_data
 from composer3d.training.build import build_stages
 from composer3d.training.optimizers import Optimizer
 from composer3d.training.resume import BatchState, resume
+from composer3d.training.run_folder import claim_for_process
 
 
 def build_model(recipe: Recipe, mesh: Mesh) -> Stages:
@@ -83,7 +84,10 @@ class Checkpoints:
 
     They are those of ``composer3d train``: written beside their place and renamed when they are
     whole, checked before they are loaded, and loaded on any layout. ``inspect``, ``generate``,
-    ``convert`` and ``train`` read them. One job at a time may use a folder; nothing locks it.
+    ``convert`` and ``train`` read them.
+
+    One job at a time may use a folder. The constructor makes and locks it, as ``train`` does, and
+    the lock lasts until the process ends. The process may make several objects for one folder.
 
     All ranks call the constructor and each method.
 
@@ -92,6 +96,10 @@ class Checkpoints:
             (``checkpoint``).
         stages, optimizer: what is saved and loaded.
         batches: from ``open_batches``, or of your own; None if their state is not to be kept.
+
+    Raises:
+        UserError: on every rank: another job has locked the folder, it cannot be written, or the
+            nodes do not share it.
     """
 
     def __init__(
@@ -103,12 +111,15 @@ class Checkpoints:
     ) -> None:
         self._recipe, self._stages, self._optimizer = recipe, stages, optimizer
         self._batches: BatchState = batches or _NoState()
+        claim = claim_for_process(recipe.run.folder)
         self._store = Store(
             recipe.run.folder / "checkpoints",
             keep=recipe.checkpoint.keep,
             background=recipe.checkpoint.async_save,
             timeout_s=60 * recipe.checkpoint.timeout_minutes,
         )
+        if claim is not None:
+            self._store.guard = claim.require_held
 
     def load(self) -> int:
         """Load the newest whole checkpoint, or the one that ``checkpoint`` of the recipe names.
@@ -135,6 +146,7 @@ class Checkpoints:
         Raises:
             SaveError: a rank cannot write. Every rank raises it; of a save in the background, the
                 next ``save`` or ``wait`` does.
+            TrainingError: likewise, if the folder was removed or replaced.
         """
         recipe = self._recipe
         if not self._store.assets and isinstance(self._batches, BatchesAhead):

@@ -13,8 +13,30 @@ from composer3d.reliability.lock import Claim, read_note
 from composer3d.runtime import process_group
 from composer3d.runtime.files import write_atomic
 
+# The claims of this process that ``claim_for_process`` has made, by folder.
+_claims: dict[Path, Claim] = {}
 
-def claim_folder(folder: Path, told: Path | None = None) -> Claim | None:
+
+def claim_for_process(folder: Path) -> Claim | None:
+    """Claim a folder as ``claim_folder`` does, until this process ends.
+
+    A process may call it again for the same folder. Collective over all ranks.
+
+    Args:
+        folder: the run's folder.
+
+    Returns and raises what ``claim_folder`` does.
+    """
+    key = folder.absolute()
+    claim = claim_folder(folder, held=_claims.get(key))
+    if claim is not None:
+        _claims[key] = claim
+    return claim
+
+
+def claim_folder(
+    folder: Path, told: Path | None = None, *, held: Claim | None = None
+) -> Claim | None:
     """Make the run's folder, lock it for this job, and check that all ranks see the same folder.
 
     Collective over all ranks.
@@ -22,6 +44,7 @@ def claim_folder(folder: Path, told: Path | None = None) -> Claim | None:
     Args:
         folder: the run's folder.
         told: where rank 0 tells the launcher of the job which folder it is (``Claim.tell``).
+        held: a claim of this process on the same path, which is returned if it still holds.
 
     Returns:
         The claim on rank 0, and None on the others.
@@ -34,6 +57,8 @@ def claim_folder(folder: Path, told: Path | None = None) -> Claim | None:
     is_main = dist.get_rank() == 0
 
     def make_claim() -> Claim:
+        if held is not None and held.is_held():
+            return held
         claim = Claim(folder)
         if told is not None:
             claim.tell(told)

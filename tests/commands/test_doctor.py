@@ -50,6 +50,9 @@ def test_it_prints_a_table_and_json_and_writes_a_row_for_plan(
     assert answer["passed"]
     assert (answer["ranks"], answer["nodes"]) == (2, 1)
     assert set(answer["axes"]) == {"fsdp", "world", "node"}
+    advice = {each["name"]: each["is_right"] for each in answer["environment"]["advice"]}
+    assert advice["OMP_NUM_THREADS"]
+    assert any("open files: " in line for line in table)
     row = read_row(str(folder / "row.toml"))
     assert row.matrix_rates["float32"] == pytest.approx(
         1e12 * answer["hardware"]["matrix_tflops"]["float32"], rel=1e-4

@@ -2,6 +2,9 @@
 
 import builtins
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,12 @@ import pytest
 from composer3d import cli
 from composer3d.facts.errors import CheckpointError, RecipeError
 from composer3d.models import hub
+from composer3d.recipe.draft import parse_document
 from composer3d.recipe.resolve import load
 from tests.hub import COMMIT, Hub, serve
+from tests.imports.configurations import DEEPSPEED
 from tests.runtime.test_environment import free_port
+from tools.prove.paths import ROOT
 
 NAME = "hf://org/tiny"
 PINNED = f"{NAME}@{COMMIT}"
@@ -191,3 +197,38 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match=r"pip install composer3d\[hub\]"):
         hub.folder(NAME)
     assert hub.folder("a/folder") == Path("a/folder")
+
+
+def test_an_import_reads_the_name_that_the_user_sets(server: Hub, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(DEEPSPEED)
+    command = ["import", "ds.json", "--gpus", "1", "-o", "made.toml", "--set", f"model.hf={NAME}"]
+    assert cli.main(command) == 0
+    assert f'hf = "{PINNED}"' in (tmp_path / "made.toml").read_text()
+    assert cli.main(["check", "made.toml"]) == 0
+    assert any("/org/tiny/" in path for path in server.asked)
+
+
+def test_a_name_that_only_a_file_gives_is_not_loaded(server: Hub) -> None:
+    document = parse_document(f'{RECIPE}[model]\nhf = "{NAME}"\n', "theirs.toml")
+    for names in ((), ("hf://org/other",)):
+        with pytest.raises(RecipeError, match="only for a recipe that you name yourself"):
+            load(document, hub_names=names)
+    assert server.asked == []
+    assert load(document, hub_names=(NAME,)).recipe.model.hf == PINNED
+
+
+def test_ranks_ask_the_hub_for_nothing_that_is_known(server: Hub, tmp_path: Path) -> None:
+    command = ["train", "x.toml", "--set", f"model.hf={NAME}", "--set", "mesh.dp_shard=2"]
+    environment = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "composer3d", *command, "--set", "run.name=two"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert server.asked.count("/api/models/org/tiny/revision/main") == 1
+    # By HEAD, and by GET.
+    assert server.asked.count(f"/org/tiny/resolve/{COMMIT}/model.safetensors") == 2

@@ -20,6 +20,7 @@ UNREAD_TABLES = ("checkpoint", "metrics", "validation", "reliability")
 UNREAD = {
     *(f"run.{key}" for key in ("name", "device", "out_dir", "timeout_minutes", "deterministic")),
     "run.oversubscribe",
+    "run.rank_logs",
     *(f"data.{key}" for key in ("source", "path", "sources", "field")),
     "data.other_tokenizer",
     "model.hf",

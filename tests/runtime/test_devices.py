@@ -12,7 +12,6 @@ from composer3d.facts.errors import DeviceError, RecipeError
 from composer3d.recipe.resolve import load
 from composer3d.runtime import devices
 from composer3d.runtime.devices import (
-    ALLOCATOR,
     Gpu,
     configure_allocator,
     make_deterministic,
@@ -20,13 +19,14 @@ from composer3d.runtime.devices import (
     prepare_gpu,
     refuse_shared_gpus,
 )
+from composer3d.runtime.environment import ALLOCATOR, ALLOCATOR_VARIABLES, RECORDER_VARIABLES
 from composer3d.runtime.launch import Pool
 from tools.prove.paths import ROOT
 
 VARIABLES = (
-    *devices._ALLOCATOR_VARIABLES,
+    *ALLOCATOR_VARIABLES,
     *devices._DETERMINISTIC,
-    *devices._RECORDER_VARIABLES,
+    *RECORDER_VARIABLES,
 )
 
 
@@ -98,7 +98,7 @@ def allocator(variables: dict[str, str]) -> tuple[str, str]:
 
 def test_the_allocator_grows_its_segments_unless_the_user_has_configured_it(pool: Pool) -> None:
     assert pool.run(allocator, {"variables": {}}, world_size=1) == [(ALLOCATOR, ALLOCATOR)]
-    for name in devices._ALLOCATOR_VARIABLES:
+    for name in ALLOCATOR_VARIABLES:
         variables = {name: "max_split_size_mb:64"}
         ((said, told),) = pool.run(allocator, {"variables": variables}, world_size=1)
         assert said == f"max_split_size_mb:64 ({name})"
@@ -169,15 +169,15 @@ def test_a_process_on_a_gpu_is_set_as_its_recipe_says(pool: Pool) -> None:
     assert seen == (f"{line}the host", True, 3)
 
 
-@pytest.mark.parametrize("chosen", [None, *devices._RECORDER_VARIABLES])
+@pytest.mark.parametrize("chosen", [None, *RECORDER_VARIABLES])
 def test_the_flight_recorder_is_on_unless_the_user_has_set_it(
     monkeypatch: pytest.MonkeyPatch, chosen: str | None
 ) -> None:
-    for name in devices._RECORDER_VARIABLES:
+    for name in RECORDER_VARIABLES:
         # To 0 first, so that the test ends with the variable as it was.
         monkeypatch.setenv(name, "0")
         if name != chosen:
             monkeypatch.delenv(name)
     devices.record_collectives()
-    found = {name: os.environ[name] for name in devices._RECORDER_VARIABLES if name in os.environ}
+    found = {name: os.environ[name] for name in RECORDER_VARIABLES if name in os.environ}
     assert found == ({chosen: "0"} if chosen else {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"})

@@ -10,7 +10,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer3d.checkpoint import manifest
-from composer3d.facts.errors import CheckpointError, DataError, DeviceError, UserError
+from composer3d.facts.errors import (
+    CheckpointError,
+    DataError,
+    DeviceError,
+    TrainingError,
+    UserError,
+)
 from composer3d.recipe.schema import (
     CheckpointTable,
     DataTable,
@@ -23,6 +29,7 @@ from composer3d.recipe.schema import (
     RunTable,
 )
 from composer3d.recipe.tables import load_recipe, make_recipe, preset
+from composer3d.reliability.lock import Claim
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
@@ -151,6 +158,40 @@ def test_batches_of_ones_own_go_on_where_they_were(pool: Pool) -> None:
     with pytest.raises(WorkerError, match="the state of its loader lacks 'digest'") as found:
         run(pool, recipe_of(ALONE), 6)
     assert isinstance(found.value.user_error, CheckpointError)
+
+
+def test_another_job_has_locked_the_folder(pool: Pool) -> None:
+    run(pool, recipe_of(DP), 1)
+    claim = Claim(Path("runs/own"))
+    refusal = r"runs/own is in use by process \d+ .*; wait for its end, or give this run another"
+    with pytest.raises(WorkerError, match=refusal) as found:
+        run(pool, recipe_of(DP), 2)
+    assert isinstance(found.value.user_error, UserError)
+    claim.close()
+    assert run(pool, recipe_of(DP), 2)["done"] == 1
+
+
+def save_into_a_folder_that_was_replaced(recipe: Recipe) -> int:
+    """Make two objects; then replace the folder and save. Returns the step that the second has."""
+    with pool_world() as device:
+        stages = build_model(recipe, Mesh.build(recipe.mesh, device))
+        optimizer = build_stages_optimizer(stages, recipe)
+        first = Checkpoints(recipe, stages, optimizer)
+        first.save(1)
+        first.wait()
+        second = Checkpoints(recipe, stages, optimizer)
+        done = second.load()
+        recipe.run.folder.rename("elsewhere")
+        recipe.run.folder.mkdir()
+        with pytest.raises(TrainingError, match="was removed or replaced while this job ran"):
+            second.save(2)
+        assert list(recipe.run.folder.iterdir()) == []
+        return done
+
+
+def test_the_lock_is_of_the_process_and_of_the_folder_that_it_was(pool: Pool) -> None:
+    task = {"recipe": recipe_of(ALONE)}
+    assert pool.run(save_into_a_folder_that_was_replaced, task, world_size=1) == [1]
 
 
 OTHERS = {
