@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.commands.arguments import argument, json_option
+from composer3d.commands.sources import local_source
 from composer3d.facts.errors import DataError
 from composer3d.facts.text import printable
 from composer3d.facts.token_manifest import MANIFEST, read_manifest
-from composer3d.models import hub
 
 _BAR = 30  # characters of the longest bar of a histogram
 
@@ -60,7 +60,12 @@ def run(options: Options) -> int:
         DataError: the manifest of token files cannot be used.
         UserError: a later version of composer3d wrote the checkpoint.
     """
-    path = hub.folder(options.path, shows_progress=True)
+    with local_source(options.path) as path:
+        return _inspect(options, path)
+
+
+def _inspect(options: Options, path: Path) -> int:
+    """Print a report on what is on a disk: see ``run``."""
     if os.path.exists(path / MANIFEST):  # unlike Path.exists, False for any odd name
         return _inspect_tokens(
             path, full=options.full, samples=options.samples, as_json=options.as_json

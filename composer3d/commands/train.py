@@ -9,23 +9,25 @@ import re
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.checkpoint import manifest as manifests
+from composer3d.checkpoint.steps import list_steps, published
 from composer3d.commands import job
 from composer3d.commands.arguments import recipe_argument, set_option
 from composer3d.facts import events
 from composer3d.facts.errors import RecipeError, UserError
 from composer3d.facts.interrupts import ending_at_once
+from composer3d.facts.remote import Place
 from composer3d.facts.tags import COUNTED_TOKENS
 from composer3d.models import hub
 from composer3d.recipe.advice import nothing_to_do, way_to_go_on
 from composer3d.recipe.changes import changes
-from composer3d.recipe.machine import tracker_problems
+from composer3d.recipe.machine import package_problems
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
 from composer3d.reliability.lock import describe_loss
@@ -38,8 +40,6 @@ from composer3d.training.owed import METRICS, owes_validation
 
 if TYPE_CHECKING:
     from composer3d.training.observers.metrics import Metrics
-
-_STEP_FOLDER = re.compile(r"step-[0-9]{8}")
 
 EXAMPLES = (
     "composer3d train quickstart",
@@ -84,7 +84,7 @@ def _run(recipe: str, sets: Sequence[str]) -> int:
         log.get().info(nothing_to_do(resolved.recipe, finished_step))
         return 0
 
-    _require_trackers(resolved)
+    _require_packages(resolved)
     # Torch takes seconds to import.
     _say_what_begins(resolved.recipe)
     if resolved.recipe.model.hf is not None and hub.is_place(resolved.recipe.model.hf):
@@ -101,9 +101,9 @@ def _say_what_begins(recipe: Recipe) -> None:
     log.get().info(f"training {recipe.run.name}: {recipe.run.steps:,} steps")
 
 
-def _require_trackers(resolved: Resolved) -> None:
-    """Raise RecipeError if a service that gets the metrics lacks its packages."""
-    problems = list(tracker_problems(resolved.recipe))
+def _require_packages(resolved: Resolved) -> None:
+    """Raise RecipeError if the recipe needs packages that are missing."""
+    problems = list(package_problems(resolved.recipe))
     if problems:
         raise RecipeError([f"{resolved.place(key)}: {text}" for key, text in problems])
 
@@ -188,21 +188,15 @@ def step_of_finished_run(recipe: Recipe) -> int | None:
     cut off, or if the recipe has changed the seed, the data or the model. Training then resumes as
     the recipe says, or reports the error.
     """
-    folder = _checkpoint_folder(recipe)
-    names = [path.name for path in folder.glob("step-*") if _STEP_FOLDER.fullmatch(path.name)]
-    if recipe.checkpoint.resume != "auto" or not names:
+    if recipe.checkpoint.resume != "auto":
         return None
-    newest_name = max(names)
-    if int(newest_name.removeprefix("step-")) < recipe.run.steps:
-        return None
-
-    newest = folder / newest_name
     try:
+        newest = next(reversed(list_steps(recipe.checkpoint_folder)), None)
+        if newest is None or int(newest.name.removeprefix("step-")) < recipe.run.steps:
+            return None
         manifest = manifests.read(newest)
         changed_keys = {change.key for change in changes(manifest.recipe, recipe)}
-        is_whole = all(
-            (newest / name).stat().st_size == size for name, (size, _) in manifest.files.items()
-        )
+        is_whole = manifests.has_all_bytes(newest, manifest)
     except (UserError, OSError, ValueError):
         return None
 
@@ -262,7 +256,7 @@ def resume_advice(recipe: Recipe) -> str:
     """
     newest = _newest_checkpoint(recipe)
     if newest is None:
-        folder = _checkpoint_folder(recipe)
+        folder = recipe.checkpoint_folder
         return f"there is no checkpoint in {folder}: the same command starts anew"
     return f"the newest checkpoint is {newest}: {way_to_go_on(recipe)} from it"
 
@@ -309,15 +303,14 @@ def _write_trace(recipe: Recipe, rank: int, trace: bytes, moment: str) -> str | 
     return str(path)
 
 
-def _checkpoint_folder(recipe: Recipe) -> Path:
-    """Return the folder of the run's checkpoints."""
-    return recipe.run.folder / "checkpoints"
+def _newest_checkpoint(recipe: Recipe) -> Place | None:
+    """Return the run's newest checkpoint with a manifest, which is written last, or None.
 
-
-def _newest_checkpoint(recipe: Recipe) -> Path | None:
-    """Return the run's newest checkpoint with a manifest, which is written last, or None."""
-    whole = [path.parent for path in _checkpoint_folder(recipe).glob("step-*/manifest.json")]
-    return max((path for path in whole if _STEP_FOLDER.fullmatch(path.name)), default=None)
+    None as well if that cannot be found out: then it is for a message, or the ranks say why.
+    """
+    with suppress(OSError):
+        return next(reversed(published(recipe.checkpoint_folder)), None)
+    return None
 
 
 def train_rank(recipe: str, sets: Sequence[str], claimed: str | None = None) -> int:
@@ -386,7 +379,7 @@ def _train(resolved: Resolved, rank: int, *, claimed: str | None) -> int:
 
     recipe = resolved.recipe
     # Under torchrun, nobody has checked it.
-    _require_trackers(resolved)
+    _require_packages(resolved)
     timeout_s = 60 * recipe.run.timeout_minutes
     advice = partial(resume_advice, recipe)
     joined = job.join(

@@ -31,6 +31,7 @@ from composer3d.facts.ranges import (
     within,
     within_bounds,
 )
+from composer3d.facts.remote import URL_FORM, Place, is_valid_url, place_of
 from composer3d.facts.schedules import SCHEDULES
 from composer3d.facts.text import NAME_RULE, is_name
 from composer3d.models import registry
@@ -126,6 +127,10 @@ FOLDER_NAME = Range(
 PATH = Range(
     lambda value: 0 < len(value) <= 4096 and _is_printable_text(value),
     "must be a path of 1 to 4096 characters, without control characters",
+)
+PLACE = Range(
+    lambda value: PATH.accepts(value) and ("://" not in value or is_valid_url(value)),
+    f"must be a path, or the URL of a folder in an object store: {URL_FORM}",
 )
 _GLOBS = Range(
     lambda value: 0 < len(value) <= 256 and all(map(PATH.accepts, value)),
@@ -702,13 +707,19 @@ class CheckpointTable:
         "auto",
         "auto: the newest checkpoint of this run; none: start anew; or the folder of a checkpoint, "
         "or of another run, which stands for its newest whole checkpoint",
-        PATH,
+        PLACE,
     )
     init: str | None = key(
         None,
         "folder of a checkpoint, or of another run, whose weights alone start this run at step 0; "
         "a run with checkpoints of its own goes on from those",
-        PATH,
+        PLACE,
+    )
+    folder: str | None = key(
+        None,
+        "folder, or s3://BUCKET/FOLDER, in which checkpoints stand, under the name of the run; "
+        "absent: in the folder of the run",
+        PLACE,
     )
 
 
@@ -863,6 +874,13 @@ class Recipe:
             cp_method=self.parallel.cp_method,
             is_float8=self.precision.matmul == "float8",
         )
+
+    @property
+    def checkpoint_folder(self) -> Place:
+        """The folder of the run's checkpoints, on a disk or in an object store."""
+        if self.checkpoint.folder is None:
+            return self.run.folder / "checkpoints"
+        return place_of(self.checkpoint.folder) / self.run.name
 
     @property
     def parameters(self) -> ParameterTable:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from composer3d.models.registry import OURS
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import model_table
 from composer3d.recipe.values import FIELDS, entries_of
@@ -140,8 +141,8 @@ def accepted(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
 def test_the_oracle_of_recipes_knows_every_key() -> None:
     """It knows them from their rows; ``tests/recipe/test_bounds.py`` has bounds written by hand."""
     keys = {f"{table}.{name}" for table, keys in recipe_oracle.ALL_TABLES.items() for name in keys}
-    of_experts = entries_of({"model": model_table("moe")})
-    assert keys == set(FIELDS) | set(of_experts)
+    models = [entries_of({"model": model_table(name)}) for name in OURS]
+    assert keys == set(FIELDS).union(*models)
 
 
 @pytest.mark.parametrize(

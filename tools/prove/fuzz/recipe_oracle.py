@@ -8,11 +8,12 @@ text is parsed with Python's own ``tomllib``, and the merge of bases and overrid
 import math
 import tomllib
 from dataclasses import Field, dataclass
+from functools import cache
 from math import lcm, prod
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from composer3d.models.registry import OURS
+from composer3d.models.registry import DEFAULT, OURS
 from composer3d.recipe import schema
 from composer3d.recipe.values import entries_of, type_of
 
@@ -53,7 +54,10 @@ def _allowed(key: str, entry: "Field[Any]") -> Any:
     return Number(bounds.least, bounds.most, kind is float, bounds.is_above, also)
 
 
-def _tables(model: type) -> dict[str, dict[str, Any]]:
+@cache
+def _tables(architecture: str) -> dict[str, dict[str, Any]]:
+    """Return what each key accepts, by table and name, in recipes of one architecture."""
+    model = schema.model_table(architecture)
     tables: dict[str, dict[str, Any]] = {}
     for key, entry in entries_of({**schema.TABLES, "model": model}).items():
         table, _, name = key.partition(".")
@@ -61,9 +65,11 @@ def _tables(model: type) -> dict[str, dict[str, Any]]:
     return tables
 
 
-# What each key accepts, by table and name.
-TABLES = _tables(schema.Model)
-ALL_TABLES = _tables(schema.model_table("moe"))
+# The keys of all architectures. Where two differ in what they accept, the later one counts.
+ALL_TABLES = {
+    table: {name: allowed for each in OURS for name, allowed in _tables(each)[table].items()}
+    for table in _tables(DEFAULT)
+}
 _TEXTS_IN_SETS = {
     f"{table}.{name}"
     for table, keys in ALL_TABLES.items()
@@ -110,8 +116,7 @@ def problems_of(recipe: dict[str, Any], given: dict[str, Any], gpus: int | None)
     ``given`` has the values that the files and overrides give, by key.
     """
     problems = []
-    has_experts = recipe["model"].get("architecture") == "moe"
-    tables = ALL_TABLES if has_experts else TABLES
+    tables = _tables(recipe["model"].get("architecture", DEFAULT))
     if recipe.keys() != tables.keys():
         return [f"the recipe has the tables {sorted(recipe)}"]
 
@@ -179,8 +184,6 @@ def _disagreements(recipe: dict[str, Any], gpus: int | None) -> list[str]:
         or model["dim"] % (2 * heads) == 0,
         "head_dim is even": (model["head_dim"] or 2) % 2 == 0,
         "rope_high_freq is above rope_low_freq": model["rope_high_freq"] > model["rope_low_freq"],
-        "a way to stretch positions has a factor": model["rope_scaling"] == "llama3"
-        or model["rope_factor"] > 1,
         "linear positions have no context": model["rope_scaling"] != "linear"
         or model["rope_context"] == 8192,
         "dynamic positions are not stretched": model["rope_scaling"] != "dynamic"
