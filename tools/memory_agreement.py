@@ -208,6 +208,21 @@ CASES: dict[str, tuple[str, ...]] = {
         *("mesh.cp=4", "mesh.dp_shard=2", "model.query_rank=1536", BF16, "data.seq_len=8192"),
         batch(2),
     ),
+    "latents-allgather": (
+        *DEEPSEEK,
+        *("mesh.cp=4", "mesh.dp_shard=2", "parallel.cp_method=allgather", BF16),
+        *("data.seq_len=8192", batch(2)),
+    ),
+    "latents-ring-selective": (
+        *DEEPSEEK,
+        *("mesh.cp=2", "mesh.tp=2", "mesh.ep=2", "mesh.dp_shard=2", BF16, SELECTIVE),
+        batch(2),
+    ),
+    "latents-ring-of-keys": (
+        *DEEPSEEK,
+        *("mesh.cp=4", "mesh.dp_shard=2", "model.kv_rank=8192", BF16, "data.seq_len=8192"),
+        batch(2),
+    ),
     "latents-ulysses": (
         *DEEPSEEK,
         *("mesh.cp=2", "mesh.dp_shard=4", "parallel.cp_method=ulysses", BF16),

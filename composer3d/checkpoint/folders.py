@@ -94,7 +94,7 @@ def folder_of(place: Place) -> CheckpointFolder:
     return RemoteFolder(place) if isinstance(place, RemotePath) else DiskFolder(place)
 
 
-class DiskFolder:
+class DiskFolder(CheckpointFolder):
     """The folder of a run's checkpoints on a disk that all ranks share.
 
     A folder that is being written or removed is called ``*.tmp``.
@@ -161,7 +161,7 @@ class DiskFolder:
         return shutil.disk_usage(self._folder).free
 
 
-class RemoteFolder:
+class RemoteFolder(CheckpointFolder):
     """The folder of a run's checkpoints in an object store.
 
     There are no locks. A job that begins writes the file ``writer``, and looks before each
@@ -264,6 +264,7 @@ class Writer(dcp.FileSystemWriter):
         self.entries: dict[str, FileEntry] = {}
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the metadata, as the base class does, and remember what they describe."""
         super().finish(metadata, results)
         self.tensors = tensor_specs(metadata, str(self.path))
         # Torch broadcasts the metadata now, which can describe millions of parts. No rank reads it.
@@ -272,6 +273,7 @@ class Writer(dcp.FileSystemWriter):
         metadata.planner_data = None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's tensors, as the base class does. Raises the first error."""
         try:
             return super().write_data(plan, planner)
         except Exception as error:

@@ -328,14 +328,17 @@ class Upload(io.RawIOBase):
         self._path, self._stream, self._tell = path, stream, tell
 
     def writable(self) -> bool:
+        """Return True: it can be written, and neither read nor rewound."""
         return True
 
     def write(self, content: Any) -> int:
+        """Add bytes, and return their number. Raises OSError."""
         self._tell(content)
         with self._path._words():
             return int(self._stream.write(content))
 
     def tell(self) -> int:
+        """Return the number of bytes that have been written."""
         return int(self._stream.tell())
 
 

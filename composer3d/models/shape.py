@@ -148,3 +148,26 @@ class DecoderShape:
     def value_width(self) -> int:
         """The width of a head's value, at most ``head_width``."""
         return self.head_width
+
+    @property
+    def latent_width(self) -> int:
+        """The numbers of a token from which latent attention makes keys and values; 0: none."""
+        return 0
+
+    def sends_latents(self, *, tp: int, cp_method: str, is_float8: bool) -> bool:
+        """Return whether ranks of cp send latents, if they are fewer than keys and values.
+
+        Each rank then projects the latents of all tokens up to its heads, in forward and once more
+        in backward, and computes its part of their gradients. With Ulysses a rank receives heads,
+        each of them once: there is nothing to save. In float8, each rank would round its own part
+        of the gradient of a projected row, and the result would depend on cp.
+
+        Args:
+            tp: the ranks that share the heads. Each of them sends whole latents.
+            cp_method: the recipe's ``parallel.cp_method``.
+            is_float8: whether blocks multiply in float8.
+        """
+        # Values are sent as wide as keys.
+        keys_and_values = 2 * self.n_kv_heads * self.head_width // tp
+        are_fewer = 0 < self.latent_width < keys_and_values
+        return are_fewer and cp_method != "ulysses" and not is_float8

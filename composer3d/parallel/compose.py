@@ -9,6 +9,7 @@ from composer3d.models import claims, fit
 from composer3d.models.contract import Decoder, ShardingPlan
 from composer3d.parallel import checkpointing, compile, float8, init
 from composer3d.parallel.context import api as context
+from composer3d.parallel.context import latents
 from composer3d.parallel.data import fsdp
 from composer3d.parallel.executor import Executor, OneStage, StepShape
 from composer3d.parallel.expert import api as expert
@@ -116,31 +117,35 @@ def compose(
     for module in modules:
         module.tied_copies = split_ties(module, ties)
 
-        # 2. Float8: replace linear layers while they still are plain modules.
+        # 2. Latents: let ranks of cp send them, while the linear layer that reads them is plain.
+        is_float8 = precision.matmul == "float8"
+        latents.apply(module, plan, mesh.cp_group, parallel, tp=mesh.sizes.tp, is_float8=is_float8)
+
+        # 3. Float8: replace linear layers while they still are plain modules.
         float8.apply(module.blocks, plan, precision)
 
-        # 3. Zero bubble: replace the linear layers of blocks, for the same reason.
+        # 4. Zero bubble: replace the linear layers of blocks, for the same reason.
         weight_gradient_builders.append(
             zero_bubble.defer_weight_grads(module, module.blocks) if defers else None
         )
 
-        # 4. Tensor: it decides the shapes of the parameters, which FSDP then shards further.
+        # 5. Tensor: it decides the shapes of the parameters, which FSDP then shards further.
         cut = tensor.Cut()
         if mesh.tp is not None:
             cut = tensor.apply(module, plan, mesh.tp, parallel)
             module.partial_gradients = cut.partial_gradients
             tie(module, ties)
 
-        # 5. Expert: put the experts on the ranks of ep, and let tokens travel to them.
+        # 6. Expert: put the experts on the ranks of ep, and let tokens travel to them.
         expert.apply(module, plan, mesh, parallel)
 
-        # 6. Context: replace the function ``attend`` that blocks call, and nothing else.
+        # 7. Context: replace the function ``attend`` that blocks call, and nothing else.
         context.apply(module, plan, mesh.cp_group, parallel)
 
-        # 7. Checkpointing: wrap the whole computation of a block, which backward repeats.
+        # 8. Checkpointing: wrap the whole computation of a block, which backward repeats.
         checkpointing.apply(module.blocks, plan, memory, async_tp=parallel.async_tp)
 
-        # 8. Compile: one graph of a block with the changes above, and one of the loss. FSDP adds
+        # 9. Compile: one graph of a block with the changes above, and one of the loss. FSDP adds
         #    its hooks later, so they stay outside of the graph.
         compile.apply(
             module.blocks,
@@ -151,16 +156,16 @@ def compose(
         )
         compile.apply_to_loss(module, plan, compiling, mesh.device)
 
-        # 9. FSDP: wrap blocks in their final form. From here on, FSDP owns the parameters.
+        # 10. FSDP: wrap blocks in their final form. From here on, FSDP owns the parameters.
         if shard_meshes is not None:
             fsdp.apply(module, plan, shard_meshes, parallel, precision, memory)
 
-        # 10. Materialise: memory is allocated last, so only this rank's shards ever exist.
+        # 11. Materialise: memory is allocated last, so only this rank's shards ever exist.
         device = torch.device("cpu") if memory.cpu_offload else mesh.device
         materialise(module, device=device)
         tie(module, ties)
 
-        # 11. Initial weights: by global name and index, so that they do not depend on the layout.
+        # 12. Initial weights: by global name and index, so that they do not depend on the layout.
         init.initialise(module, plan, seed, skip=module.tied_copies)
 
     executor: Executor

@@ -254,7 +254,9 @@ def block_bytes(
     attention_input = stream.inner if latent is None else latent.stream
     of_norm = _kept_by_a_norm(setup)
     full = sizes.norms * stream.own * of_norm + attention_input + stream.inner
-    full += part.query + 2 * part.kv + attended + exchanged_out
+    # Where latents are sent, attention keeps them in place of keys and values.
+    kept_kv = 0.0 if layout.sends_latents else 2 * part.kv
+    full += part.query + kept_kv + attended + exchanged_out
     if latent is not None:
         full += latent.down + latent.inputs + latent.out
     full += 4 * part.width + 4 * part.expert_width
@@ -289,7 +291,8 @@ def block_bytes(
             from_exchanges = exchanged_qkv + exchanged_out
             rows_exchanged = 2 * part.rows if layout.ep > 1 else 0.0
             kept = stream.own + part.query + 2 * part.width + attended
-            kept += 2 * part.kv if latent is None else latent.down + latent.up
+            kept += 2 * part.kv if latent is None else latent.down
+            kept += 0.0 if latent is None or layout.sends_latents else latent.up
             kept += attention_output + weighed + from_exchanges + rows_exchanged
             kept += stream.inner if sizes.norms_after else 0.0
             kept += 2 * part.expert_width + part.rows
@@ -305,7 +308,7 @@ def block_bytes(
         backward=_backward_temporaries(setup, part, splits_backward),
         deferred=4 * stream.inner
         + 2 * part.query
-        + 2 * part.kv
+        + kept_kv
         + 3 * part.width
         + (merged + stream.own if predicts else 0.0),
         unit=unit_of(setup, linear, experts, share),
@@ -364,6 +367,10 @@ def _attention_extra(setup: Setup, query: float, kv: float) -> float:
     if layout.cp == 1 or layout.cp_method == "ulysses":
         return grads
     wide = _WIDE / e if e < _WIDE else 1.0
+    if layout.sends_latents:
+        # The keys and values of a round, their wide gradients, and those of a block.
+        held = 2 * kv * (layout.cp if layout.cp_method == "allgather" else 1)
+        return stream_of(setup).own + (2 + wide) * query + (2 + wide) * held
     if layout.cp_method == "ring":  # the block that is computed, and the two that travel
         return grads + wide * query + (3 + 3 * wide) * 2 * kv
     # All keys and values, and their gradients.

@@ -8,7 +8,7 @@ work costs its memory traffic.
 from typing import NamedTuple
 
 from composer3d.planner.constants import Constants
-from composer3d.planner.setup import Setup
+from composer3d.planner.setup import Latents, Setup
 
 # Memory streams reach this share of the datasheet's bandwidth (BabelStream and the like report 0.80
 # to 0.92 on A100, H100 and MI300X).
@@ -193,7 +193,7 @@ def attention_products(setup: Setup) -> list[Product]:
         return [
             Product(own_tokens, latents.down, sizes.dim),
             Product(tokens, sizes.query_width / tp, latents.query or sizes.dim),
-            Product(tokens, heads * (latents.plain + latents.value), latents.key),
+            _product_up(setup, latents),
             Product(tokens, sizes.dim, heads * latents.value),
         ]
     qkv = sizes.query_width + 2 * sizes.kv_width
@@ -201,6 +201,17 @@ def attention_products(setup: Setup) -> list[Product]:
         Product(tokens, qkv / tp, sizes.dim),
         Product(tokens, sizes.dim, sizes.query_width / tp),
     ]
+
+
+def _product_up(setup: Setup, latents: Latents) -> Product:
+    """Return the product that makes keys and values from latents.
+
+    Where latents are sent, a rank computes it for the tokens of each rank of cp.
+    """
+    layout = setup.layout
+    columns = setup.sizes.heads / layout.tp * (latents.plain + latents.value)
+    copies = layout.cp if layout.sends_latents else 1
+    return Product(setup.tokens, columns, latents.key, copies)
 
 
 def ffn_products(setup: Setup, has_experts: bool) -> list[Product]:
@@ -317,6 +328,9 @@ def block_work(
     # The host launches kernels one after the other; the device cannot be faster.
     backward_input = input_products + attend_backward + _BACKWARD_ELEMENTWISE * elementwise + gap
     backward_input += input_rounding
+    if setup.layout.sends_latents and setup.sizes.latents is not None:
+        # Attention keeps no keys and values: its backward makes them again.
+        backward_input += seconds([_product_up(setup, setup.sizes.latents)])
     if setup.software.launches_synchronously:
         launch = launches * _SYNCHRONOUS_LAUNCH_S
         again = launch if recompute > 0.5 * forward else 0.0
@@ -436,7 +450,8 @@ def _elementwise_bytes(setup: Setup, *, has_experts: bool) -> float:
     casts = sizes.wide_norms and not setup.software.fuses_elementwise
     per_norm = 20.0 if casts else 4.0  # a cast moves 2 + 4 bytes, and the norm 4 + 4
     moved = (per_norm * sizes.norms + 12.0) * sizes.dim * stream_tokens
-    moved += (12.0 * sizes.query_width + 12.0 * sizes.kv_width) * tokens / tp
+    kv_width = sizes.kv_width * (layout.cp if layout.sends_latents else 1)
+    moved += (12.0 * sizes.query_width + 12.0 * kv_width) * tokens / tp
     per_width = 4.0 * (sizes.ffn_matrices - 1)
     if has_experts:
         width = sizes.expert_width * sizes.experts_per_token + sizes.shared_width

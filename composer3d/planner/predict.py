@@ -186,6 +186,7 @@ def of_recipe(
             loss_parallel=parallel.loss_parallel or mesh.tp == 1,
             cp=mesh.cp,
             cp_method=parallel.cp_method,
+            sends_latents=recipe.sends_latents,
             ep=mesh.ep,
             dp_shard=mesh.dp_shard,
             dp_replicate=mesh.dp_replicate,

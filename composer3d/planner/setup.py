@@ -44,7 +44,12 @@ class Latents(NamedTuple):
     @property
     def down(self) -> int:
         """The outputs of all down-projections."""
-        return self.query + self.key + self.rotated
+        return self.query + self.keys
+
+    @property
+    def keys(self) -> int:
+        """The numbers of a token from which its keys and values follow."""
+        return self.key + self.rotated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +191,7 @@ class Layout:
     """The sizes of the mesh axes, and how each axis shares the work.
 
     Attributes:
+        sends_latents: whether ring and all-gather send latents in place of keys and values.
         stage_blocks: the blocks of each pipeline stage, in order.
         zero: 0 replicates over dp_shard; 1 shards optimizer state; 2 also gradients; 3 parameters.
         fsdp_blocks: consecutive blocks of a stage that FSDP gathers and reduces together.
@@ -198,6 +204,7 @@ class Layout:
     loss_parallel: bool = True
     cp: int = 1
     cp_method: ContextMethod = "ring"
+    sends_latents: bool = False
     ep: int = 1
     dp_shard: int = 1
     dp_replicate: int = 1

@@ -211,7 +211,7 @@ def _block(
         latents = sizes.latents
         gathered = [sizes.dim]
         if latents is not None:
-            gathered = [latents.query or sizes.dim, latents.key + latents.rotated]
+            gathered = [latents.query or sizes.dim, latents.keys]
         if layout.sequence_parallel:
             gathers_s = sum(collectives_s("all_gather", width) for width in gathered)
             scatter_s = collectives_s("reduce_scatter", sizes.dim)
@@ -281,11 +281,14 @@ def _context_s(
 ) -> tuple[float, float]:
     """Return the visible seconds of context parallelism in forward and backward of a block.
 
-    ``window`` is that of its attention, beside which a ring sends all keys and values.
+    ``window`` is that of its attention, beside which a ring sends all keys and values. Latents may
+    take their place.
     """
     layout, sizes, machine = setup.layout, setup.sizes, setup.machine
     width = setup.precision.activations
     kv_bytes = width * setup.tokens * 2 * sizes.kv_width / layout.tp
+    if layout.sends_latents and sizes.latents is not None:
+        kv_bytes = width * setup.tokens * sizes.latents.keys
     if layout.cp_method == "ulysses":
         # Queries, keys, values and the output change from tokens to heads; backward as often.
         moved = width * setup.tokens * 2 * (sizes.query_width + sizes.kv_width) / layout.tp

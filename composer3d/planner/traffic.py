@@ -375,7 +375,7 @@ class _RankTraffic:
 
         KV is the size of a rank's keys and values, Q that of its queries, dKV that of the gradients
         in the wide dtype. Selective checkpointing keeps what attention returns; full checkpointing
-        sends the messages of forward again.
+        sends the messages of forward again. Latents take the place of KV, if they are sent.
         """
         cp, tp, shape = self.mesh.cp, self.mesh.tp, self.shape
         if cp == 1:
@@ -384,13 +384,16 @@ class _RankTraffic:
         elements_of_head = self.tokens * shape.head_width
         kv_elements = 2 * kv_heads * elements_of_head
         q_elements = shape.n_heads // tp * elements_of_head
+        content = "keys and values"
+        if self.recipe.sends_latents:
+            kv_elements, content = self.tokens * shape.latent_width, "latents"
         calls = len(stage.blocks) * self.m
         calls_again = len(self._fully_recomputed(stage)) * self.m
         # The purpose of a flow, with its calls.
-        own: tuple[Phase, str, int] = ("backward", "keys and values", calls)
+        own: tuple[Phase, str, int] = ("backward", content, calls)
         forwards: list[tuple[Phase, str, int]] = [
-            ("forward", "keys and values", calls),
-            ("backward", "recomputed keys and values", calls_again),
+            ("forward", content, calls),
+            ("backward", f"recomputed {content}", calls_again),
         ]
 
         match self.parallel.cp_method:
@@ -399,13 +402,13 @@ class _RankTraffic:
                     self._add(
                         "cp", "send", phase, purpose, count * (cp - 1), kv_elements * self.e, 2
                     )
-                dkv_bytes, purpose = kv_elements * self.w, "gradients of keys and values"
+                dkv_bytes, purpose = kv_elements * self.w, f"gradients of {content}"
                 self._add("cp", "send", "backward", purpose, calls * (cp - 1), dkv_bytes, 2)
             case "allgather":
                 gathered_bytes = cp * kv_elements * self.e
                 for phase, purpose, count in (*forwards, own):
                     self._add("cp", "all_gather", phase, purpose, count, gathered_bytes, cp)
-                dkv_bytes, purpose = cp * kv_elements * self.w, "gradients of keys and values"
+                dkv_bytes, purpose = cp * kv_elements * self.w, f"gradients of {content}"
                 self._add("cp", "reduce_scatter", "backward", purpose, calls, dkv_bytes, cp)
             case "ulysses":
                 for phase, purpose, count in (*forwards, ("backward", "gradients", calls)):

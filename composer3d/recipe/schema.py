@@ -867,6 +867,15 @@ class Recipe:
         return self.data.global_batch // (self.data.micro_batch * self.mesh.batch_ranks)
 
     @property
+    def sends_latents(self) -> bool:
+        """Whether ranks of cp send latents in place of keys and values."""
+        return self.mesh.cp > 1 and self.model.sends_latents(
+            tp=self.mesh.tp,
+            cp_method=self.parallel.cp_method,
+            is_float8=self.precision.matmul == "float8",
+        )
+
+    @property
     def checkpoint_folder(self) -> Place:
         """The folder of the run's checkpoints, on a disk or in an object store."""
         if self.checkpoint.folder is None:

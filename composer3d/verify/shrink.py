@@ -35,6 +35,7 @@ _MOST_OF_STAGE = 8
 _MOST_OF_MODEL = 32
 _MOST_DEPTHS = 2  # of multi-token prediction: one reads the main model, and one another depth
 _LEAST_LATENT_HEAD = 6  # width of a small head with latents; of it, all but two are rotated
+_LEAST_LATENT = 6  # the preferred width of a small latent
 _GIVING_WAY = [key for key, kept in _IN_PROOF.items() if kept.gives_way]
 # A small model has no window in place of one that holds the whole sequence.
 _UNUSED_WITHOUT_WINDOWS = "model.rope_local_theta"
@@ -55,6 +56,7 @@ def shrink(full: Recipe) -> list[Recipe]:
     - heads: grouped-query or not; fewer key-value heads than tp (one or several), as many, or more;
       heads that together are narrower or wider than the residual stream, or as wide;
     - the model: a vocabulary that tp does not divide, tied embeddings, norms and biases;
+    - latents: whether ranks of cp send them, or keys and values;
     - experts: several on a rank or one; one expert of a token or several; groups; shared experts;
       dense layers, and stages of nothing else; whether ranks of ep are also ranks of tp or of
       data; whether several ranks shard each expert;
@@ -597,8 +599,9 @@ def _shape(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Model:
     heads = _heads(full, mesh, dim_multiple)
     small = best(heads, "width", "queries", "keys", "head")
     if _has_latents(model):
-        ranks = range(6, 6 + 4 * shards)
-        small = best((_resized(small, kv_rank=rank) for rank in ranks), "latents", "latent of keys")
+        of_keys = _with_latents(full, mesh, small, 4 * shards)
+        small = best(of_keys, "latents", "latent of keys")
+        ranks = range(_LEAST_LATENT, _LEAST_LATENT + 4 * shards)
         if getattr(model, "query_rank", 0):
             small = best((_resized(small, query_rank=rank) for rank in ranks), "latent of queries")
 
@@ -622,6 +625,23 @@ def _shape(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Model:
     return best(
         (replace(small, vocab=vocab) for vocab in vocabs), "vocabulary", "last of the vocabulary"
     )
+
+
+def _with_latents(full: Recipe, mesh: MeshTable, small: Model, count: int) -> list[Model]:
+    """Return ``small`` with latents of keys of about ``count`` widths to try, the best first.
+
+    Ranks of cp send what they send in ``full``, latents or keys and values, if ``mesh`` has cp.
+    """
+    # A latent as wide as the keys and values of a rank is never sent.
+    most = 2 * small.n_kv_heads * small.head_width // mesh.tp
+    ranks = (*range(_LEAST_LATENT, most + count), *range(_LEAST_LATENT - 1, 0, -1))
+    models = [_resized(small, kv_rank=rank) for rank in ranks]
+    alike = [
+        model
+        for model in models
+        if replace(full, mesh=mesh, model=model).sends_latents == full.sends_latents
+    ]
+    return alike or models
 
 
 def _expert_shards(full: Recipe, mesh: MeshTable) -> int:

@@ -55,6 +55,7 @@ def symbols(recipe: Recipe) -> dict[str, float]:
         "H": shape.n_heads,
         "K": shape.n_kv_heads,
         "D": shape.head_width,
+        "R": shape.latent_width,
         "V": recipe.parallel.stages_per_rank,
         "N": parameters(recipe.parameters),
         "N_blocks": blocks,
@@ -70,10 +71,12 @@ def symbols(recipe: Recipe) -> dict[str, float]:
 
 
 BF16 = ("precision.compute=bfloat16",)
+LATENTS = ("model.architecture=deepseek", "model.preset=debug-deepseek")
 TABLES = [
     ("axis-tp.md", "tp", "tp", ("mesh.tp=2",)),
     ("axis-tp.md", "tp", "tp", ("mesh.tp=4", "mesh.cp=2", *BF16)),
     ("axis-cp.md", "cp, ring", "cp", ("mesh.cp=3", "mesh.tp=2", *BF16)),
+    ("axis-cp.md", "cp, latents", "cp", (*LATENTS, "mesh.cp=2", "mesh.tp=2", *BF16)),
     ("axis-cp.md", "cp, allgather", "cp", ("mesh.cp=2", "parallel.cp_method=allgather", *BF16)),
     ("axis-cp.md", "cp, ulysses", "cp", ("mesh.cp=2", "parallel.cp_method=ulysses")),
     ("axis-pp.md", "pp", "pp", ("mesh.pp=2", "mesh.tp=2", "mesh.cp=2")),

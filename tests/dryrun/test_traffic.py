@@ -295,6 +295,19 @@ REAL = {
             "precision.compute=bfloat16",
         ),
     ),
+    "latents over cp, all-gather, checkpointing": recipe_of(
+        BASE,
+        (
+            *SIZES,
+            'model.architecture="deepseek"',
+            'model.preset="debug-deepseek"',
+            "mesh.cp=4",
+            "mesh.tp=2",
+            "data.global_batch=2",
+            "parallel.cp_method=allgather",
+            "memory.activation_checkpoint=full",
+        ),
+    ),
     "interleaved, cp, documents, checkpointing": recipe_of(
         BASE,
         (
@@ -417,7 +430,17 @@ LATENT_LAYOUTS = {
         "memory.activation_checkpoint=selective",
         "precision.compute=bfloat16",
     ),
-    "no latent of queries": ("model.query_rank=0",),
+    "no latent of queries, some recomputed": (
+        "model.query_rank=0",
+        "memory.activation_checkpoint=selective",
+    ),
+    "keys and values, which are fewer": ("model.kv_rank=96",),
+    "all-gather of keys and values, some recomputed": (
+        "parallel.cp_method=allgather",
+        "model.kv_rank=96",
+        "memory.activation_checkpoint=selective",
+        "precision.compute=bfloat16",
+    ),
 }
 
 
@@ -435,6 +458,22 @@ def test_the_planner_counts_what_latent_attention_sends(
         }
         counted[axis].pop("recv", None)  # what another rank sends
         assert of_axis == counted[axis]
+
+
+@pytest.mark.parametrize(
+    ("kv_rank", "numbers"),
+    # A rank of tp 4 has 2 heads of 24 numbers: its keys and values are 96 numbers of a token.
+    [(24, 24 + 8), (87, 87 + 8), (88, 96)],
+)
+def test_ranks_of_cp_send_the_fewer_numbers(
+    kv_rank: int, numbers: int, dry_run: Callable[..., Traffic]
+) -> None:
+    recipe = recipe_of(BASE, (*LATENTS, f"model.kv_rank={kv_rank}", "precision.compute=bfloat16"))
+    counted = dry_run(recipe)["cp"]
+    calls, tokens = 16 * L, B * T / 2
+    # Twice in bfloat16; and their gradients in float32.
+    expected = {"send": (3 * calls, calls * (2 * 2 + 4) * tokens * numbers)}
+    assert counted == expected | {"recv": expected["send"]}
 
 
 def test_ranks_of_tp_gather_latents_in_place_of_the_stream(

@@ -73,6 +73,53 @@ def test_products_are_those_that_mfu_counts(tp: int) -> None:
     assert 3 * (tp * forward + attention) == pytest.approx(counted, rel=1e-12)
 
 
+def latents_over_cp(*sets: str) -> tuple[Setup, Setup]:
+    """DeepSeek-V3 over four ranks of cp, which send latents; and the same with keys and values."""
+    sets = ("mesh.pp=1", "mesh.cp=4", "model.n_layers=4", "data.global_batch=64", *sets)
+    setup = setup_on("H100", "deepseek-v3-1024", *sets)
+    assert setup.layout.sends_latents
+    return setup, replace(setup, layout=replace(setup.layout, sends_latents=False))
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+def test_each_rank_of_cp_projects_the_latents_of_all(tp: int) -> None:
+    setups = latents_over_cp(f"mesh.tp={tp}")
+    tokens = 4096 // 4
+    one = compute.Product(tokens, 128 / tp * (128 + 128), 512)
+    flops, work = [], []
+    for setup in setups:
+        flops.append(sum(product.flops for product in compute.attention_products(setup)))
+        work.append(compute.block_work(setup, FREE, has_experts=True, window=0))
+    assert flops[0] - flops[1] == 3 * one.flops
+
+    rate = compute.rates(setups[0], FREE)
+    latents, keys = work
+    all_four = one._replace(copies=4)
+
+    def seconds(product: compute.Product) -> float:
+        return compute.product_s(product, rate.matrix, rate)
+
+    more_s = seconds(all_four) - seconds(one)
+    more_input_s = seconds(all_four.input_gradient()) - seconds(one.input_gradient())
+    more_weight_s = seconds(all_four.weight_gradient()) - seconds(one.weight_gradient())
+    # Keys and values of all ranks are written, too: more than products alone.
+    assert latents.forward_s - keys.forward_s > more_s
+    # Backward makes them once more.
+    assert latents.input_s - keys.input_s > more_input_s + seconds(all_four)
+    assert latents.weight_s - keys.weight_s == pytest.approx(more_weight_s)
+
+
+@pytest.mark.parametrize(("tp", "fewer"), [(1, 49_152 / 576), (8, 6_144 / 576)])
+def test_latents_take_as_much_less_time_as_they_are_fewer(tp: int, fewer: float) -> None:
+    setups = latents_over_cp(f"mesh.tp={tp}", "parallel.cp_method=allgather")
+    # Messages that start at once.
+    machine = setups[0].machine._replace(latency_s=0.0, nic_latency_s=0.0)
+    exposed = [
+        predict_time(replace(setup, machine=machine), FREE).exposed_s["cp"] for setup in setups
+    ]
+    assert exposed[1] / exposed[0] == pytest.approx(fewer)
+
+
 def test_a_step_is_never_faster_than_its_products() -> None:
     setup = setup_of(zero=0)
     flops = 3 * 8 * sum(p.flops for p in compute.attention_products(setup))

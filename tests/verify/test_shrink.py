@@ -426,6 +426,24 @@ def test_fsdp_cuts_every_tensor_of_a_small_recipe_as_in_the_full_one(most: int, 
     assert lost == []
 
 
+@pytest.mark.parametrize("kv_rank", [512, 509, 1024])
+@pytest.mark.parametrize("tp", [4, 32, 64])
+@pytest.mark.parametrize("dp_shard", [16, 64])
+def test_small_ranks_of_cp_send_what_the_full_ones_send(
+    kv_rank: int, tp: int, dp_shard: int
+) -> None:
+    """Latents, or keys and values, of which a rank has fewer with more tp."""
+    sets = ["model.architecture=deepseek", "model.preset=deepseek-v3", f"mesh.tp={tp}"]
+    sets += ["mesh.cp=2", f"mesh.dp_shard={dp_shard}", "mesh.ep=128"]
+    sets += ["model.n_heads=128", "model.n_kv_heads=128", f"model.kv_rank={kv_rank}"]
+    sets += [f"data.global_batch={dp_shard}", "data.micro_batch=1", "data.seq_len=4096"]
+    full = load(str(RECIPE_PATH), sets, check_files=False).recipe
+    assert full.sends_latents == (kv_rank + 64 < 2 * 128 * 192 // tp)
+    with_cp = [small for small in shrink(full) if small.mesh.cp > 1]
+    assert with_cp
+    assert all(small.sends_latents == full.sends_latents for small in with_cp)
+
+
 @pytest.mark.parametrize("query_rank", [0, 1536])
 @pytest.mark.parametrize("value_dim", [128, 192])
 @pytest.mark.parametrize("kv_rank", [512, 509])

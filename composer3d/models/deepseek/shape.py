@@ -64,6 +64,11 @@ class DeepseekShape(ExpertsShape):
         return self.value_dim
 
     @property
+    def latent_width(self) -> int:
+        """The width of a latent of keys and values, with the rotated part of the key."""
+        return self.kv_rank + self.rope_dim
+
+    @property
     def query_scale(self) -> float:
         """The factor of queries before attention, which divides scores by sqrt(head width)."""
         if self.rope_scaling != "yarn":

@@ -190,6 +190,18 @@ def _check(
         )
     if method not in METHODS:
         raise ValueError(f'method = "{method}" must be "ring", "allgather" or "ulysses"')
+    check_tokens(rows, tokens, documents, size, balanced)
+    if method == "ulysses" and (heads % size or kv_heads % size):
+        raise ValueError(
+            f"ulysses cuts heads over {size} ranks, which must divide the {heads} query heads and "
+            f"the {kv_heads} key-value heads"
+        )
+
+
+def check_tokens(
+    rows: int, tokens: int, documents: Tensor | None, size: int, balanced: bool
+) -> None:
+    """Raise ValueError if ``tokens`` cannot be a rank's part, or ``documents`` are of others."""
     if balanced and size > 1 and tokens % 2:
         raise ValueError(
             f"each rank holds {tokens} tokens; balanced order needs an even number: cut the "
@@ -198,11 +210,6 @@ def _check(
     if documents is not None and documents.shape != (rows, tokens * size):
         raise ValueError(
             f"documents are {tuple(documents.shape)}; they must be {(rows, tokens * size)}"
-        )
-    if method == "ulysses" and (heads % size or kv_heads % size):
-        raise ValueError(
-            f"ulysses cuts heads over {size} ranks, which must divide the {heads} query heads and "
-            f"the {kv_heads} key-value heads"
         )
 
 

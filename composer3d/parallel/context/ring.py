@@ -18,6 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composer3d.parallel.context import kernels
+from composer3d.parallel.context.messages import (
+    KeysAndValues,
+    Messages,
+    copied_in_memory_BTHD,
+    in_memory_BTHD,
+    messages_of,
+)
 from composer3d.parallel.context.ownership import (
     gather_parts,
     join_parts,
@@ -70,12 +77,14 @@ class _Round(NamedTuple):
     Attributes:
         source: the rank that owns the key-values. None: they are those of the whole sequence, in
             its order, and there are no other rounds.
+        message: what was sent of them (``messages``), or ``kv`` itself.
         kv: keys and values: two tensors, or one that has both.
         blocks: the tiles, or the calls that cover them.
         computer: computes one of these blocks.
     """
 
     source: int | None
+    message: Tensor | tuple[Tensor, Tensor]
     kv: Tensor | tuple[Tensor, Tensor]
     blocks: tuple[Tile, ...] | tuple[KernelCall, ...]
     computer: _Computer
@@ -118,7 +127,8 @@ def attend_in_rounds(
     """Compute the attention of this rank's queries to all keys of the sequence.
 
     Args:
-        q, k, v: this rank's parts. The last dim of q is contiguous.
+        q, k, v: this rank's parts. The last dim of q is contiguous. In place of k and v, latents
+            and their weight (``messages.Latents``), with a group and without a window.
         sinks_H: a score of each query head that has no value, or None.
         documents: integers (B, T), of the whole sequence, or None.
         window: as in ``tiles``.
@@ -131,15 +141,16 @@ def attend_in_rounds(
         with its sink, (B, H, n) in the wide dtype. Only ``out`` has a gradient.
 
     Collectives:
-        ring: (size - 1) sends of keys and values to the next rank. The next ones are sent while a
-            block is computed.
+        ring: (size - 1) sends of keys and values, or latents, to the next rank. The next ones are
+            sent while a block is computed.
         allgather: one all-gather, of as many bytes.
     """
     wide = kernels.wide(q.dtype)
     out: Tensor | None = None
     lse = torch.empty(0)
+    messages = messages_of(q, k, v)
     for round_ in _kv_rounds(
-        q, k, v, documents, window, method, balanced, group_name, own_last=False
+        q, messages, documents, window, method, balanced, group_name, own_last=False
     ):
         for block in round_.blocks:
             block_out, block_lse = round_.attend(block, q)
@@ -163,7 +174,7 @@ def attend_in_rounds(
     assert out is not None, "a query sees its own key"
     if sinks_H is not None:
         out, lse = kernels.add_sinks(out, lse, sinks_H)
-    return _in_memory_BTHD(out, q.dtype), lse.contiguous()
+    return in_memory_BTHD(out, q.dtype), lse.contiguous()
 
 
 @torch.library.custom_op("composer3d::ring_attention_backward", mutates_args=())
@@ -178,28 +189,29 @@ def _attend_in_rounds_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k and v. ``saved`` is q, k, v, out and lse.
 
-    Key-values travel round the ring again. The sum of their gradients travels one step behind them,
+    Messages travel round the ring again. The sum of their gradients travels one step behind them,
     and the last send brings it to the rank that owns them.
     """
     q, k, v, out, lse = saved
     group = group_by_name(group_name) if group_name else None
     if grad.stride(-1) != 1:
-        grad = _copied_in_memory_BTHD(grad, q.dtype)
+        grad = copied_in_memory_BTHD(grad, q.dtype)
     wide = kernels.wide(q.dtype)
-    dq = dkv = torch.empty(0)
-    receive_dkv: Callable[[], Tensor] | None = None
+    dq = dmessage = torch.empty(0)
+    receive: Callable[[], Tensor] | None = None
 
     # The round with this rank's own keys comes last. While it computes, the last gradients travel:
     # they are wide, and so a larger message than keys and values.
-    rounds = _kv_rounds(q, k, v, documents, window, method, balanced, group_name, own_last=True)
+    messages, rest = messages_of(q, k, v), (documents, window, method, balanced, group_name)
+    rounds = _kv_rounds(q, messages, *rest, own_last=True)
     for number, round_ in enumerate(rounds):
         if round_.is_one_block and group is None:
             # The block's gradients are the whole ones, so there are no wide sums to allocate.
             dq, dk, dv = round_.differentiate(round_.blocks[0], grad, q, out, lse)
             return (
-                _in_memory_BTHD(dq, q.dtype),
-                _in_memory_BTHD(dk, k.dtype),
-                _in_memory_BTHD(dv, v.dtype),
+                in_memory_BTHD(dq, q.dtype),
+                in_memory_BTHD(dk, k.dtype),
+                in_memory_BTHD(dv, v.dtype),
             )
         if number == 0:
             dq = torch.zeros_like(q, dtype=wide)
@@ -209,30 +221,26 @@ def _attend_in_rounds_backward(
             block_grads = round_.differentiate(block, grad, q, out, lse)
             _add((dq[rows, :, queries], *dkv[:, rows, :, keys]), block_grads)
             del block_grads
-        if receive_dkv is not None:
-            dkv += receive_dkv()
-            receive_dkv = None
+        dmessage = messages.gradient(round_.message, dkv)
+        del dkv
+        if receive is not None:
+            dmessage += receive()
+            receive = None
         if group is None:
             continue
         if round_.source is None:
-            # ``dkv`` is for the key-values of all ranks. Each rank gets the sum of its own part.
-            parts = parts_of_all_ranks(dkv, 3, group.size(), balanced)
-            dkv = torch.empty_like(parts[0])
-            dist.reduce_scatter_single(dkv, parts.flatten(0, 1), group=group)
+            # ``dmessage`` is for the tokens of all ranks. Each rank gets the sum of its own part.
+            parts = parts_of_all_ranks(dmessage, messages.dim, group.size(), balanced)
+            dmessage = torch.empty_like(parts[0])
+            dist.reduce_scatter_single(dmessage, parts.flatten(0, 1), group=group)
         elif round_.source != group.rank():
-            receive_dkv = _send_to_next(dkv, group)
-    return (
-        _in_memory_BTHD(dq, q.dtype),
-        # Copies even if they are in order: outputs of an operator must not share memory.
-        _copied_in_memory_BTHD(dkv[0], k.dtype),
-        _copied_in_memory_BTHD(dkv[1], v.dtype),
-    )
+            receive = _send_to_next(dmessage, group)
+    return in_memory_BTHD(dq, q.dtype), *messages.gradients(dmessage)
 
 
 def _kv_rounds(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    messages: Messages,
     documents: Tensor | None,
     window: int,
     method: str,
@@ -241,7 +249,7 @@ def _kv_rounds(
     *,
     own_last: bool,
 ) -> Iterator[_Round]:
-    """Yield the key-values of each rank as they arrive. The next ones are received meanwhile.
+    """Yield the key-values of each rank as they arrive. The next message is received meanwhile.
 
     This rank's own key-values come first, or last with ``own_last``.
     """
@@ -256,38 +264,39 @@ def _kv_rounds(
         plan = plan_calls(rank, size, rows, tokens, starts, window, method, balanced)
     banded = kernel is kernels.Kernel.REFERENCE
 
-    def round_with(source: int | None, kv: Tensor | tuple[Tensor, Tensor]) -> _Round:
+    def round_with(source: int | None, message: Tensor | tuple[Tensor, Tensor]) -> _Round:
+        kv = messages.key_values(message)
         if plan is not None:
             # By rank; a round with the whole sequence is the only one.
-            return _Round(source, kv, plan.rounds[source or 0], plan)
+            return _Round(source, message, kv, plan.rounds[source or 0], plan)
         held = owned_ranges(0, 1, tokens * size, balanced=balanced)
         if source is not None:
             held = owned_ranges(source, size, tokens, balanced=balanced)
         cut = tiles(owned, held, starts, window, q.device, banded, fake_mode_of(q))
-        return _Round(source, kv, cut, _ByTiles)
+        return _Round(source, message, kv, cut, _ByTiles)
 
-    if group is None and plan is not None:
-        yield round_with(None, (k, v))
+    if isinstance(messages, KeysAndValues) and group is None and plan is not None:
+        yield round_with(None, (messages.k, messages.v))
         return
     # The kernels of tiles need contiguous keys and values, and messages need both in one tensor.
-    own_kv = torch.stack((k, v))
+    own = messages.own()
     if group is None:
-        yield round_with(None, own_kv)
+        yield round_with(None, own)
         return
     if method == "allgather":
-        yield round_with(None, join_parts(gather_parts(own_kv, group), 3, balanced))
+        yield round_with(None, join_parts(gather_parts(own, group), messages.dim, balanced))
         return
 
-    receive = _send_to_next(own_kv, group)
+    receive = _send_to_next(own, group)
     steps = [*range(1, size), 0] if own_last else range(size)
     for step in steps:
-        kv = own_kv
+        message = own
         if step > 0:
-            kv = receive()
+            message = receive()
         if 0 < step < size - 1:
-            receive = _send_to_next(kv, group)
+            receive = _send_to_next(message, group)
         source = (rank - step) % size
-        yield round_with(source, kv)
+        yield round_with(source, message)
 
 
 def _send_to_next(message: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
@@ -330,31 +339,15 @@ def _add(totals: Iterable[Tensor], parts: Iterable[Tensor]) -> None:
         total += part
 
 
-def _copied_in_memory_BTHD(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copy ``x`` (B, H, T, D) into memory in the order B, T, H, D; its shape stays as it is.
-
-    So the projection that reads it needs no further copy.
-    """
-    x_BTHD = x.transpose(1, 2).to(dtype, copy=True, memory_format=torch.contiguous_format)
-    return x_BTHD.transpose(1, 2)
-
-
-def _in_memory_BTHD(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """As ``_copied_in_memory_BTHD``, but return ``x`` itself if it has that order and dtype."""
-    x_BTHD = x.transpose(1, 2)
-    if x.dtype == dtype and x_BTHD.is_contiguous():
-        return x
-    return _copied_in_memory_BTHD(x, dtype)
-
-
 @attend_in_rounds.register_fake
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _copied_in_memory_BTHD(q, q.dtype), q.new_empty(q.shape[:3], dtype=kernels.wide(q.dtype))
+    return copied_in_memory_BTHD(q, q.dtype), q.new_empty(q.shape[:3], dtype=kernels.wide(q.dtype))
 
 
 @_attend_in_rounds_backward.register_fake
 def _(grad: Tensor, saved: Sequence[Tensor], *_: Any) -> tuple[Tensor, ...]:
-    return tuple(_copied_in_memory_BTHD(x, x.dtype) for x in saved[:3])
+    q, k, v = saved[:3]
+    return copied_in_memory_BTHD(q, q.dtype), *messages_of(q, k, v).empty_gradients()
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

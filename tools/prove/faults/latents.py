@@ -10,6 +10,7 @@ from composer3d.models.contract import SequenceInfo
 from composer3d.models.deepseek import attention
 from composer3d.models.deepseek.attention import LatentAttention
 from composer3d.models.layers.attention import attend_sdpa
+from composer3d.parallel.context import messages
 from composer3d.parallel.tensor import styles
 from composer3d.parallel.tensor.collectives import sum_gradients
 from tools.prove.faults.places import OFF, Place, found_by, harms
@@ -42,6 +43,44 @@ def drop_reduction_of_down_projections(right: Any, style: Any, *arguments: Any) 
     if style == "whole":
         local.sums_gradients = False
     return local
+
+
+@_harms("mesh.cp=2")
+@fault_of(messages.Latents, messages.Latents.key_values)
+def rotate_received_keys_like_own_ones(
+    right: Any, sent: messages.Latents, message: Tensor
+) -> Tensor:
+    """cp: keys of received latents have the rotated parts of this rank's own tokens."""
+    rotated = sent.latents[..., sent.widths[0] :]
+    return right(sent, torch.cat((message[..., : sent.widths[0]], rotated), -1))
+
+
+@_harms(
+    "mesh.cp=2",
+    "mesh.cp=2 mesh.tp=2 data.packing=documents parallel.cp_balance=contiguous",
+    message=r"keys\.wkv_b",
+)
+@fault_of(messages.Latents, messages.Latents.gradient)
+def forget_the_weight_of_received_latents(
+    right: Any, sent: messages.Latents, message: Tensor, dkv: Tensor
+) -> Tensor:
+    """cp: the projection of latents has no gradient from latents of other ranks."""
+    before = sent.dweight
+    gradient = right(sent, message, dkv)
+    if message.data_ptr() != sent.latents.data_ptr():
+        sent.dweight = before if before.numel() else torch.zeros_like(sent.dweight)
+    return gradient
+
+
+@_harms("mesh.cp=2 parallel.cp_method=allgather", message=r"attn\.wkv_a|norm|embed")
+@fault_of(messages.Latents, messages.Latents.gradient)
+def give_the_gradient_of_one_head_to_the_rotated_part(
+    right: Any, sent: messages.Latents, message: Tensor, dkv: Tensor
+) -> Tensor:
+    """cp: the rotated part of a sent latent has the gradient of the first head alone."""
+    gradient = right(sent, message, dkv)
+    gradient[..., sent.widths[0] :] = dkv[0, :, 0, :, sent.plain :]
+    return gradient
 
 
 def _change_rotated_keys(change: Any) -> None:
