@@ -14,16 +14,16 @@ _BUCKET = "bucket"
 def new_folder() -> RemotePath:
     """Return an empty folder in a server of S3 on this machine.
 
-    The server starts with the first folder, and lives as long as this process. The environment
-    names it from then on: processes that are started later find it too.
+    The server starts with the first folder, and lives as long as this process. This process finds
+    it from then on, and so do others that have ``variables``.
     """
-    _start()
+    variables()
     return RemotePath(f"s3://{_BUCKET}/{uuid.uuid4().hex}")
 
 
 @cache
-def _start() -> None:
-    """Start the server, with one bucket, and name it in the environment."""
+def variables() -> dict[str, str]:
+    """Start the server, with one bucket, and return the environment's variables that name it."""
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # or it logs each request
@@ -31,10 +31,12 @@ def _start() -> None:
     server.start()
     host, port = server.get_host_and_port()
     address = f"http://{host}:{port}"
-    os.environ |= {
+    names = {
         "AWS_ACCESS_KEY_ID": "nobody",
         "AWS_SECRET_ACCESS_KEY": "nothing",
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_ENDPOINT_URL": address,
     }
+    os.environ |= names
     urllib.request.urlopen(urllib.request.Request(f"{address}/{_BUCKET}", method="PUT"))
+    return names

@@ -10,8 +10,9 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from platform import node
@@ -49,6 +50,9 @@ class CheckpointFolder(Protocol):
     def claim(self) -> None:
         """On rank 0: tell other jobs that this one writes here. A second call does nothing."""
 
+    def owner(self) -> str:
+        """Return what says which job writes here, for ranks to compare; empty on a disk."""
+
     def begin(self, name: str, assets: Mapping[str, bytes]) -> None:
         """On rank 0: make room for a checkpoint, without leftovers of killed saves.
 
@@ -72,8 +76,13 @@ class CheckpointFolder(Protocol):
             CheckpointError: the metadata are too large to be loaded.
         """
 
-    def publish(self, name: str, manifest: Manifest) -> None:
+    def publish(self, name: str, manifest: Manifest, guard: Callable[[], None]) -> None:
         """On rank 0: make a checkpoint of files that all ranks have handed over.
+
+        Args:
+            name: the checkpoint.
+            manifest: what describes it.
+            guard: is called last, before anything is replaced.
 
         Raises:
             TrainingError: another job writes here.
@@ -106,6 +115,9 @@ class DiskFolder(CheckpointFolder):
     def claim(self) -> None:
         """Do nothing: the folder of the run has a lock."""
 
+    def owner(self) -> str:
+        return ""
+
     def begin(self, name: str, assets: Mapping[str, bytes]) -> None:
         for path in self._folder.glob("step-*.tmp"):
             # Other names are left alone: an export may be writing beside the checkpoints.
@@ -135,10 +147,11 @@ class DiskFolder(CheckpointFolder):
         _require_loadable(entries)
         return entries
 
-    def publish(self, name: str, manifest: Manifest) -> None:
+    def publish(self, name: str, manifest: Manifest, guard: Callable[[], None]) -> None:
         staging, final = self._staging(name), self._folder / name
         manifests.write(staging, manifest)
         sync(staging)
+        guard()
         replaced = final.with_suffix(".old.tmp")
         # A checkpoint that is already there is damaged, or the run would have resumed after it.
         if os.path.lexists(final):
@@ -179,9 +192,11 @@ class RemoteFolder(CheckpointFolder):
             (self._folder / _WRITER).write(_note())
             self._is_claimed = True
 
+    def owner(self) -> str:
+        return (self._folder / _WRITER).read(_NOTE_BYTES).decode(errors="replace")
+
     def begin(self, name: str, assets: Mapping[str, bytes]) -> None:
         self.claim()
-        self._require_own()
         self.remove(name)
         self._assets = {}
         for file_name, content in assets.items():
@@ -198,25 +213,27 @@ class RemoteFolder(CheckpointFolder):
         _require_loadable(entries)
         return entries
 
-    def publish(self, name: str, manifest: Manifest) -> None:
+    def publish(self, name: str, manifest: Manifest, guard: Callable[[], None]) -> None:
+        guard()
         self._require_own()
         manifests.write(self._folder / name, manifest)
 
     def _require_own(self) -> None:
         """Raise TrainingError if another job has begun to write here since this one has."""
-        note = (self._folder / _WRITER).read(_NOTE_BYTES)
-        if note != _note():
+        owner = self.owner()
+        if owner != _note().decode():
             raise TrainingError(
-                f"{self._folder} is written by another job now, "
-                f"{note.decode(errors='replace')}: nothing more is written there; start again, "
-                "under another run.name if that job goes on"
+                f"{self._folder} is written by another job now, {owner}: nothing more is written "
+                "there; start again, under another run.name if that job goes on"
             )
 
     def discard(self, name: str) -> None:
-        with suppress(OSError):
+        # If another job writes here, the checkpoint of this name may be its own.
+        with suppress(OSError, TrainingError):
             self.remove(name)
 
     def remove(self, name: str) -> None:
+        self._require_own()
         # The manifest goes first, so that half of a checkpoint does not look like a whole one.
         path = self._folder / name
         (path / manifests.FILE).remove()
@@ -290,6 +307,21 @@ class RemoteWriter(Writer):
         super().__init__(place)
         # The base class has a path on a disk, and the files of a disk.
         self.__dict__ |= {"path": place, "fs": _RemoteFiles(self.entries)}
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Give the files of this save names of their own. Only rank 0 plans.
+
+        A rank of a job that has lost its place may still be sending a file of the same step. So it
+        cannot replace one of this save.
+        """
+        attempt = uuid.uuid4().hex[:12]
+        return [
+            replace(
+                plan,
+                storage_data=replace(plan.storage_data, prefix=attempt + plan.storage_data.prefix),
+            )
+            for plan in super().prepare_global_plan(plans)
+        ]
 
     @property
     def checkpoint_id(self) -> str:

@@ -178,6 +178,7 @@ def read(folder: Place) -> Manifest:
     except RefusedFileError as error:
         problem = f"it {error.strerror}"
     except OSError as error:
+        _require_damage(place, error)
         problem = error.strerror or str(error)
     except ValueError as error:
         problem = str(error)
@@ -434,7 +435,7 @@ def find_damage(
 
     lines = []
     for name, entry in sorted(entries.items()):
-        path = folder / name
+        path = f"{folder}/{name}"
         try:
             with _opened(folder, name) as (size, pieces):
                 if size != entry.size:
@@ -442,20 +443,28 @@ def find_damage(
                 elif _digest_of(pieces, report) != entry.digest:
                     lines.append(f"{path} has another digest than the manifest says")
         except OSError as error:
+            _require_damage(folder, error)
             lines.append(f"{path} cannot be read ({error.strerror})")
 
-    if not list_folder:
+    # In an object store, files of a save that was cut off may lie beside those of the checkpoint.
+    if not list_folder or isinstance(folder, RemotePath):
         return lines
-    try:
-        found = set(folder.files()) if isinstance(folder, RemotePath) else _names_in(folder)
-    except OSError as error:
-        return [*lines, f"{folder} cannot be read ({error.strerror})"]
-    unexpected = sorted(found - manifest.files.keys() - {FILE})
+    unexpected = sorted(_names_in(folder) - manifest.files.keys() - {FILE})
     lines += [f"{folder}/{name} is not in the manifest" for name in unexpected[:_SHOWN_FILES]]
     if len(unexpected) > _SHOWN_FILES:
         hidden = len(unexpected) - _SHOWN_FILES
         lines.append(f"{folder}: {hidden} more files are not in the manifest")
     return lines
+
+
+def _require_damage(place: Place, error: OSError) -> None:
+    """Raise an error of an object store again, unless it says that a file is missing or refused.
+
+    A connection that fails, or a key that has expired, says nothing of the checkpoint.
+    """
+    is_damage = error.errno in (errno.ENOENT, errno.EINVAL, errno.EFBIG)
+    if isinstance(place, RemotePath) and not is_damage:
+        raise error
 
 
 @contextmanager

@@ -154,9 +154,12 @@ class Store:
         Without it, the first save does so. A folder on a disk is claimed with that of the run.
 
         Raises:
-            UserError: an object store refuses it, or cannot be reached. Every rank raises it.
+            UserError: an object store refuses it, cannot be reached, or is another one for some
+                ranks. Every rank raises it.
         """
         self._on_rank_0(self._files.claim)
+        owner = distributed.on_all("checkpoint.folder", self._files.owner, self._group)
+        distributed.check_same(f"the folder {self.folder} (checkpoint.folder)", owner)
 
     def save(self, manifest: Manifest, stages: Stages, optimizer: SavedOptimizer) -> None:
         """Write the state after ``manifest.step`` steps, then remove the oldest checkpoints.
@@ -300,8 +303,7 @@ class Store:
 
     def _publish(self, name: str, manifest: Manifest) -> None:
         """Publish a checkpoint of which all other files are kept, and remove old ones."""
-        self.guard()
-        self._files.publish(name, manifest)
+        self._files.publish(name, manifest, self.guard)
         self._known_damaged.discard(self.folder / name)
         self._remove_old(name)
 
@@ -346,9 +348,10 @@ class Store:
         # A list of the folder has a name for each rank of the job that saved: one rank reads it.
         n_bytes = sum(manifest.files[name].size for name in share)
         with _progress("check of the checkpoint", n_bytes) as report:
-            own_problems = manifests.find_damage(
-                path, manifest, share, list_folder=rank == 0, report=report
+            find_damage = partial(
+                manifests.find_damage, path, manifest, share, list_folder=rank == 0, report=report
             )
+            own_problems = distributed.on_all("checkpoint", find_damage, self._group)
         problems = distributed.gather_objects(own_problems, self._group)
         lines = None
         if problems is not None:  # on rank 0

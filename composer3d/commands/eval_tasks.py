@@ -113,16 +113,6 @@ def _report(
     figures: "Figures", session: "TasksSession", seconds: float, *, out: str | None, as_json: bool
 ) -> None:
     """Print the figures, and write the documents to ``out``."""
-    if out is not None:
-        try:
-            with open(out, "x", encoding="utf-8") as file:
-                for task, samples in figures.samples.items():
-                    for sample in samples:
-                        file.write(json.dumps({"task": task, **sample}, default=str) + "\n")
-        except OSError as error:
-            raise UserError(
-                f"--out {one_line(out)}: cannot be written ({error.strerror}); name another file"
-            ) from None
     if as_json:
         answer = {
             "ok": True,
@@ -131,9 +121,21 @@ def _report(
             "seconds": seconds,
         }
         print(json.dumps(answer), flush=True)
+    else:
+        print("\n".join(_table(figures.figures)), flush=True)
+        print(f"{seconds:.1f} s, sequences of up to {session.longest:,} tokens", file=sys.stderr)
+    if out is None:
         return
-    print("\n".join(_table(figures.figures)), flush=True)
-    print(f"{seconds:.1f} s, sequences of up to {session.longest:,} tokens", file=sys.stderr)
+    # Last: figures that took hours are not lost with a disk that is full.
+    try:
+        with open(out, "x", encoding="utf-8") as file:
+            for task, samples in figures.samples.items():
+                for sample in samples:
+                    file.write(json.dumps({"task": task, **sample}, default=str) + "\n")
+    except OSError as error:
+        raise UserError(
+            f"--out {one_line(out)}: cannot be written ({error.strerror}); name another file"
+        ) from None
 
 
 def _table(figures: "list[Figure]") -> list[str]:

@@ -43,7 +43,7 @@ def local_source(text: str) -> Iterator[Path]:
         except ValueError as error:
             raise CheckpointError(f"{text} {error}") from None
         except OSError as error:
-            raise CheckpointError(f"{error.filename} cannot be copied: {error.strerror}") from None
+            raise CheckpointError(f"{text} cannot be copied: {error.strerror}") from None
         yield folder
 
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache, total_ordering
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from composer3d.facts.files import FileTooLargeError
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 # The package that fsspec needs for each kind of store; None: none. An extra of the name of the kind
 # installs it.
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "file": None}
-# Neither a name with its password, nor options, nor a chain of file systems, as fsspec has them.
-_URL = re.compile(rf"({'|'.join(PACKAGES)})://[^\s@?#:\\]+")
-
+# fsspec takes more: a name with its password, options, a chain of file systems, and characters with
+# which one path stands for several.
+_URL = re.compile(rf"({'|'.join(PACKAGES)})://[\w.=+,~/-]+")
 URL_FORM = (
-    f"KIND://BUCKET/PATH, where KIND is one of {', '.join(PACKAGES)}, without a password, options "
-    "or colons"
+    f"KIND://BUCKET/PATH, where KIND is one of {', '.join(PACKAGES)}, and the rest has letters, "
+    "digits and . _ - = + , ~ only"
 )
 
 # Ranges of a file are read by so many threads, and so many bytes ahead of the range in use.
@@ -51,8 +51,11 @@ def is_url(text: str) -> bool:
 
 def is_valid_url(text: str) -> bool:
     """Return whether a text is a URL from which a ``RemotePath`` can be made."""
-    parts = text.partition("://")[2].removesuffix("/").split("/")
-    is_path = not any(part in ("", ".", "..") for part in parts[1:])
+    kind, _, path = text.partition("://")
+    parts = path.removesuffix("/").split("/")
+    # A path on a disk begins with a slash, and a bucket has a name.
+    begins_right = (parts[0] == "") == (kind == "file")
+    is_path = begins_right and not any(part in ("", ".", "..") for part in parts[1:])
     return is_path and _URL.fullmatch(text) is not None
 
 
@@ -90,7 +93,15 @@ class RemotePath:
         return hash(self._url)
 
     def __truediv__(self, name: str) -> "RemotePath":
-        return RemotePath(f"{self._url}/{name}")
+        """Return the path of what is in this folder.
+
+        Raises OSError if it has a name that no URL here may have: a store may hold such names.
+        """
+        try:
+            return RemotePath(f"{self._url}/{name}")
+        except ValueError:
+            reason = f"holds {in_quotes(name, 80)}, a name that is not read"
+            raise OSError(errno.EINVAL, reason, str(self)) from None
 
     @property
     def name(self) -> str:
@@ -140,8 +151,13 @@ class RemotePath:
 
     def exists(self) -> bool:
         """Return whether there is a file of this path, or a folder with files in it."""
-        with self._words():
-            return bool(_system(self.kind).exists(self._place))
+        # ``exists`` of fsspec says no if the store cannot be asked.
+        try:
+            with self._words():
+                _system(self.kind).info(self._place)
+        except FileNotFoundError:
+            return False
+        return True
 
     def read(self, limit: int) -> bytes:
         """Return the content of this file, of at most ``limit`` bytes.
@@ -221,11 +237,11 @@ class RemotePath:
             stream = _system(self.kind).open(self._place, "wb")
         try:
             yield Upload(self, stream, tell)
+            with self._words():
+                stream.close()
         except BaseException:
             _abandon(stream)
             raise
-        with self._words():
-            stream.close()
 
     def write(self, content: bytes) -> None:
         """Write this file, in place of an earlier one."""
@@ -268,8 +284,6 @@ class RemotePath:
             package = PACKAGES[self.kind] or "fsspec"
             reason = f"needs {package}: pip install composer3d[{self.kind}]"
             raise OSError(errno.ENOSYS, reason, str(self)) from error
-        except (AssertionError, TypeError, AttributeError):
-            raise  # an error of this program
         except Exception as error:
             raise OSError(errno.EIO, _reason(error, "it failed"), str(self)) from error
 
@@ -333,9 +347,14 @@ class Upload(io.RawIOBase):
 
     def write(self, content: Any) -> int:
         """Add bytes, and return their number. Raises OSError."""
-        self._tell(content)
-        with self._path._words():
-            return int(self._stream.write(content))
+        # fsspec would copy all of it before it sends a part.
+        view = memoryview(content).cast("B")
+        for begin in range(0, len(view), _PIECE_BYTES):
+            piece = view[begin : begin + _PIECE_BYTES]
+            self._tell(piece)
+            with self._path._words():
+                self._stream.write(piece)
+        return len(view)
 
     def tell(self) -> int:
         """Return the number of bytes that have been written."""
@@ -392,31 +411,36 @@ def local_copy(
 ) -> Iterator[Path]:
     """Yield a folder on a disk: ``place`` itself, or a copy of a folder in an object store.
 
-    The copy is in a new folder of the system's folder for such things, which TMPDIR names, and goes
-    at the end of the block. The folder must not change meanwhile.
+    The copy has the name of the folder. It is in a new folder of the system's folder for such
+    things, which TMPDIR names, and goes at the end of the block.
 
     Args:
         place: the folder.
         report: is called with the number of bytes of each piece that has been copied.
 
     Raises:
-        OSError: a file cannot be read or written, or has a name that is no path within the folder.
+        OSError: a file cannot be read or written, or has a name that no URL here may have; or the
+            disk has less room.
     """
     if isinstance(place, Path):
         yield place
         return
+    import shutil
     import tempfile
 
-    with tempfile.TemporaryDirectory(prefix="composer3d-") as copy:
-        for name, size in place.files().items():
-            path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts or str(path) != name or "\0" in name:
-                reason = f"holds {in_quotes(name)}, which is no path within a folder"
-                raise OSError(errno.EINVAL, reason, str(place))
-            target = Path(copy, name)
+    sizes = place.files()
+    with tempfile.TemporaryDirectory(prefix="composer3d-") as folder:
+        needed, free = sum(sizes.values()), shutil.disk_usage(folder).free
+        if needed > free:
+            reason = f"{needed:,} bytes would be copied to {folder}, and {free:,} are free there"
+            raise OSError(errno.ENOSPC, reason, str(place))
+        copy = Path(folder, place.name)
+        copy.mkdir()
+        for name, size in sizes.items():
+            source, target = place / name, copy / name
             target.parent.mkdir(parents=True, exist_ok=True)
             with open(target, "xb") as file:
-                for piece in (place / name).pieces(size):
+                for piece in source.pieces(size):
                     file.write(piece)
                     report(len(piece))
-        yield Path(copy)
+        yield copy

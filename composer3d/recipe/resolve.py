@@ -397,6 +397,7 @@ def _check_tokenizer(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None
         "data.path",
         "data.sources",
         "data.other_tokenizer",
+        "run.name",
         "checkpoint.folder",
     }
     if hf is None or wrong_keys & keys or _has_checkpoints(recipe):
@@ -442,7 +443,7 @@ def _has_checkpoints(recipe: Recipe) -> bool:
 def _check_checkpoint(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
     # A run that has checkpoints of its own resumes from them, and does not need these folders. Only
     # training asks an object store.
-    if wrong_keys & {"checkpoint.folder", "checkpoint.resume", "checkpoint.init"}:
+    if wrong_keys & {"run.name", "checkpoint.folder", "checkpoint.resume", "checkpoint.init"}:
         return
     if isinstance(recipe.checkpoint_folder, RemotePath) or _has_checkpoints(recipe):
         return

@@ -31,7 +31,7 @@ from composer3d.facts.ranges import (
     within,
     within_bounds,
 )
-from composer3d.facts.remote import URL_FORM, Place, is_valid_url, place_of
+from composer3d.facts.remote import URL_FORM, Place, RemotePath, is_valid_url
 from composer3d.facts.schedules import SCHEDULES
 from composer3d.facts.text import NAME_RULE, is_name
 from composer3d.models import registry
@@ -717,9 +717,9 @@ class CheckpointTable:
     )
     folder: str | None = key(
         None,
-        "folder, or s3://BUCKET/FOLDER, in which checkpoints stand, under the name of the run; "
-        "absent: in the folder of the run",
-        PLACE,
+        "folder in an object store in which checkpoints stand, under the name of the run: "
+        "s3://BUCKET/FOLDER; absent: they stand in the folder of the run",
+        Range(is_valid_url, f"must be the URL of a folder in an object store: {URL_FORM}"),
     )
 
 
@@ -877,10 +877,13 @@ class Recipe:
 
     @property
     def checkpoint_folder(self) -> Place:
-        """The folder of the run's checkpoints, on a disk or in an object store."""
+        """The folder of the run's checkpoints, on a disk or in an object store.
+
+        Raises OSError if the name of the run cannot stand in a URL, which a rule refuses.
+        """
         if self.checkpoint.folder is None:
             return self.run.folder / "checkpoints"
-        return place_of(self.checkpoint.folder) / self.run.name
+        return RemotePath(self.checkpoint.folder) / self.run.name
 
     @property
     def parameters(self) -> ParameterTable:

@@ -40,7 +40,7 @@ def test_a_folder_of_several_stands_for_the_newest_whole_one(
     [
         ("s3://bucket/runs/nothing", "s3://bucket/runs/nothing holds no files"),
         ("s3://bucket/../a", "s3://bucket/../a must be KIND://BUCKET/PATH"),
-        ("gs://bucket/a", "gs://bucket/a/manifest.json cannot be copied: needs gcsfs"),
+        ("gs://bucket/a", "gs://bucket/a cannot be copied: needs gcsfs"),
     ],
 )
 def test_what_cannot_be_copied_is_an_error(runs: RemotePath, url: str, words: str) -> None:

@@ -46,6 +46,12 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> RemotePath:
         ("s3://bucket/a::file://b", False),
         ("s3://bucket/a b", False),
         ("s3://", False),
+        ("s3://bucket/exp[12]", False),
+        ("s3://bucket/*", False),
+        ("s3://bucket/a?", False),
+        ("s3:///a", False),
+        ("file://a/b", False),
+        ("file:///tmp/../a", False),
         ("ftp://bucket/a", False),
         ("/tmp/a", False),
     ],
@@ -70,8 +76,9 @@ def test_paths_have_parts_and_an_order() -> None:
     assert [is_url(text) for text in ("s3://", "hf://a/b", "s3:/a")] == [True, False, False]
     assert same_folder(folder, RemotePath("s3://bucket/run/"))
     assert not same_folder(folder, Path("run"))
-    with pytest.raises(ValueError, match="must be"):
-        folder / ".."
+    for name in ("..", "a b", "*", "a?"):
+        with pytest.raises(OSError, match="a name that is not read"):
+            folder / name
 
 
 def test_files_are_written_listed_read_and_removed(place: RemotePath) -> None:
@@ -188,17 +195,26 @@ def test_a_copy_has_all_files_and_goes(place: RemotePath) -> None:
     assert sum(counts) == 6
 
 
+def test_a_copy_that_does_not_fit_is_not_begun(
+    place: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "a").write(b"one")
+    monkeypatch.setattr(RemotePath, "files", lambda self: {"a": 1 << 60})
+    with pytest.raises(OSError, match="bytes would be copied to "), local_copy(place):
+        pass
+
+
 def test_a_folder_on_a_disk_is_not_copied(tmp_path: Path) -> None:
     with local_copy(tmp_path) as folder:
         assert folder == tmp_path
     assert tmp_path.is_dir()
 
 
-@pytest.mark.parametrize("name", ["../a", "in/../../a", "/a"])
+@pytest.mark.parametrize("name", ["../a", "in/../../a", "/a", "a b"])
 def test_a_name_that_leads_out_of_the_copy_is_refused(
     place: RemotePath, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (place / "a").write(b"one")
     monkeypatch.setattr(RemotePath, "files", lambda self: {name: 3})
-    with pytest.raises(OSError, match="no path within a folder"), local_copy(place):
+    with pytest.raises(OSError, match="a name that is not read"), local_copy(place):
         pass

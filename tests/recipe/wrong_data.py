@@ -234,6 +234,13 @@ DATA = [
     Wrong("no such text", TEXT),
     Wrong("no held-out text", {"x.toml": TEXT + '[validation]\npath = "v"\n', "t": "some words"}),
     Wrong("resume", TINY + '[checkpoint]\nresume = "runs/none"\n'),
+    Wrong("checkpoints on a disk elsewhere", TINY + '[checkpoint]\nfolder = "/checkpoints"\n'),
+    Wrong("a URL that stands for several", TINY + '[checkpoint]\nfolder = "s3://b/exp[12]"\n'),
+    Wrong("a store that is not known", TINY + '[checkpoint]\nresume = "ftp://b/a"\n'),
+    Wrong(
+        "a name that no URL has",
+        TINY + '[run]\nname = "a b"\n[checkpoint]\nfolder = "file:///checkpoints"\n',
+    ),
     Wrong("no folder of first weights", TINY + '[checkpoint]\ninit = "runs/none"\n'),
     Wrong(
         "first weights of Hugging Face",

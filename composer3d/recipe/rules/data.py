@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from composer3d.facts.remote import is_valid_url
 from composer3d.recipe.rules.rule import (
     Rule,
     must_be_above,
@@ -63,6 +64,17 @@ def weights_come_from_one_place(recipe: Recipe) -> Iterator[str]:
         yield "<checkpoint.init> and <model.hf> both give the first weights; remove one"
 
 
+@rule("run.name", "checkpoint.folder")
+def name_fits_into_a_url(recipe: Recipe) -> Iterator[str]:
+    """Checkpoints in an object store stand in a folder of the run's name."""
+    folder = recipe.checkpoint.folder
+    if folder is not None and not is_valid_url(f"{folder}/{recipe.run.name}"):
+        yield (
+            "<run.name> cannot stand in the URL of <checkpoint.folder>; use letters, digits and "
+            ". _ - = + , ~ only"
+        )
+
+
 class _End(NamedTuple):
     """The end of the decay of the learning rate."""
 
@@ -114,6 +126,7 @@ RULES: tuple[Rule, ...] = (
     only_used_with("validation.path", "data.source", list(PATHS)),
     only_used_with("checkpoint.init", "checkpoint.resume", ["auto", "none"]),
     weights_come_from_one_place,
+    name_fits_into_a_url,
     must_be_at_most("optim.warmup", "run.steps"),
     must_be_above("optim.decay", "optim.warmup", ": the decay starts after the warmup"),
     only_used_with(

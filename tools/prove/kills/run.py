@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple
 from composer3d.facts.remote import RemotePath
 from composer3d.runtime.ends import DIED
 from composer3d.runtime.launch import Pool, WorkerError
-from tools.object_store import new_folder
+from tools.object_store import new_folder, variables
 from tools.prove.kills.trap import PUBLISHED, Death, Event, Outcome, train_once
 from tools.prove.proof import add_names, add_number, choose, corpus_of, logged_losses, make_parser
 
@@ -168,7 +168,7 @@ class Killer:
         self._pool, self._fault = pool, fault
         self._local, self._lock = threading.local(), threading.Lock()
         self._stack = ExitStack()
-        self._remote = new_folder()  # before any worker starts, which must know the server
+        self._remote: RemotePath | None = None  # made when it is first needed
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="composer3d-kill-"))
         self.folder = Path(folder)
         corpus = self.folder / "corpus.txt"
@@ -191,6 +191,8 @@ class Killer:
 
     def place(self, folder: Path) -> RemotePath:
         """The folder in the object store for the runs of ``folder``."""
+        with self._lock:
+            self._remote = self._remote or new_folder()
         return self._remote / folder.name
 
     def train(
@@ -205,6 +207,7 @@ class Killer:
             "folder": folder,
             "sets": [f"mesh.dp_shard={world}", *sets],
             "death": None,
+            "variables": variables() if is_remote(sets) else None,
             **train_arguments,
         }
         outcomes: list[Outcome] = pool.run(train_once, arguments, world_size=world, limit_s=LIMIT_S)
@@ -256,8 +259,7 @@ class Killer:
             loop_s = outcomes[0].loop_s * steps / (steps - min(resumed))
             self._uninterrupted[world, steps, model] = replace(expected, loop_s=loop_s)
 
-        is_remote = any(each.startswith("checkpoint.folder=") for each in sets)
-        kept = self._left_in(folder, is_remote=is_remote)
+        kept = self._left_in(folder, sets)
         newest_names = [f"step-{step:08d}" for step in range(steps - keep + 1, steps + 1)]
         losses = logged_losses(folder / "run")
         problem = None
@@ -272,12 +274,17 @@ class Killer:
         shutil.rmtree(folder)
         return Kill(where, newest, min(resumed), problem)
 
-    def _left_in(self, folder: Path, *, is_remote: bool) -> list[str]:
+    def _left_in(self, folder: Path, sets: Sequence[str]) -> list[str]:
         """The names in the folder of checkpoints, but for the file of the job that writes them."""
-        if not is_remote:
+        if not is_remote(sets):
             return sorted(path.name for path in checkpoints(folder).iterdir())
         files = (self.place(folder) / "run").files()
         return sorted({name.partition("/")[0] for name in files} - {"writer"})
+
+
+def is_remote(sets: Sequence[str]) -> bool:
+    """Whether a run with these overrides has its checkpoints in an object store."""
+    return any(each.startswith("checkpoint.folder=") for each in sets)
 
 
 def checkpoints(folder: Path) -> Path:

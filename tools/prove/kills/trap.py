@@ -9,7 +9,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,7 +186,8 @@ class RemoteTrap:
         return wrapped
 
     def _below(self, path: RemotePath) -> str:
-        return str(path).removeprefix(self.place)
+        # The names of files begin with a random number of the save.
+        return re.sub(r"/[0-9a-f]{12}__", "/__", str(path).removeprefix(self.place))
 
     def _meet(self, what: str, path: RemotePath) -> None:
         below = self._below(path)
@@ -274,10 +275,12 @@ def train_once(
     sets: Sequence[str],
     death: Death | None,
     fault: Callable[[], None] | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Run a rank of ``composer3d train`` to its end or its death; a task of ``launch.Pool``.
 
-    ``fault`` is called first: a test plants a fault with it.
+    ``fault`` is called first: a test plants a fault with it. ``variables`` are those of the
+    environment that name a server of an object store.
     """
     import torch
 
@@ -286,6 +289,7 @@ def train_once(
     from composer3d.training.build import build
     from composer3d.training.loop import train
 
+    os.environ |= variables or {}
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     if fault is not None:
