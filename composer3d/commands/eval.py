@@ -41,7 +41,7 @@ class Options:
 
     as_json: bool = json_option()
     src: str = argument(metavar="SRC", help="a checkpoint, as SRC of convert")
-    data: str = argument(metavar="DATA", help="a folder that prepare made")
+    data: str = argument(metavar="DATA", help="a folder that prepare made, or its URL")
     batch: int = argument(
         "--batch",
         metavar="N",

@@ -9,6 +9,7 @@ from typing import Any
 
 from composer3d.commands.arguments import argument, json_option
 from composer3d.facts.errors import DataError
+from composer3d.facts.remote import is_url
 from composer3d.facts.text import printable
 from composer3d.facts.token_manifest import MANIFEST, read_manifest
 from composer3d.models import hub
@@ -32,7 +33,11 @@ class Options:
     """The arguments of the command."""
 
     as_json: bool = json_option()
-    path: str = argument(metavar="PATH", help="a checkpoint, as SRC of convert, or token files")
+    path: str = argument(
+        metavar="PATH",
+        help="a checkpoint, as SRC of convert, or token files; the latter may be a URL, such as "
+        "s3://BUCKET/FOLDER",
+    )
     tensors: bool = argument("--tensors", action="store_true", help="list each tensor")
     samples: int = argument(
         "--samples",
@@ -60,6 +65,10 @@ def run(options: Options) -> int:
         DataError: the manifest of token files cannot be used.
         UserError: a later version of composer3d wrote the checkpoint.
     """
+    if is_url(options.path):
+        return _inspect_tokens(
+            options.path, full=options.full, samples=options.samples, as_json=options.as_json
+        )
     path = hub.folder(options.path, shows_progress=True)
     if os.path.exists(path / MANIFEST):  # unlike Path.exists, False for any odd name
         return _inspect_tokens(
@@ -100,7 +109,7 @@ def run(options: Options) -> int:
     return status
 
 
-def _inspect_tokens(folder: Path, *, full: bool, samples: int, as_json: bool) -> int:
+def _inspect_tokens(folder: Path | str, *, full: bool, samples: int, as_json: bool) -> int:
     """Print a report on token files. With ``full``, every byte is compared with its digest."""
     # Imported here because these modules import numpy.
     from composer3d.data.examine import Sample, as_report, decode_samples, measure_lengths

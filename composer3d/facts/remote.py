@@ -16,13 +16,13 @@ import os
 import re
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache, total_ordering
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from composer3d.facts.files import FileTooLargeError
 from composer3d.facts.text import one_line
@@ -168,21 +168,29 @@ class RemotePath:
             try:
                 while True:
                     more = islice(left, 1 + _AHEAD - len(waiting))
-                    waiting += [threads.submit(self._read_range, *each) for each in more]
+                    waiting += [threads.submit(self.read_range, *each) for each in more]
                     if not waiting:
                         return
                     yield waiting.popleft().result()
             finally:
                 threads.shutdown(cancel_futures=True)
 
-    def _read_range(self, begin: int, size: int) -> bytes:
+    def read_range(self, begin: int, size: int) -> bytes:
+        """Return ``size`` bytes of this file, at least one, from byte ``begin`` on.
+
+        Raises:
+            OSError: they cannot be read, or the file ends within them.
+        """
         with self._words():
             system = _system(self._kind)
             content = bytes(system.cat_file(self._place, start=begin, end=begin + size))
+        self._require_size(content, begin, size)
+        return content
+
+    def _require_size(self, content: bytes, begin: int, size: int) -> None:
         if len(content) != size:
             reason = f"ends within the {size:,} bytes at {begin:,}"
             raise OSError(errno.EIO, reason, str(self))
-        return content
 
     def pieces(self, size: int | None = None) -> Iterator[bytes]:
         """Yield the whole content of this file in pieces, of which some are read ahead.
@@ -318,6 +326,48 @@ class Upload(io.RawIOBase):
 
     def tell(self) -> int:
         return int(self._stream.tell())
+
+
+class Part(NamedTuple):
+    """A range of bytes of a file in a store.
+
+    Attributes:
+        path: the file.
+        begin: the first byte.
+        size: the number of bytes, at least 1.
+    """
+
+    path: RemotePath
+    begin: int
+    size: int
+
+
+def read_parts(parts: Sequence[Part]) -> list[bytes]:
+    """Return parts of files, all of which are requested at once.
+
+    Args:
+        parts: of one store or of several. Together, they must fit into memory.
+
+    Raises:
+        OSError: a part cannot be read, or its file ends within it.
+    """
+    contents: dict[Part, bytes] = {}
+    for kind in dict.fromkeys(part.path._kind for part in parts):
+        own = [part for part in parts if part.path._kind == kind]
+        with own[0].path._words():
+            found = _system(kind).cat_ranges(
+                [part.path._place for part in own],
+                [part.begin for part in own],
+                [part.begin + part.size for part in own],
+                on_error="return",
+            )
+        for part, content in zip(own, found, strict=True):
+            with part.path._words():
+                if isinstance(content, BaseException):
+                    raise content
+            part.path._require_size(content, part.begin, part.size)
+            contents[part] = bytes(content)
+    return [contents[part] for part in parts]
 
 
 Place = Path | RemotePath

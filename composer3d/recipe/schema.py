@@ -31,6 +31,7 @@ from composer3d.facts.ranges import (
     within,
     within_bounds,
 )
+from composer3d.facts.remote import is_url
 from composer3d.facts.schedules import SCHEDULES
 from composer3d.facts.text import NAME_RULE, is_name
 from composer3d.models import registry
@@ -126,6 +127,10 @@ FOLDER_NAME = Range(
 PATH = Range(
     lambda value: 0 < len(value) <= 4096 and _is_printable_text(value),
     "must be a path of 1 to 4096 characters, without control characters",
+)
+_FOLDER_OF_NODE = Range(
+    lambda value: PATH.accepts(value) and not is_url(value),
+    "must be a path of 1 to 4096 characters on a disk, without control characters",
 )
 _GLOBS = Range(
     lambda value: 0 < len(value) <= 256 and all(map(PATH.accepts, value)),
@@ -452,13 +457,25 @@ class DataTable:
     path: str | None = key(
         None,
         "text and jsonl: a file, or a folder read in sorted order; tokens: the output folder of "
-        "composer3d prepare",
+        "composer3d prepare, or its URL, such as s3://BUCKET/FOLDER",
         PATH,
     )
     sources: tuple[DataSource, ...] | None = key(
         None,
         "in place of path: several of them, each with the share of its weight in the samples",
         _SOURCES,
+    )
+    cache_dir: str | None = key(
+        None,
+        "folder on a disk of each node, where the run copies token files to and reads them from; "
+        "absent: they are read where they are",
+        _FOLDER_OF_NODE,
+    )
+    cache_gib: float = key(
+        64.0,
+        "bound of all copies of token files in data.cache_dir, in GiB a node; what exceeds it is "
+        "read where it is",
+        above(0, 1 << 30),
     )
     field: str = key("text", "key of the text in each line of a JSONL file")
     seq_len: int = key(256, "tokens in a sample", between(1, MOST_TOKENS))

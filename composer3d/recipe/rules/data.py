@@ -3,14 +3,19 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from composer3d.facts.remote import is_url, place_of
 from composer3d.recipe.rules.rule import (
+    Breach,
     Rule,
+    breach,
     must_be_above,
     must_be_at_most,
     only_used_with,
+    remove,
     rule,
 )
-from composer3d.recipe.schema import Recipe
+from composer3d.recipe.schema import DataTable, Recipe
+from composer3d.recipe.values import FIELDS, as_short_toml
 
 # What data.path and validation.path must name, for each source that reads them.
 PATHS = {
@@ -53,6 +58,59 @@ def validation_has_a_path(recipe: Recipe) -> Iterator[str]:
         yield (
             "<validation.every> with <data.source> needs validation.path, the held-out data: "
             f"{PATHS[source]}; set it, or use validation.every = 0"
+        )
+
+
+def _problem_of_url(path: str | None, data: DataTable) -> str | None:
+    """Return what is wrong with a path in an object store, or None."""
+    if path is None or not is_url(path):
+        return None
+    try:
+        place_of(path)
+    except ValueError as error:
+        return str(error)
+    if data.source == "tokens":
+        return None
+    return (
+        'is in an object store, and only data.source = "tokens" is read from there; copy it to a '
+        "disk, or prepare it"
+    )
+
+
+@rule("data.path", "data.source")
+def path_of_store_has_tokens(recipe: Recipe) -> Iterator[str]:
+    """Only token files are read from an object store."""
+    problem = _problem_of_url(recipe.data.path, recipe.data)
+    if problem is not None:
+        yield f"<data.path> {problem}"
+
+
+@rule("data.sources", "data.source")
+def sources_of_store_have_tokens(recipe: Recipe) -> Iterator[str]:
+    """Only token files are read from an object store."""
+    for source in recipe.data.sources or ():
+        problem = _problem_of_url(source.path, recipe.data)
+        if problem is not None:
+            yield f"data.sources: path = {as_short_toml(source.path)} {problem}"
+
+
+@rule("validation.path", "data.source")
+def held_out_of_store_has_tokens(recipe: Recipe) -> Iterator[str]:
+    """Only token files are read from an object store."""
+    problem = _problem_of_url(recipe.validation.path, recipe.data)
+    if problem is not None:
+        yield f"<validation.path> {problem}"
+
+
+@rule("data.cache_gib", "data.cache_dir")
+def bound_has_copies(recipe: Recipe) -> Iterator[Breach]:
+    """The bound of copies is not used if there are none."""
+    default = FIELDS["data.cache_gib"].default
+    if recipe.data.cache_dir is None and recipe.data.cache_gib != default:
+        yield breach(
+            "<data.cache_gib> is not used without data.cache_dir",
+            remove("data.cache_gib", "remove it"),
+            "set data.cache_dir",
         )
 
 
@@ -109,6 +167,11 @@ RULES: tuple[Rule, ...] = (
     only_used_with("data.path", "data.source", list(PATHS)),
     only_used_with("data.sources", "data.source", list(PATHS)),
     data_is_named_once,
+    path_of_store_has_tokens,
+    sources_of_store_have_tokens,
+    held_out_of_store_has_tokens,
+    only_used_with("data.cache_dir", "data.source", ["tokens"]),
+    bound_has_copies,
     validation_has_a_path,
     only_used_with("data.field", "data.source", ["jsonl"]),
     only_used_with("validation.path", "data.source", list(PATHS)),
