@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from moto.server import ThreadedMotoServer
+from s3fs import S3FileSystem
 
+from composer3d.facts import remote
 from composer3d.facts.remote import RemotePath
 
 BUCKET = "bucket"
@@ -31,6 +33,9 @@ def s3_server() -> Iterator[RemotePath]:
     }
     try:
         with patch.dict(os.environ, variables):
+            # Connections to the server of an earlier test would be used again.
+            remote._system.cache_clear()
+            S3FileSystem.clear_instance_cache()
             urllib.request.urlopen(urllib.request.Request(f"{address}/{BUCKET}", method="PUT"))
             yield RemotePath(f"s3://{BUCKET}/runs")
     finally:

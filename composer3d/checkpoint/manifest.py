@@ -11,7 +11,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -20,6 +21,7 @@ import xxhash
 
 from composer3d.facts.errors import CheckpointError, UserError
 from composer3d.facts.files import MIB, RefusedFileError, open_plain, parse_json, read_plain
+from composer3d.facts.remote import Place, RemotePath
 from composer3d.facts.text import in_quotes
 from composer3d.models.registry import DEFAULT
 from composer3d.models.shape import DecoderShape
@@ -126,8 +128,8 @@ def with_later_fields(
     return {**later, **values}
 
 
-def write(folder: Path, manifest: Manifest) -> None:
-    """Write ``manifest`` into ``folder``, and wait until it is on the disk.
+def write(folder: Place, manifest: Manifest) -> None:
+    """Write ``manifest`` into ``folder``, and wait until it is kept.
 
     Raises CheckpointError, and writes nothing, if the manifest exceeds the limits of ``read``.
     """
@@ -143,8 +145,11 @@ def write(folder: Path, manifest: Manifest) -> None:
             f"{n_values:,} values, and at most {_MAX_BYTES:,} and {_MAX_VALUES:,} are allowed; "
             "save a model with fewer tensors, or from fewer ranks"
         )
-    (folder / FILE).write_bytes(content)
-    sync(folder / FILE)
+    if isinstance(folder, RemotePath):
+        (folder / FILE).write(content)
+    else:
+        (folder / FILE).write_bytes(content)
+        sync(folder / FILE)
 
 
 def _encode(content: dict[str, Any]) -> bytes:
@@ -155,7 +160,7 @@ def _encode(content: dict[str, Any]) -> bytes:
     return canonical({**content, "digest": digest}).encode()
 
 
-def read(folder: Path) -> Manifest:
+def read(folder: Place) -> Manifest:
     """Read the manifest of a checkpoint.
 
     Raises:
@@ -179,9 +184,12 @@ def read(folder: Path) -> Manifest:
     raise CheckpointError(f"{place} cannot be used: {problem}; copy the checkpoint again")
 
 
-def _read(place: Path) -> Manifest:
+def _read(place: Place) -> Manifest:
     """Read the manifest at ``place``. Raises OSError, ValueError or UserError."""
-    written = read_plain(place, limit=_MAX_BYTES, follow_links=False)
+    if isinstance(place, RemotePath):
+        written = place.read(_MAX_BYTES)
+    else:
+        written = read_plain(place, limit=_MAX_BYTES, follow_links=False)
     if _count_values(written) > _MAX_VALUES:
         raise ValueError(f"it holds more than {_MAX_VALUES:,} values")
     content = parse_json(written)
@@ -399,7 +407,7 @@ _OPTIONAL = ("history",)
 
 
 def find_damage(
-    folder: Path,
+    folder: Place,
     manifest: Manifest,
     names: Collection[str] | None = None,
     *,
@@ -428,24 +436,52 @@ def find_damage(
     for name, entry in sorted(entries.items()):
         path = folder / name
         try:
-            _refuse_links(folder, name)
-            with open_plain(path, follow_links=False) as file:
-                size = os.fstat(file.fileno()).st_size
+            with _opened(folder, name) as (size, pieces):
                 if size != entry.size:
                     lines.append(f"{path} has {size} bytes, but the manifest says {entry.size}")
-                elif _digest_of(file, report) != entry.digest:
+                elif _digest_of(pieces, report) != entry.digest:
                     lines.append(f"{path} has another digest than the manifest says")
         except OSError as error:
             lines.append(f"{path} cannot be read ({error.strerror})")
 
     if not list_folder:
         return lines
-    unexpected = sorted(_names_in(folder) - manifest.files.keys() - {FILE})
-    lines += [f"{folder / name} is not in the manifest" for name in unexpected[:_SHOWN_FILES]]
+    try:
+        found = set(folder.files()) if isinstance(folder, RemotePath) else _names_in(folder)
+    except OSError as error:
+        return [*lines, f"{folder} cannot be read ({error.strerror})"]
+    unexpected = sorted(found - manifest.files.keys() - {FILE})
+    lines += [f"{folder}/{name} is not in the manifest" for name in unexpected[:_SHOWN_FILES]]
     if len(unexpected) > _SHOWN_FILES:
         hidden = len(unexpected) - _SHOWN_FILES
         lines.append(f"{folder}: {hidden} more files are not in the manifest")
     return lines
+
+
+@contextmanager
+def _opened(folder: Place, name: str) -> Iterator[tuple[int, Iterator[bytes | memoryview]]]:
+    """Yield the size of a file of a checkpoint, and its content in pieces. Raises OSError."""
+    if isinstance(folder, RemotePath):
+        path = folder / name
+        size = path.size()
+        yield size, path.pieces(size)
+        return
+    _refuse_links(folder, name)
+    with open_plain(folder / name, follow_links=False) as file:
+        yield os.fstat(file.fileno()).st_size, _pieces_of(file)
+
+
+def has_all_bytes(folder: Place, manifest: Manifest) -> bool:
+    """Return whether each file of a checkpoint has its size. No content is read.
+
+    Raises OSError if the folder or a file cannot be read, or is missing.
+    """
+    if isinstance(folder, RemotePath):
+        sizes = folder.files()
+        return all(sizes.get(name) == entry.size for name, entry in manifest.files.items())
+    return all(
+        (folder / name).stat().st_size == entry.size for name, entry in manifest.files.items()
+    )
 
 
 def _refuse_links(folder: Path, name: str) -> None:
@@ -508,13 +544,21 @@ def file_entry(path: Path) -> FileEntry:
     Raises OSError if the file cannot be read, or is not a plain file.
     """
     with open_plain(path) as file:
-        return FileEntry(os.fstat(file.fileno()).st_size, _digest_of(file))
+        return FileEntry(os.fstat(file.fileno()).st_size, _digest_of(_pieces_of(file)))
 
 
-def _digest_of(file: BinaryIO, report: Callable[[int], None] = lambda n_bytes: None) -> str:
-    digest = xxhash.xxh3_128()
+def _pieces_of(file: BinaryIO) -> Iterator[memoryview]:
+    """Yield the content of a file in pieces. Each is overwritten by the next."""
     buffer = memoryview(bytearray(1 << 20))
     while size := cast(Any, file).readinto(buffer):
-        digest.update(buffer[:size])
-        report(size)
+        yield buffer[:size]
+
+
+def _digest_of(
+    pieces: Iterable[bytes | memoryview], report: Callable[[int], None] = lambda n_bytes: None
+) -> str:
+    digest = xxhash.xxh3_128()
+    for piece in pieces:
+        digest.update(piece)
+        report(len(piece))
     return digest.hexdigest()

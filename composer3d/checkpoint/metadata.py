@@ -9,10 +9,12 @@ import mmap
 import os
 import secrets
 import stat
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
+from io import BytesIO
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -40,6 +42,7 @@ from composer3d.checkpoint.torchfile import DTYPES, read_tensor, sizes_of
 from composer3d.facts.box import Box
 from composer3d.facts.errors import CheckpointError
 from composer3d.facts.files import open_plain
+from composer3d.facts.remote import Place, RemotePath, whole_file
 from composer3d.facts.text import in_quotes
 from composer3d.runtime import collector
 from composer3d.runtime.torch_private import StorageInfo
@@ -86,7 +89,7 @@ _PRIME = 2**61 - 1
 Sizes = tuple[int, ...]
 
 
-def read_metadata(folder: Path) -> Metadata:
+def read_metadata(folder: Place) -> Metadata:
     """Read DCP's metadata of a checkpoint: the parts of each tensor, and where each is stored.
 
     The file is untrusted: it is parsed as data, and checked. The parts of a tensor must cover each
@@ -118,11 +121,11 @@ def read_metadata(folder: Path) -> Metadata:
     return Metadata(entries, storage_data=storage, storage_meta=StorageMeta())
 
 
-def _parse(path: Path) -> tuple[Any, int]:
+def _parse(path: Place) -> tuple[Any, int]:
     """Return the value in the file, and the size of the file in bytes."""
     # The file is mapped instead of read, so that a large file of zeros fails at its first byte
-    # without taking memory.
-    with open_plain(path, follow_links=False) as file:
+    # without taking memory. One in an object store is copied to a disk before.
+    with _open(path) as file:
         size = file.seek(0, os.SEEK_END)
         if not 0 < size <= METADATA_LIMIT:
             raise PickleError(
@@ -131,6 +134,13 @@ def _parse(path: Path) -> tuple[Any, int]:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             value = pickles.parse(mapped, _NAMES, longest_text=4 * _LONGEST_NAME, all_texts=None)
             return value, size
+
+
+def _open(path: Place) -> BinaryIO:
+    """Open a plain file on a disk, with the content of ``path``. Raises OSError."""
+    if isinstance(path, RemotePath):
+        return whole_file(path, METADATA_LIMIT)
+    return open_plain(path, follow_links=False)
 
 
 def tensor_specs(metadata: Metadata, place: str) -> dict[str, TensorSpec]:
@@ -472,22 +482,29 @@ def _check_parts(
             raise PickleError(f"it stores a part of {in_quotes(name)} that no tensor has")
 
 
-def _check_files(folder: Path, storage: Iterable[StorageInfo]) -> None:
+def _check_files(folder: Place, storage: Iterable[StorageInfo]) -> None:
     """Require that each part lies in a plain file of the folder, and that no two overlap."""
+    sizes = folder.files() if isinstance(folder, RemotePath) else None
     file, file_size, end = "", 0, 0
     for info in sorted(storage, key=lambda info: (info.relative_path, info.offset)):
         if info.relative_path != file:
             file, end = info.relative_path, 0
-            status = os.lstat(folder / file)
-            if not stat.S_ISREG(status.st_mode):
+            size = _size_on_disk(folder, file) if sizes is None else sizes.get(file)
+            if size is None:
                 raise PickleError(f"it names {in_quotes(file)}, which is not a plain file")
-            file_size = status.st_size
+            file_size = size
         if info.offset < end or info.offset + info.length > file_size:
             raise PickleError(
                 f"{in_quotes(file)} has {file_size:,} bytes, but parts of tensors overlap in it or "
                 "end beyond it"
             )
         end = info.offset + info.length
+
+
+def _size_on_disk(folder: Place, file: str) -> int | None:
+    """Return the size of a file in bytes; None: it is not a plain file. Raises OSError."""
+    status = os.lstat(str(folder / file))
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 # Reading tensors.
@@ -552,7 +569,7 @@ def _slices(offsets: Iterable[int], sizes: Iterable[int]) -> tuple[slice, ...]:
 
 
 def read_parts(
-    folder: Path,
+    folder: Place,
     metadata: Metadata,
     state: dict[str, Tensor],
     report: Callable[[int], None] = lambda n_bytes: None,
@@ -576,14 +593,34 @@ def read_parts(
     planner.set_up_planner(state, metadata)
     reads = _list_reads(metadata, planner.create_local_plan().items)
     for file_name, reads_of_file in groupby(reads, key=lambda read: read.info.relative_path):
-        path = folder / file_name
-        with open_plain(path, follow_links=False) as file:
-            for info, entry, sizes, item in reads_of_file:
+        path, in_file = folder / file_name, list(reads_of_file)
+        with _stored_parts(path, [read.info for read in in_file]) as stored:
+            for (file, info), (_, entry, sizes, item) in zip(stored, in_file, strict=True):
                 with reading(f"{path}: {in_quotes(item.storage_index.fqn)}"):
                     part = _read_part(file, info, entry, sizes)
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(part[_slices(item.storage_offsets, item.lengths)])
                     report(target.nbytes)
+
+
+@contextmanager
+def _stored_parts(
+    path: Place, infos: list[StorageInfo]
+) -> Iterator[Iterator[tuple[BinaryIO, StorageInfo]]]:
+    """Yield, for each part that is stored in a file, a file to read it from, and its place there.
+
+    A part in an object store is read whole, in one request, and some parts ahead.
+    """
+    if isinstance(path, RemotePath):
+        ranges = ((info.offset, info.length) for info in infos)
+        with closing(path.read_ranges(ranges)) as contents:
+            yield (
+                (BytesIO(content), replace(info, offset=0))
+                for content, info in zip(contents, infos, strict=True)
+            )
+        return
+    with open_plain(path, follow_links=False) as file:
+        yield ((file, info) for info in infos)
 
 
 class _Read(NamedTuple):

@@ -1,7 +1,6 @@
 """Save and load the checkpoints of a run.
 
-Each checkpoint is a folder named after its step. It is written to a staging folder beside its final
-path, synced, and published by a rename.
+Each checkpoint is a folder named after its step, on a disk or in an object store (``folders``).
 
 Its tensors have flat names that do not depend on the layout: ``model.NAME`` and
 ``optim.NAME.STATE`` contain the parameter's global name. A DTensor knows which part of the whole
@@ -11,8 +10,6 @@ saved, because each step seeds its own generator.
 
 import errno
 import os
-import re
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,14 +25,11 @@ from torch import Tensor
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
 
 from composer3d.checkpoint import manifest as manifests
-from composer3d.checkpoint.manifest import FileEntry, Manifest, TensorSpec
+from composer3d.checkpoint.folders import folder_of
+from composer3d.checkpoint.manifest import Manifest, TensorSpec
 from composer3d.checkpoint.metadata import (
-    METADATA,
-    METADATA_LIMIT,
     PackedTensor,
     pack_metadata,
     read_metadata,
@@ -45,35 +39,33 @@ from composer3d.checkpoint.metadata import (
 )
 from composer3d.checkpoint.optimizer_state import SavedOptimizer, optimizer_state
 from composer3d.checkpoint.pickles import explain
+from composer3d.checkpoint.steps import STEP_FOLDER, list_steps, published
 from composer3d.facts.box import Box
 from composer3d.facts.errors import CheckpointError, SaveError, TrainingError, UserError
+from composer3d.facts.remote import Place
 from composer3d.parallel import Stages
 from composer3d.parallel.init import local_part
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.runtime import log
 from composer3d.runtime import process_group as distributed
-from composer3d.runtime.files import publish, sync
 from composer3d.runtime.progress import Progress
 
-_STEP_FOLDER = re.compile(r"step-[0-9]{8}")
-_LEFTOVER = re.compile(r"step-[0-9]{8}(\.old)?\.tmp")
 # The words of the operating system for a full disk, and for a quota that is used up.
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
-_ASSETS = "assets"  # a folder within a checkpoint
 
 
 class Store:
     """The checkpoints of one run: ``FOLDER/step-00000100``.
 
-    A folder of that name is whole: its files are on the disk, and its ``manifest.json`` describes
-    them. A folder that is being written or removed is called ``*.tmp``.
+    A folder of that name with a ``manifest.json`` is whole: the manifest describes its files, and
+    is written after them.
 
     All ranks of the job must call the constructor, ``save``, ``wait``, ``check``, ``newest_whole``
     and ``load``. The collectives of a save run on a gloo group that only the store uses, so that a
     save in the background does not interfere with the collectives of training.
 
     Args:
-        folder: the folder of the checkpoints.
+        folder: the folder of the checkpoints, on a disk or in an object store.
         keep: how many checkpoints are kept.
         background: whether ``save`` writes in a thread while training goes on.
         timeout_s: how much longer the writes of one rank may take than those of another.
@@ -88,13 +80,14 @@ class Store:
     """
 
     def __init__(
-        self, folder: Path, *, keep: int, background: bool = False, timeout_s: float = 3600.0
+        self, folder: Place, *, keep: int, background: bool = False, timeout_s: float = 3600.0
     ) -> None:
         self.folder = folder
+        self._files = folder_of(folder)
         self.assets: Mapping[str, bytes] = {}
         self.guard: Callable[[], None] = lambda: None
         self.way_to_go_on = "the same command goes on"
-        self.loaded: Path | None = None
+        self.loaded: Place | None = None
         self._keep = keep
         self._background = background
         self._group = distributed.form_group(backend="gloo", timeout_s=timeout_s)
@@ -107,7 +100,7 @@ class Store:
         self._pending_save: Future[None] | None = None
         self._host_copies: dict[str, Tensor] = {}  # local shards; each save reuses the memory
 
-        self._known_damaged: set[Path] = set()
+        self._known_damaged: set[Place] = set()
         self._reported_links: set[Path] = set()
 
     @property
@@ -119,7 +112,7 @@ class Store:
         save = self._pending_save
         return save is not None and save.done() and save.exception() is not None
 
-    def newest(self) -> Path | None:
+    def newest(self) -> Place | None:
         """Return the checkpoint with the highest step that is not known to be damaged, or None.
 
         Waits for a save in the background to end. It is for messages: a folder that cannot be read
@@ -129,41 +122,24 @@ class Store:
             self._pending_save.exception()
         # An error here would hide the one that the message is about.
         with suppress(OSError):
-            return max(self._usable_folders(), default=None)
+            return self._newest_usable()
         return None
 
-    def _step_folders(self, folder: Path | None = None) -> list[Path]:
-        """List the folders named after a step in ``folder``, lowest first. None: the run's own.
-
-        Anything under another name belongs to the user. Links, pipes and files are left out as
-        well: a link could lead to a checkpoint of another user.
-
-        Raises OSError if the folder is there and cannot be read. ``Path.glob`` would find nothing,
-        and a run would start anew beside its checkpoints.
-        """
-        place = folder or self.folder
-        try:
-            names = os.listdir(place)
-        except FileNotFoundError:
-            return []
-        paths = [place / name for name in sorted(names) if _STEP_FOLDER.fullmatch(name)]
-        return [path for path in paths if path.is_dir() and not path.is_symlink()]
-
-    def _usable_folders(self) -> list[Path]:
+    def _usable_folders(self) -> list[Place]:
         """List the step folders that have a manifest and are not known to be damaged."""
-        return [
-            path
-            for path in self._step_folders()
-            if path not in self._known_damaged and (path / manifests.FILE).exists()
-        ]
+        return [path for path in published(self.folder) if path not in self._known_damaged]
 
-    def _warn_of_links(self, folder: Path) -> None:
+    def _newest_usable(self) -> Place | None:
+        return next(reversed(self._usable_folders()), None)
+
+    def _warn_of_links(self, folder: Place) -> None:
         """Warn once of each link in ``folder`` that is named like a checkpoint.
 
-        A user who has moved a checkpoint to another disk would wonder why it is not used.
+        A user who has moved a checkpoint to another disk would wonder why it is not used. An object
+        store has no links.
         """
-        for path in sorted(folder.glob("step-*")):
-            is_link = _STEP_FOLDER.fullmatch(path.name) and path.is_symlink()
+        for path in sorted(folder.glob("step-*")) if isinstance(folder, Path) else ():
+            is_link = STEP_FOLDER.fullmatch(path.name) and path.is_symlink()
             if is_link and path not in self._reported_links:
                 self._reported_links.add(path)
                 log.get().warning(
@@ -240,25 +216,24 @@ class Store:
     ) -> None:
         """Write ``shards``, the local values of ``state``, as a new checkpoint, and publish it."""
         began = time.perf_counter()
-        final = self.folder / f"step-{manifest.step:08d}"
-        staging = final.with_suffix(".tmp")
+        name = f"step-{manifest.step:08d}"
+        final = self.folder / name
         try:
-            self._on_rank_0(lambda: self._make_staging(staging))
-            # Files are synced below, because torch 2.13 calls fsync before it flushes. Nothing is
-            # copied ahead, because that would need a stream of a GPU.
-            writer = _Writer(staging, sync_files=False, per_thread_copy_ahead=0)
+            self._on_rank_0(lambda: self._begin(name))
+            writer = self._files.writer(name)
             dcp.save(
                 state,
                 storage_writer=writer,
                 planner=_ShardSavePlanner(shards),
                 process_group=self._group,
             )
-            own_files = distributed.on_all("writing", lambda: _sync_own_files(staging), self._group)
+            hand_over = partial(self._files.hand_over, name, writer)
+            own_files = distributed.on_all("writing", hand_over, self._group)
             files_of_ranks = distributed.gather_objects(own_files, self._group)
             if files_of_ranks is not None:  # on rank 0
                 files = {name: entry for files in files_of_ranks for name, entry in files.items()}
                 manifest = replace(manifest, files=files, tensors=writer.tensors)
-            self._on_rank_0(lambda: self._publish(staging, final, manifest))
+            self._on_rank_0(lambda: self._publish(name, manifest))
         except TrainingError:
             # The folder belongs to another job now: nothing in it may be removed.
             raise
@@ -267,20 +242,20 @@ class Store:
             # another job writes now.
             self._on_rank_0(self.guard)
             if dist.get_rank() == 0:
-                shutil.rmtree(staging, ignore_errors=True)
-            lines = self._describe_failure(manifest.step, staging, state, _causes(error))
+                self._files.discard(name)
+            lines = self._describe_failure(final, state, _causes(error))
             raise SaveError(lines) from error
         log.get().info(f"saved {final} in {time.perf_counter() - began:.2f} s")
 
     def _describe_failure(
-        self, step: int, staging: Path, state: Mapping[str, Tensor], causes: list[str]
+        self, final: Place, state: Mapping[str, Tensor], causes: list[str]
     ) -> list[str]:
         """Collective: all ranks have the same causes."""
-        lines = [f"step {step} could not be saved in {staging}: {cause}" for cause in causes]
+        lines = [f"{final} could not be saved: {cause}" for cause in causes]
         if any(words in cause for cause in causes for words in _FULL):
             lines.append(self._describe_space(state))
         try:
-            kept = max(self._usable_folders(), default=None)
+            kept = self._newest_usable()
         except OSError as reason:
             return [*lines, f"{self.folder} cannot be read: {reason.strerror or reason}"]
         if kept is None:
@@ -299,8 +274,8 @@ class Store:
             sizes = {name: size for of_rank in of_ranks for name, size in of_rank.items()}
             text = f"a checkpoint needs about {sum(sizes.values()):,} bytes"
             with suppress(OSError):
-                free = shutil.disk_usage(self.folder).free
-                text += f"; {free:,} bytes are free in {self.folder}"
+                free = self._files.free_bytes()
+                text += "" if free is None else f"; {free:,} bytes are free in {self.folder}"
         return str(distributed.broadcast_object(text, self._group))
 
     def _on_rank_0(self, function: Callable[[], None]) -> None:
@@ -308,34 +283,19 @@ class Store:
         is_rank_0 = dist.get_rank() == 0
         distributed.on_all("writing", function if is_rank_0 else lambda: None, self._group)
 
-    def _make_staging(self, staging: Path) -> None:
-        """Remove the leftovers of killed saves, and make the staging folder with the assets."""
+    def _begin(self, name: str) -> None:
+        """Make room for a checkpoint, and write the assets."""
         self.guard()
-        for path in self.folder.glob("step-*.tmp"):
-            # Other names are left alone: an export may be writing beside the checkpoints.
-            if _LEFTOVER.fullmatch(path.name):
-                _clear(path)
-        staging.mkdir(parents=True)
-        for name, content in self.assets.items():
-            (staging / _ASSETS).mkdir(exist_ok=True)
-            (staging / _ASSETS / name).write_bytes(content)
-        sync(self.folder.parent)
+        self._files.begin(name, self.assets)
 
-    def _publish(self, staging: Path, final: Path, manifest: Manifest) -> None:
-        """Write the manifest, rename ``staging`` to ``final``, and remove old checkpoints."""
-        manifests.write(staging, manifest)
-        sync(staging)
+    def _publish(self, name: str, manifest: Manifest) -> None:
+        """Publish a checkpoint of which all other files are kept, and remove old ones."""
         self.guard()
-        replaced = final.with_suffix(".old.tmp")
-        # A checkpoint that is already there is damaged, or the run would have resumed after it.
-        if os.path.lexists(final):
-            final.rename(replaced)
-        publish(staging, final)
-        self._known_damaged.discard(final)
-        _clear(replaced)
-        self._remove_old(final)
+        self._files.publish(name, manifest)
+        self._known_damaged.discard(self.folder / name)
+        self._remove_old(name)
 
-    def _remove_old(self, saved: Path) -> None:
+    def _remove_old(self, saved: str) -> None:
         """Keep ``saved`` and the newest older checkpoints, ``keep`` in all, and remove the others.
 
         Damaged checkpoints that are older than all kept ones are removed as well. Newer ones than
@@ -343,20 +303,25 @@ class Store:
         out of sight when it started: then they hold more training than all that is kept.
         """
         try:
-            folders = self._step_folders()
-            older = [path for path in self._usable_folders() if path < saved]
+            names = [path.name for path in list_steps(self.folder)]
+            older = [path.name for path in self._usable_folders() if path.name < saved]
         except OSError as error:
             # The new checkpoint is whole: a failure here must not end a healthy run.
             log.get().warning(f"cannot look for old checkpoints in {self.folder}: {error}")
             return
         kept = [saved, *older[::-1][: self._keep - 1]]
-        for path in folders:
-            if path not in kept and (path in older or path < min(kept)):
-                _remove(path)
+        for name in names:
+            if name not in kept and (name in older or name < min(kept)):
+                try:
+                    self._files.remove(name)
+                except OSError as error:
+                    # It must not end a healthy run.
+                    path = self.folder / name
+                    log.get().warning(f"cannot remove {path}, an old checkpoint: {error}")
 
     # Loading.
 
-    def check(self, path: Path) -> Manifest:
+    def check(self, path: Place) -> Manifest:
         """Compare a checkpoint with its manifest, and return the manifest.
 
         Each rank reads a share of the files, and all ranks return or raise the same.
@@ -384,8 +349,8 @@ class Store:
         return manifest
 
     def newest_whole(
-        self, folder: Path | None = None, *, before: int | None = None
-    ) -> tuple[Path, Manifest] | None:
+        self, folder: Place | None = None, *, before: int | None = None
+    ) -> tuple[Place, Manifest] | None:
         """Find and check the newest checkpoint that is whole, and warn of damaged ones it skips.
 
         Args:
@@ -405,7 +370,7 @@ class Store:
         if dist.get_rank() == 0:
             self._warn_of_links(place)
         # All ranks use the list of rank 0: another node may have an old list in its cache.
-        folders = distributed.on_main("checkpoint", lambda: self._step_folders(place), self._group)
+        folders = distributed.on_main("checkpoint", lambda: _candidates(place), self._group)
         if before is not None:
             folders = [path for path in folders if path.name < f"step-{before:08d}"]
         for path in reversed(folders):
@@ -424,7 +389,7 @@ class Store:
             )
         return None
 
-    def load(self, path: Path, stages: Stages, optimizer: SavedOptimizer | None) -> None:
+    def load(self, path: Place, stages: Stages, optimizer: SavedOptimizer | None) -> None:
         """Load a checkpoint, saved on any layout, into the parameters and the optimizer.
 
         The tensors are changed in place. A checkpoint of weights alone leaves the optimizer as it
@@ -533,63 +498,16 @@ class _ShardSavePlanner(dcp.DefaultSavePlanner):
         return self._shards[index.fqn]
 
 
-class _Writer(dcp.FileSystemWriter):
-    """A file writer that raises the first error, which is that of the operating system.
+def _candidates(place: Place) -> list[Place]:
+    """List the step folders that may be whole, lowest first. Raises OSError.
 
-    Torch's zip writer raises a second error when it is closed, which would hide the first one.
-
-    Attributes:
-        tensors: the shape and dtype of each tensor that ``finish`` has written; only on rank 0.
+    On a disk, one without a manifest has lost it, and is reported as damaged. In an object store,
+    it is what a killed save has left.
     """
-
-    tensors: dict[str, TensorSpec]
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-        self.tensors = tensor_specs(metadata, str(self.path))
-        # Torch broadcasts the metadata now, which can describe millions of parts. No rank reads it.
-        metadata.state_dict_metadata = {}
-        metadata.storage_data = None
-        metadata.planner_data = None
-
-    def write_data(
-        self, plan: SavePlan, planner: SavePlanner
-    ) -> torch.futures.Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except Exception as error:
-            first: BaseException = error
-            while first.__context__ is not None:
-                first = first.__context__
-            raise first from None
+    return list_steps(place) if isinstance(place, Path) else published(place)
 
 
-def _sync_own_files(staging: Path) -> dict[str, FileEntry]:
-    """Wait until this rank's files are on the disk, and return their entries for the manifest.
-
-    Rank 0 also owns DCP's metadata and the assets.
-    """
-    rank = dist.get_rank()
-    own = [*staging.glob(f"__{rank}_*")]
-    if rank == 0:
-        assets = [*staging.glob(f"{_ASSETS}/*")]
-        own += [staging / METADATA, *assets]
-        if assets:
-            sync(staging / _ASSETS)
-    for path in own:
-        sync(path)
-    if rank == 0:
-        size = (staging / METADATA).stat().st_size
-        if size > METADATA_LIMIT:
-            raise CheckpointError(
-                f"{METADATA} would have {size:,} bytes for all parts of tensors, and at most "
-                f"{METADATA_LIMIT:,} can be loaded; shard over fewer ranks (raise "
-                "mesh.dp_replicate)"
-            )
-    return {path.relative_to(staging).as_posix(): manifests.file_entry(path) for path in own}
-
-
-def _read_tensors(path: Path, metadata: Metadata, state: dict[str, Tensor]) -> None:
+def _read_tensors(path: Place, metadata: Metadata, state: dict[str, Tensor]) -> None:
     """Read this rank's shards of ``state`` in place. Raises CheckpointError if that fails."""
     try:
         with _progress("load", sum(local_shard(each).nbytes for each in state.values())) as report:
@@ -606,28 +524,6 @@ def _progress(what: str, n_bytes: int) -> Iterator[Callable[[int], None]]:
         return
     with Progress(what, n_bytes, "B") as progress:
         yield progress.advance
-
-
-def _clear(path: Path) -> None:
-    """Remove the file, link or folder at ``path``, if there is one.
-
-    A folder is removed as far as possible. No link is followed.
-    """
-    if path.is_symlink() or not path.is_dir():
-        path.unlink(missing_ok=True)
-    else:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _remove(path: Path) -> None:
-    """Remove an old checkpoint. A failure is only logged: it must not end a healthy run.
-
-    The folder is renamed first, so that half of a checkpoint does not look like a whole one.
-    """
-    try:
-        shutil.rmtree(path.rename(path.with_suffix(".tmp")))
-    except OSError as error:
-        log.get().warning(f"cannot remove {path}, an old checkpoint: {error}")
 
 
 def _causes(error: UserError | CheckpointException) -> list[str]:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 from composer3d.commands.arguments import argument, json_option
+from composer3d.commands.sources import local_source
 from composer3d.facts.text import printable
-from composer3d.models import hub
 
 EXAMPLES = (
     "composer3d convert runs/quickstart quickstart-hf --to hf",
@@ -53,14 +53,15 @@ def run(options: Options) -> int:
     # Imported here because this module imports torch.
     from composer3d.convert.convert import convert
 
-    report = convert(
-        hub.folder(options.src, shows_progress=True),
-        Path(options.dst),
-        options.to,
-        dtype=options.dtype,
-        weights_only=options.weights_only,
-        logits=options.logits,
-    )
+    with local_source(options.src) as src:
+        report = convert(
+            src,
+            Path(options.dst),
+            options.to,
+            dtype=options.dtype,
+            weights_only=options.weights_only,
+            logits=options.logits,
+        )
     if options.as_json:
         print(json.dumps({"ok": True, **report}))
         return 0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from composer3d.commands import job
@@ -18,9 +19,9 @@ from composer3d.commands.arguments import (
     positive,
     set_option,
 )
+from composer3d.commands.sources import local_source
 from composer3d.facts.errors import UserError
 from composer3d.facts.text import printable
-from composer3d.models import hub
 from composer3d.recipe.draft import Draft, ParsedRecipe
 from composer3d.recipe.resolve import Resolved
 from composer3d.recipe.schema import AXES, Recipe
@@ -77,13 +78,18 @@ def run(options: Options) -> int:
     Raises:
         UserError: the checkpoint, the data or the layout cannot be used.
     """
+    with local_source(options.src) as src:
+        return _evaluate_from(options, src)
+
+
+def _evaluate_from(options: Options, src: Path) -> int:
+    """Evaluate a checkpoint on a disk: see ``run``."""
     # Imported here because these modules import torch.
     from composer3d.generate.evaluate import Windows, check_data, default_windows
     from composer3d.generate.load import open_checkpoint
     from composer3d.generate.recipe import document_of
 
     own = job.own_recipe(options.recipe)
-    src = hub.folder(options.src, shows_progress=environment.rank() == 0)
     checkpoint = open_checkpoint(src, own)
     usual = default_windows(checkpoint)
     chosen: Any = options.packing or usual.packing

@@ -23,6 +23,7 @@ from composer3d.commands.arguments import (
     own_recipe_option,
     positive,
 )
+from composer3d.commands.sources import local_source
 from composer3d.facts.errors import UserError
 from composer3d.facts.text import one_line, printable, printable_lines
 from composer3d.generate.prompts import Prompt, read_prompts
@@ -165,15 +166,21 @@ def run(options: Options) -> int:
     if options.out is not None and os.path.lexists(options.out) and environment.rank() == 0:
         raise UserError(f"--out {one_line(options.out)}: the file exists; name another one")
 
+    with local_source(options.src) as src:
+        return _generate_from(options, src, read)
+
+
+def _generate_from(options: Options, src: Path, prompts: Sequence[Prompt]) -> int:
+    """Generate from a checkpoint on a disk: see ``run``."""
     # Imported here because these modules import torch.
     from composer3d.generate.sampling import Sampling
     from composer3d.generate.session import Request, generate_here, open_session
     from composer3d.runtime.process_group import pick_device
 
     request = Request(
-        src=str(hub.folder(options.src, shows_progress=environment.rank() == 0)),
+        src=str(src),
         recipe=job.own_recipe(options.recipe),
-        prompts=tuple(read),
+        prompts=tuple(prompts),
         max_tokens=options.max_tokens,
         sampling=Sampling(
             temperature=options.temperature,

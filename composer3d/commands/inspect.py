@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.commands.arguments import argument, json_option
+from composer3d.commands.sources import local_source
 from composer3d.facts.errors import DataError
-from composer3d.facts.remote import is_url
+from composer3d.facts.remote import RemotePath, is_url
 from composer3d.facts.text import printable
 from composer3d.facts.token_manifest import MANIFEST, read_manifest
-from composer3d.models import hub
 
 _BAR = 30  # characters of the longest bar of a histogram
 
@@ -33,11 +33,7 @@ class Options:
     """The arguments of the command."""
 
     as_json: bool = json_option()
-    path: str = argument(
-        metavar="PATH",
-        help="a checkpoint, as SRC of convert, or token files; the latter may be a URL, such as "
-        "s3://BUCKET/FOLDER",
-    )
+    path: str = argument(metavar="PATH", help="a checkpoint, as SRC of convert, or token files")
     tensors: bool = argument("--tensors", action="store_true", help="list each tensor")
     samples: int = argument(
         "--samples",
@@ -65,11 +61,24 @@ def run(options: Options) -> int:
         DataError: the manifest of token files cannot be used.
         UserError: a later version of composer3d wrote the checkpoint.
     """
-    if is_url(options.path):
+    if _has_tokens(options.path):
         return _inspect_tokens(
             options.path, full=options.full, samples=options.samples, as_json=options.as_json
         )
-    path = hub.folder(options.path, shows_progress=True)
+    with local_source(options.path) as path:
+        return _inspect(options, path)
+
+
+def _has_tokens(text: str) -> bool:
+    """Return whether there are token files at a URL, which are read where they are."""
+    try:
+        return is_url(text) and (RemotePath(text) / MANIFEST).exists()
+    except (ValueError, OSError):
+        return False  # ``local_source`` says what is wrong
+
+
+def _inspect(options: Options, path: Path) -> int:
+    """Print a report on what is on a disk: see ``run``."""
     if os.path.exists(path / MANIFEST):  # unlike Path.exists, False for any odd name
         return _inspect_tokens(
             path, full=options.full, samples=options.samples, as_json=options.as_json

@@ -9,18 +9,20 @@ import re
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.checkpoint import manifest as manifests
+from composer3d.checkpoint.steps import list_steps, published
 from composer3d.commands import job
 from composer3d.commands.arguments import recipe_argument, set_option
 from composer3d.facts import events
 from composer3d.facts.errors import RecipeError, UserError
 from composer3d.facts.interrupts import ending_at_once
+from composer3d.facts.remote import Place
 from composer3d.facts.tags import COUNTED_TOKENS
 from composer3d.recipe.advice import nothing_to_do, way_to_go_on
 from composer3d.recipe.changes import changes
@@ -37,8 +39,6 @@ from composer3d.training.owed import METRICS, owes_validation
 
 if TYPE_CHECKING:
     from composer3d.training.observers.metrics import Metrics
-
-_STEP_FOLDER = re.compile(r"step-[0-9]{8}")
 
 EXAMPLES = (
     "composer3d train quickstart",
@@ -184,21 +184,15 @@ def step_of_finished_run(recipe: Recipe) -> int | None:
     cut off, or if the recipe has changed the seed, the data or the model. Training then resumes as
     the recipe says, or reports the error.
     """
-    folder = _checkpoint_folder(recipe)
-    names = [path.name for path in folder.glob("step-*") if _STEP_FOLDER.fullmatch(path.name)]
-    if recipe.checkpoint.resume != "auto" or not names:
+    if recipe.checkpoint.resume != "auto":
         return None
-    newest_name = max(names)
-    if int(newest_name.removeprefix("step-")) < recipe.run.steps:
-        return None
-
-    newest = folder / newest_name
     try:
+        newest = next(reversed(list_steps(recipe.checkpoint_folder)), None)
+        if newest is None or int(newest.name.removeprefix("step-")) < recipe.run.steps:
+            return None
         manifest = manifests.read(newest)
         changed_keys = {change.key for change in changes(manifest.recipe, recipe)}
-        is_whole = all(
-            (newest / name).stat().st_size == size for name, (size, _) in manifest.files.items()
-        )
+        is_whole = manifests.has_all_bytes(newest, manifest)
     except (UserError, OSError, ValueError):
         return None
 
@@ -258,7 +252,7 @@ def resume_advice(recipe: Recipe) -> str:
     """
     newest = _newest_checkpoint(recipe)
     if newest is None:
-        folder = _checkpoint_folder(recipe)
+        folder = recipe.checkpoint_folder
         return f"there is no checkpoint in {folder}: the same command starts anew"
     return f"the newest checkpoint is {newest}: {way_to_go_on(recipe)} from it"
 
@@ -305,15 +299,14 @@ def _write_trace(recipe: Recipe, rank: int, trace: bytes, moment: str) -> str | 
     return str(path)
 
 
-def _checkpoint_folder(recipe: Recipe) -> Path:
-    """Return the folder of the run's checkpoints."""
-    return recipe.run.folder / "checkpoints"
+def _newest_checkpoint(recipe: Recipe) -> Place | None:
+    """Return the run's newest checkpoint with a manifest, which is written last, or None.
 
-
-def _newest_checkpoint(recipe: Recipe) -> Path | None:
-    """Return the run's newest checkpoint with a manifest, which is written last, or None."""
-    whole = [path.parent for path in _checkpoint_folder(recipe).glob("step-*/manifest.json")]
-    return max((path for path in whole if _STEP_FOLDER.fullmatch(path.name)), default=None)
+    None as well if that cannot be found out: then it is for a message, or the ranks say why.
+    """
+    with suppress(OSError):
+        return next(reversed(published(recipe.checkpoint_folder)), None)
+    return None
 
 
 def train_rank(recipe: str, sets: Sequence[str], claimed: str | None = None) -> int:

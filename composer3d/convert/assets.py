@@ -16,6 +16,7 @@ from composer3d.convert.carried import read_carried_files
 from composer3d.facts.errors import CheckpointError
 from composer3d.facts.files import parse_json
 from composer3d.facts.model_files import TOKENIZER_NAMES
+from composer3d.facts.remote import Place, RemotePath, local_copy
 from composer3d.facts.token_manifest import TOKENIZER, read_manifest
 from composer3d.facts.tokenizer_file import token_names
 from composer3d.models import hub, registry
@@ -37,7 +38,7 @@ _PAD_NAMES = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "<｜▁pad▁｜
 _Json = dict[str, Any]
 
 
-def make_assets(recipe: Recipe, end_of_document: int, earlier: Path | None) -> dict[str, bytes]:
+def make_assets(recipe: Recipe, end_of_document: int, earlier: Place | None) -> dict[str, bytes]:
     """Return the contents of the files that belong to a run's model, by file name.
 
     The result is based on the files that came with the model: the assets of the checkpoint
@@ -153,15 +154,22 @@ class _SpecialTokens:
         }
 
 
-def _read_files_of_model(recipe: Recipe, earlier: Path | None) -> dict[str, bytes]:
+def _read_files_of_model(recipe: Recipe, earlier: Place | None) -> dict[str, bytes]:
     """Read the files that came with the model, from the earlier checkpoint or from ``model.hf``."""
-    assets = None if earlier is None else earlier / FOLDER
-    if assets is not None and assets.is_dir() and not assets.is_symlink():
-        folder = assets
-    elif recipe.model.hf:
-        folder = hub.folder(recipe.model.hf)
-    else:
-        return {}
+    if earlier is not None and _is_folder(earlier / FOLDER):
+        with local_copy(earlier / FOLDER) as folder:
+            return _read_carried(folder)
+    return _read_carried(hub.folder(recipe.model.hf)) if recipe.model.hf else {}
+
+
+def _is_folder(place: Place) -> bool:
+    """Return whether there is a folder, and no link to one."""
+    if isinstance(place, RemotePath):
+        return place.exists()
+    return place.is_dir() and not place.is_symlink()
+
+
+def _read_carried(folder: Path) -> dict[str, bytes]:
     files, refusals = read_carried_files(folder)
     for line in refusals:
         log.get().warning(line)

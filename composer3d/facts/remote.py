@@ -16,16 +16,15 @@ import os
 import re
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache, total_ordering
-from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
 from composer3d.facts.files import FileTooLargeError
-from composer3d.facts.text import one_line
+from composer3d.facts.text import in_quotes, one_line
 
 # The package that fsspec needs for each kind of store, and the extra that installs it.
 _PACKAGES = {
@@ -37,15 +36,27 @@ _PACKAGES = {
 # Neither a name with its password, nor options, nor a chain of file systems, as fsspec has them.
 _URL = re.compile(rf"({'|'.join(_PACKAGES)})://[^\s@?#:\\]+")
 
-# Ranges of a file are read by so many threads, and so many ranges ahead of the one in use.
+URL_FORM = (
+    f"KIND://BUCKET/PATH, where KIND is {', '.join(_PACKAGES)}, without a password, options or "
+    "colons"
+)
+
+# Ranges of a file are read by so many threads, and so many bytes ahead of the range in use.
 _THREADS = 8
-_AHEAD = 8
+_AHEAD_BYTES = 256 << 20
 _PIECE_BYTES = 16 << 20  # of a file that is read whole
 
 
 def is_url(text: str) -> bool:
     """Return whether a text is meant as the URL of an object store."""
     return text.partition("://")[0] in _PACKAGES and "://" in text
+
+
+def is_valid_url(text: str) -> bool:
+    """Return whether a text is a URL from which a ``RemotePath`` can be made."""
+    parts = text.partition("://")[2].removesuffix("/").split("/")
+    is_path = not any(part in ("", ".", "..") for part in parts[1:])
+    return is_path and _URL.fullmatch(text) is not None
 
 
 @total_ordering
@@ -62,12 +73,8 @@ class RemotePath:
     """
 
     def __init__(self, url: str) -> None:
-        parts = url.partition("://")[2].removesuffix("/").split("/")
-        if not _URL.fullmatch(url) or any(part in ("", ".", "..") for part in parts[1:]):
-            raise ValueError(
-                f"must be KIND://BUCKET/PATH, where KIND is {', '.join(_PACKAGES)}, without a "
-                "password, options or colons"
-            )
+        if not is_valid_url(url):
+            raise ValueError(f"must be {URL_FORM}")
         self._url = url.removesuffix("/")
 
     def __str__(self) -> str:
@@ -148,30 +155,32 @@ class RemotePath:
         with self._words():
             content = bytes(_system(self._kind).cat_file(self._place, start=0, end=limit + 1))
         if len(content) > limit:
-            reason = f"is larger than {limit:,} bytes, the limit for such a file"
-            raise FileTooLargeError(errno.EFBIG, reason, str(self))
+            raise _too_large(self, limit)
         return content
 
-    def read_ranges(self, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+    def read_ranges(self, ranges: Iterable[tuple[int, int]]) -> Generator[bytes, None, None]:
         """Yield ranges of bytes of this file, in their order. Some are read ahead, in threads.
 
         Args:
-            ranges: the first byte and the number of bytes of each. Together with those read
-                ahead, nine of them must fit into memory.
+            ranges: the first byte and the number of bytes of each. One must fit into memory, beside
+                256 MiB of those that are read ahead.
 
         Raises:
             OSError: a range cannot be read, or the file ends within it.
         """
-        waiting: deque[Future[bytes]] = deque()
-        left = iter(ranges)
+        waiting: deque[tuple[int, Future[bytes]]] = deque()
+        ahead = 0  # bytes of those in ``waiting``
         with ThreadPoolExecutor(_THREADS) as threads:
             try:
-                while True:
-                    more = islice(left, 1 + _AHEAD - len(waiting))
-                    waiting += [threads.submit(self.read_range, *each) for each in more]
-                    if not waiting:
-                        return
-                    yield waiting.popleft().result()
+                for begin, size in ranges:
+                    while waiting and ahead + size > _AHEAD_BYTES:
+                        done, content = waiting.popleft()
+                        ahead -= done
+                        yield content.result()
+                    waiting.append((size, threads.submit(self.read_range, begin, size)))
+                    ahead += size
+                while waiting:
+                    yield waiting.popleft()[1].result()
             finally:
                 threads.shutdown(cancel_futures=True)
 
@@ -192,7 +201,7 @@ class RemotePath:
             reason = f"ends within the {size:,} bytes at {begin:,}"
             raise OSError(errno.EIO, reason, str(self))
 
-    def pieces(self, size: int | None = None) -> Iterator[bytes]:
+    def pieces(self, size: int | None = None) -> Generator[bytes, None, None]:
         """Yield the whole content of this file in pieces, of which some are read ahead.
 
         Args:
@@ -206,16 +215,19 @@ class RemotePath:
     # Writing.
 
     @contextmanager
-    def create(self) -> Iterator["Upload"]:
+    def create(self, tell: Callable[[Any], object] = lambda content: None) -> Iterator["Upload"]:
         """Yield a stream to write to. At the end of the block, the file is there with all of it.
 
         It replaces an earlier file. If the block raises, nothing is there, or the earlier file; in
         a store of the kind ``file``, a part of the new one.
+
+        Args:
+            tell: is called with all that is written, in its order.
         """
         with self._words():
             stream = _system(self._kind).open(self._place, "wb")
         try:
-            yield Upload(self, stream)
+            yield Upload(self, stream, tell)
         except BaseException:
             _abandon(stream)
             raise
@@ -306,21 +318,26 @@ def _abandon(stream: Any) -> None:
             stream.close()
 
 
+Place = Path | RemotePath
+
+
 class Upload(io.RawIOBase):
     """A stream that ``RemotePath.create`` yields. Its file is made by ``create``, not by ``close``.
 
     Args:
         path: the file.
         stream: that of fsspec.
+        tell: is called with all that is written.
     """
 
-    def __init__(self, path: RemotePath, stream: Any) -> None:
-        self._path, self._stream = path, stream
+    def __init__(self, path: RemotePath, stream: Any, tell: Callable[[Any], object]) -> None:
+        self._path, self._stream, self._tell = path, stream, tell
 
     def writable(self) -> bool:
         return True
 
     def write(self, content: Any) -> int:
+        self._tell(content)
         with self._path._words():
             return int(self._stream.write(content))
 
@@ -370,7 +387,17 @@ def read_parts(parts: Sequence[Part]) -> list[bytes]:
     return [contents[part] for part in parts]
 
 
-Place = Path | RemotePath
+def same_folder(one: Place, other: Place) -> bool:
+    """Return whether two paths lead to one folder. On a disk, links are followed."""
+    if isinstance(one, Path) and isinstance(other, Path):
+        # ``Path.resolve`` would raise RuntimeError for a cycle of links under Python 3.11 and 3.12.
+        return os.path.realpath(one) == os.path.realpath(other)
+    return one == other
+
+
+def _too_large(path: RemotePath, limit: int) -> FileTooLargeError:
+    reason = f"is larger than {limit:,} bytes, the limit for such a file"
+    return FileTooLargeError(errno.EFBIG, reason, str(path))
 
 
 def place_of(text: str) -> Place:
@@ -391,9 +418,8 @@ def whole_file(path: RemotePath, limit: int) -> BinaryIO:
     """
     size = path.size()
     if size > limit:
-        reason = f"is larger than {limit:,} bytes, the limit for such a file"
-        raise FileTooLargeError(errno.EFBIG, reason, str(path))
-    file = tempfile.TemporaryFile()  # noqa: SIM115  # the caller closes it
+        raise _too_large(path, limit)
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     try:
         file.writelines(path.pieces(size))
         file.seek(0)
@@ -401,3 +427,37 @@ def whole_file(path: RemotePath, limit: int) -> BinaryIO:
         file.close()
         raise
     return file
+
+
+@contextmanager
+def local_copy(
+    place: Place, report: Callable[[int], None] = lambda n_bytes: None
+) -> Iterator[Path]:
+    """Yield a folder on a disk: ``place`` itself, or a copy of a folder in an object store.
+
+    The copy is in a new folder of the system's folder for such things, which TMPDIR names, and goes
+    at the end of the block. The folder must not change meanwhile.
+
+    Args:
+        place: the folder.
+        report: is called with the number of bytes of each piece that has been copied.
+
+    Raises:
+        OSError: a file cannot be read or written, or has a name that is no path within the folder.
+    """
+    if isinstance(place, Path):
+        yield place
+        return
+    with tempfile.TemporaryDirectory(prefix="composer3d-") as copy:
+        for name, size in place.files().items():
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts or str(path) != name or "\0" in name:
+                reason = f"holds {in_quotes(name)}, which is no path within a folder"
+                raise OSError(errno.EINVAL, reason, str(place))
+            target = Path(copy, name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with open(target, "xb") as file:
+                for piece in (place / name).pieces(size):
+                    file.write(piece)
+                    report(len(piece))
+        yield Path(copy)

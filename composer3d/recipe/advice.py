@@ -1,7 +1,6 @@
 """Say how the user can continue a run that has ended early. No torch here."""
 
-import os
-
+from composer3d.facts.remote import place_of, same_folder
 from composer3d.recipe.schema import Recipe
 
 
@@ -21,9 +20,9 @@ def refuses_newer_checkpoints(recipe: Recipe) -> bool:
     ``training.resume`` then refuses to discard newer checkpoints.
     """
     resume = recipe.checkpoint.resume
-    own_folder = os.path.join(recipe.run.out_dir, recipe.run.name, "checkpoints")
-    is_own = os.path.dirname(os.path.realpath(resume)) == os.path.realpath(own_folder)
-    return resume == "none" or (resume != "auto" and is_own)
+    if resume in ("auto", "none"):
+        return resume == "none"
+    return same_folder(place_of(resume).parent, recipe.checkpoint_folder)
 
 
 def nothing_to_do(recipe: Recipe, steps_done: int) -> str:

@@ -35,20 +35,19 @@ def folder_problem(recipe: Recipe) -> str | None:
     another user, or that another job has locked. Nothing is written.
     """
     folder = Path(recipe.run.out_dir, recipe.run.name)
-    checkpoints = folder / "checkpoints"
-    for path in (folder, checkpoints):
+    checkpoints = recipe.checkpoint_folder
+    places = [folder, checkpoints] if isinstance(checkpoints, Path) else [folder]
+    for path in places:
         try:
             files.refuse_foreign_link(path)
         except OSError as error:
             return f"{path} {error.strerror}"
 
     # Training writes into both folders, or makes them in the nearest parent that exists.
-    nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    for existing in (nearest, checkpoints):
-        if not os.path.lexists(existing):
-            continue
+    for path in places:
+        existing = next(each for each in (path, *path.parents) if os.path.lexists(each))
         if not existing.is_dir():
-            return f"{existing} is not a folder, so that {folder} cannot be made"
+            return f"{existing} is not a folder, so that {path} cannot be made"
         if not os.access(existing, os.W_OK | os.X_OK):
             return f"{existing} cannot be written by this user"
 

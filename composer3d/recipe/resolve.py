@@ -13,7 +13,7 @@ from pathlib import Path
 
 from composer3d.facts.errors import CheckpointError, DataError, PlanError, RecipeError
 from composer3d.facts.files import MIB, read_plain
-from composer3d.facts.remote import is_url
+from composer3d.facts.remote import RemotePath, is_url
 from composer3d.facts.schedules import check_csv, read_csv
 from composer3d.facts.text import one_line
 from composer3d.facts.token_manifest import MANIFEST, TokenManifest, read_manifest
@@ -203,7 +203,9 @@ def _kept(draft: Draft) -> str | None:
     run = RunTable(**draft.values["run"])
     folder = Path(run.out_dir, run.name)
     try:
-        if not (folder / "checkpoints").is_dir():
+        # Checkpoints that stand elsewhere are not looked for: the run has written its recipe.
+        is_elsewhere = draft.values["checkpoint"].get("folder") is not None
+        if not is_elsewhere and not (folder / "checkpoints").is_dir():
             return None
         text = read_plain(folder / "recipe.toml", limit=MIB, follow_links=False).decode()
         kept = values_of(text).get("model.hf")
@@ -383,8 +385,15 @@ def _check_tokenizer(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None
     A run that has checkpoints of its own does not read the weights in ``model.hf``.
     """
     data, hf = recipe.data, recipe.model.hf
-    keys = {"model.hf", "data.source", "data.path", "data.sources", "data.other_tokenizer"}
-    if hf is None or wrong_keys & keys or _own_checkpoints(recipe).is_dir():
+    keys = {
+        "model.hf",
+        "data.source",
+        "data.path",
+        "data.sources",
+        "data.other_tokenizer",
+        "checkpoint.folder",
+    }
+    if hf is None or wrong_keys & keys or _has_checkpoints(recipe):
         return
     if not draft.may_import and any(map(is_url, data.paths)):
         return  # ``_data_problem`` refuses it
@@ -404,11 +413,6 @@ def _check_tokenizer(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None
     )
 
 
-def _own_checkpoints(recipe: Recipe) -> Path:
-    """Return the folder of the run's own checkpoints. It need not exist."""
-    return Path(recipe.run.out_dir, recipe.run.name, "checkpoints")
-
-
 def _check_schedule(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
     """Check the file of a pipeline schedule, unless any key is wrong: the check reads many keys."""
     csv, pp = recipe.parallel.schedule_csv, recipe.mesh.pp
@@ -426,19 +430,27 @@ def _check_schedule(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
         draft.blame("parallel.schedule_csv", *error.lines)
 
 
+def _has_checkpoints(recipe: Recipe) -> bool:
+    """Return whether the run has a folder of checkpoints on a disk."""
+    return isinstance(recipe.checkpoint_folder, Path) and recipe.checkpoint_folder.is_dir()
+
+
 def _check_checkpoint(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
+    # A run that has checkpoints of its own resumes from them, and does not need these folders. Only
+    # training asks an object store.
+    if wrong_keys & {"checkpoint.folder", "checkpoint.resume", "checkpoint.init"}:
+        return
+    if isinstance(recipe.checkpoint_folder, RemotePath) or _has_checkpoints(recipe):
+        return
     key, resume = "checkpoint.resume", recipe.checkpoint.resume
-    # A run that has checkpoints of its own resumes from them, and does not need these folders.
-    own_checkpoints = _own_checkpoints(recipe)
-    is_folder = resume in ("auto", "none") or os.path.isdir(resume)
-    if key not in wrong_keys and not is_folder and not own_checkpoints.is_dir():
+    if resume not in ("auto", "none") and not is_url(resume) and not os.path.isdir(resume):
         draft.blame(
             key,
             f'{mention(recipe, key)} is not a folder; use "auto", "none" or the folder of a '
             "checkpoint, relative to the working directory",
         )
     key, init = "checkpoint.init", recipe.checkpoint.init
-    if key in wrong_keys or init is None or own_checkpoints.is_dir():
+    if init is None or is_url(init):
         return
     if not os.path.isdir(init):
         draft.blame(

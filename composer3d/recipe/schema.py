@@ -31,7 +31,7 @@ from composer3d.facts.ranges import (
     within,
     within_bounds,
 )
-from composer3d.facts.remote import is_url
+from composer3d.facts.remote import URL_FORM, Place, is_valid_url, place_of
 from composer3d.facts.schedules import SCHEDULES
 from composer3d.facts.text import NAME_RULE, is_name
 from composer3d.models import registry
@@ -129,8 +129,12 @@ PATH = Range(
     "must be a path of 1 to 4096 characters, without control characters",
 )
 _FOLDER_OF_NODE = Range(
-    lambda value: PATH.accepts(value) and not is_url(value),
+    lambda value: PATH.accepts(value) and "://" not in value,
     "must be a path of 1 to 4096 characters on a disk, without control characters",
+)
+PLACE = Range(
+    lambda value: PATH.accepts(value) and ("://" not in value or is_valid_url(value)),
+    f"{PATH.requirement}, or the URL of a folder in an object store: {URL_FORM}",
 )
 _GLOBS = Range(
     lambda value: 0 < len(value) <= 256 and all(map(PATH.accepts, value)),
@@ -437,11 +441,12 @@ _MOST_SOURCES = 128
 _SOURCES = Range(
     lambda value: (
         1 <= len(value) <= _MOST_SOURCES
-        and all(PATH.accepts(source.path) for source in value)
+        and all(PLACE.accepts(source.path) for source in value)
         and all(1e-6 <= source.weight <= 1e6 for source in value)
     ),
     f"must be 1 to {_MOST_SOURCES} tables, each with a path of 1 to 4096 characters, without "
-    "control characters, and a weight from 0.000001 to 1_000_000",
+    "control characters, or a URL such as s3://BUCKET/FOLDER, and a weight from 0.000001 to "
+    "1_000_000",
 )
 
 
@@ -458,7 +463,7 @@ class DataTable:
         None,
         "text and jsonl: a file, or a folder read in sorted order; tokens: the output folder of "
         "composer3d prepare, or its URL, such as s3://BUCKET/FOLDER",
-        PATH,
+        PLACE,
     )
     sources: tuple[DataSource, ...] | None = key(
         None,
@@ -716,13 +721,19 @@ class CheckpointTable:
         "auto",
         "auto: the newest checkpoint of this run; none: start anew; or the folder of a checkpoint, "
         "or of another run, which stands for its newest whole checkpoint",
-        PATH,
+        PLACE,
     )
     init: str | None = key(
         None,
         "folder of a checkpoint, or of another run, whose weights alone start this run at step 0; "
         "a run with checkpoints of its own goes on from those",
-        PATH,
+        PLACE,
+    )
+    folder: str | None = key(
+        None,
+        "folder, or s3://BUCKET/FOLDER, in which checkpoints stand, under the name of the run; "
+        "absent: in the folder of the run",
+        PLACE,
     )
 
 
@@ -776,7 +787,7 @@ class ValidationTable:
     )
     steps: int = key(4, "global batches in a validation", between(1, 1_000_000))
     path: str | None = key(
-        None, "held-out data, read as data.source says; python holds out a part of its files", PATH
+        None, "held-out data, read as data.source says; python holds out a part of its files", PLACE
     )
 
 
@@ -868,6 +879,13 @@ class Recipe:
     def micro_batches(self) -> int:
         """Micro-batches that one rank runs in an optimizer step."""
         return self.data.global_batch // (self.data.micro_batch * self.mesh.batch_ranks)
+
+    @property
+    def checkpoint_folder(self) -> Place:
+        """The folder of the run's checkpoints, on a disk or in an object store."""
+        if self.checkpoint.folder is None:
+            return self.run.folder / "checkpoints"
+        return place_of(self.checkpoint.folder) / self.run.name
 
     @property
     def parameters(self) -> ParameterTable:

@@ -110,7 +110,7 @@ def build(
         optimizer = build_stages_optimizer(stages, recipe)
 
     store = Store(
-        folder / "checkpoints",
+        recipe.checkpoint_folder,
         keep=recipe.checkpoint.keep,
         background=recipe.checkpoint.async_save,
         timeout_s=60 * recipe.checkpoint.timeout_minutes,

@@ -79,7 +79,7 @@ class _NoState:
 
 
 class Checkpoints:
-    """The checkpoints of a loop of your own, in the folder of the run: ``runs/NAME/checkpoints``.
+    """The checkpoints of a loop of your own, in the folder that ``Recipe.checkpoint_folder`` names.
 
     They are those of ``composer3d train``: written beside their place and renamed when they are
     whole, checked before they are loaded, and loaded on any layout. ``inspect``, ``generate``,
@@ -104,7 +104,7 @@ class Checkpoints:
         self._recipe, self._stages, self._optimizer = recipe, stages, optimizer
         self._batches: BatchState = batches or _NoState()
         self._store = Store(
-            recipe.run.folder / "checkpoints",
+            recipe.checkpoint_folder,
             keep=recipe.checkpoint.keep,
             background=recipe.checkpoint.async_save,
             timeout_s=60 * recipe.checkpoint.timeout_minutes,

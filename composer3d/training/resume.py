@@ -1,13 +1,13 @@
 """Resume a run: choose its checkpoint, compare it with the recipe, and load it."""
 
 import os
-from pathlib import Path
 from typing import Any, Protocol
 
 from composer3d.checkpoint import Store
 from composer3d.checkpoint.manifest import FILE, Manifest, model_of, with_later_fields
 from composer3d.convert.assets import FOLDER as ASSETS
 from composer3d.facts.errors import CheckpointError, DataError
+from composer3d.facts.remote import Place, RemotePath, local_copy, place_of, same_folder
 from composer3d.models.registry import DEFAULT
 from composer3d.parallel import Stages
 from composer3d.recipe.advice import decays_over_run, refuses_newer_checkpoints, way_to_go_on
@@ -74,7 +74,7 @@ def resume(
     if stages.mesh.rank == 0:
         _warn_of_refused_restarts(recipe)
     if found is None and recipe.checkpoint.init is not None:
-        _start_from_weights(recipe, Path(recipe.checkpoint.init), store, stages)
+        _start_from_weights(recipe, place_of(recipe.checkpoint.init), store, stages)
         return 0
     if found is None:
         log.get().info(f"no checkpoint in {store.folder}: starting from the beginning")
@@ -125,13 +125,11 @@ def resume(
     return manifest.step
 
 
-def _start_from_weights(recipe: Recipe, wanted: Path, store: Store, stages: Stages) -> None:
+def _start_from_weights(recipe: Recipe, wanted: Place, store: Store, stages: Stages) -> None:
     """Load the weights of a checkpoint of another run, and nothing else. Collective."""
     path, manifest = _open(wanted, store, "checkpoint.init")
     _require_same_model(path, manifest, recipe)
-    difference = process_group.on_main(
-        "tokenizers", lambda: find_difference(recipe.data, str(path / ASSETS))
-    )
+    difference = process_group.on_main("tokenizers", lambda: _find_difference(recipe, path))
     if difference is not None:
         raise DataError(
             f"checkpoint.init: {path} is of a model with another tokenizer than the data: "
@@ -142,7 +140,13 @@ def _start_from_weights(recipe: Recipe, wanted: Path, store: Store, stages: Stag
     log.get().info(f"starting at step 0 from the weights of {path}, step {manifest.step}")
 
 
-def _choose(recipe: Recipe, store: Store) -> tuple[Path, Manifest] | None:
+def _find_difference(recipe: Recipe, path: Place) -> str | None:
+    """Compare the tokenizer of the data with that of a checkpoint: see ``find_difference``."""
+    with local_copy(path / ASSETS) as assets:
+        return find_difference(recipe.data, str(assets))
+
+
+def _choose(recipe: Recipe, store: Store) -> tuple[Place, Manifest] | None:
     """Choose the checkpoint to load. Once a run has checkpoints of its own, it resumes the newest.
 
     So a run that was started from another run's checkpoint does not start over when the same
@@ -156,7 +160,7 @@ def _choose(recipe: Recipe, store: Store) -> tuple[Path, Manifest] | None:
         if newest is not None:
             raise CheckpointError(_would_discard(recipe, store, newest[0], "its checkpoints"))
         return None
-    path = Path(wanted)
+    path = place_of(wanted)
     is_own = _is_own(path, store)
     if newest is None:
         return _open(path, store, "checkpoint.resume")
@@ -165,7 +169,7 @@ def _choose(recipe: Recipe, store: Store) -> tuple[Path, Manifest] | None:
     return newest
 
 
-def _open(path: Path, store: Store, key: str) -> tuple[Path, Manifest]:
+def _open(path: Place, store: Store, key: str) -> tuple[Place, Manifest]:
     """Check a checkpoint, or the newest whole one of the run in the folder ``path``.
 
     ``key`` is the key of the recipe that names it, for messages.
@@ -185,11 +189,14 @@ def _open(path: Path, store: Store, key: str) -> tuple[Path, Manifest]:
     return found
 
 
-def _checkpoints_of_run(path: Path) -> Path | None:
+def _checkpoints_of_run(path: Place) -> Place | None:
     """Return the folder of a run's checkpoints, or None if ``path`` is no folder of a run.
 
     ``path`` may be the folder of the run, or its folder of checkpoints. No link in it is followed.
+    In an object store, a run has its checkpoints only.
     """
+    if isinstance(path, RemotePath):
+        return None if (path / FILE).exists() else path
     if os.path.lexists(path / FILE):
         return None
     inner = path / "checkpoints"
@@ -198,12 +205,11 @@ def _checkpoints_of_run(path: Path) -> Path | None:
     return path if any(path.glob("step-*")) else None
 
 
-def _is_own(path: Path, store: Store) -> bool:
-    # ``Path.resolve`` would raise RuntimeError for a cycle of links under Python 3.11 and 3.12.
-    return os.path.dirname(os.path.realpath(path)) == os.path.realpath(store.folder)
+def _is_own(path: Place, store: Store) -> bool:
+    return same_folder(path.parent, store.folder)
 
 
-def _would_discard(recipe: Recipe, store: Store, newest: Path, discarded: str) -> str:
+def _would_discard(recipe: Recipe, store: Store, newest: Place, discarded: str) -> str:
     return (
         f'checkpoint.resume = "{recipe.checkpoint.resume}", but the newest checkpoint in '
         f"{store.folder} is {newest.name}; {way_to_go_on(recipe)} from it; or give the run another "
@@ -227,7 +233,7 @@ def _warn_of_refused_restarts(recipe: Recipe) -> None:
         )
 
 
-def _require_same_model(path: Path, manifest: Manifest, recipe: Recipe) -> None:
+def _require_same_model(path: Place, manifest: Manifest, recipe: Recipe) -> None:
     now = {"model.architecture": DEFAULT} | model_of(recipe.model, recipe.precision.params)
     then = {"model.architecture": DEFAULT} | with_later_fields(manifest.model, recipe.model)
     training_fields = recipe.model.training_fields
@@ -242,7 +248,7 @@ def _require_same_model(path: Path, manifest: Manifest, recipe: Recipe) -> None:
         )
 
 
-def _changes_since(path: Path, manifest: Manifest, recipe: Recipe) -> list[Change]:
+def _changes_since(path: Place, manifest: Manifest, recipe: Recipe) -> list[Change]:
     if not manifest.recipe:
         # These are weights that no run of composer3d has made.
         return []

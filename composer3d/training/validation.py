@@ -1,13 +1,13 @@
 """The validation of a run: when it is due, and the loss on the held-out text."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 from torch import Tensor
 
 from composer3d.data import Batch, BatchesAhead, Corpus
 from composer3d.data.order import Order
 from composer3d.facts.errors import DataError
+from composer3d.facts.remote import Place
 from composer3d.parallel import Stages
 from composer3d.recipe.schema import Recipe
 from composer3d.training.batches import make_loader, move_to_device
@@ -29,7 +29,7 @@ class Validation:
         recipe: Recipe,
         stages: Stages,
         held_out: Corpus | None,
-        loaded: Path | None,
+        loaded: Place | None,
     ) -> None:
         self._recipe, self._stages = recipe, stages
         self._held_out, self._loaded = held_out, loaded
@@ -49,10 +49,9 @@ class Validation:
             step: the number of steps done.
         """
         recipe, loaded = self._recipe, self._loaded
-        folder = recipe.run.folder
-        if step != recipe.run.steps or loaded is None or loaded.parent.parent != folder:
+        if step != recipe.run.steps or loaded is None or loaded.parent != recipe.checkpoint_folder:
             return False
-        return owes_validation(folder / METRICS, recipe.validation, step)
+        return owes_validation(recipe.run.folder / METRICS, recipe.validation, step)
 
     def run(self, order: Order, must_stop: Callable[[], bool]) -> float | None:
         """Validate: see ``validate``. Collective over all ranks."""

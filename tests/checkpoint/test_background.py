@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composer3d.checkpoint import Store, store
+from composer3d.checkpoint import Store
+from composer3d.checkpoint.folders import DiskFolder
 from composer3d.checkpoint.manifest import read, write
 from composer3d.facts.errors import CheckpointError, UserError
 from composer3d.recipe.resolve import load
@@ -52,13 +53,13 @@ def save_at_once_and_behind(folder: Path) -> tuple[dict[str, bytes], dict[str, b
         stages, optimizer = make_job(seed=0, shape=(50, 40))
         Store(folder / "at-once", keep=1).save(make_manifest(1), stages, optimizer)
         behind = Store(folder / "behind", keep=3, background=True)
-        changed, begin = threading.Event(), behind._make_staging
+        changed, begin = threading.Event(), behind._begin
 
-        def begin_late(staging: Path) -> None:
+        def begin_late(name: str) -> None:
             changed.wait(60)
-            begin(staging)
+            begin(name)
 
-        behind._make_staging = begin_late  # type: ignore[method-assign]
+        behind._begin = begin_late  # type: ignore[method-assign]
         behind.save(make_manifest(1), stages, optimizer)
         optimizer.step()
         under_way = not (folder / "behind" / "step-00000001").exists()
@@ -111,7 +112,7 @@ def fail_behind(folder: Path) -> tuple[bool, int, tuple[str, ...], list[str]]:
         behind.save(make_manifest(1), stages, optimizer)
         behind.wait()
         if dist.get_rank() == 1:
-            fail_in(store)
+            fail_in_the_background()
         behind.save(make_manifest(2), stages, optimizer)
         first = behind.failed
         rounds = 0
@@ -126,14 +127,14 @@ def fail_behind(folder: Path) -> tuple[bool, int, tuple[str, ...], list[str]]:
         raise AssertionError("nothing was raised")
 
 
-def fail_in(module: Any) -> None:
+def fail_in_the_background() -> None:
     """Make the saves of this process fail a while after they have begun."""
 
-    def fail(staging: Path) -> None:
+    def fail(self: DiskFolder, name: str, writer: object) -> None:
         time.sleep(0.2)
-        raise OSError(5, "Input/output error", str(staging))
+        raise OSError(5, "Input/output error", name)
 
-    module._sync_own_files = fail
+    DiskFolder.hand_over = fail  # type: ignore[assignment, method-assign]
 
 
 def test_error_is_raised_at_the_same_step_on_every_rank(pool: Pool, tmp_path: Path) -> None:
@@ -142,8 +143,8 @@ def test_error_is_raised_at_the_same_step_on_every_rank(pool: Pool, tmp_path: Pa
     at_once, _, lines, left = one
     assert not at_once
     assert lines == (
-        f"step 2 could not be saved in {tmp_path}/step-00000002.tmp: rank 1: writing: [Errno 5] "
-        f"Input/output error: '{tmp_path}/step-00000002.tmp'",
+        f"{tmp_path}/step-00000002 could not be saved: rank 1: writing: [Errno 5] "
+        "Input/output error: 'step-00000002'",
         f"the newest checkpoint is {tmp_path}/step-00000001: the same command goes on from it",
     )
     assert left == ["step-00000001"]
@@ -172,7 +173,7 @@ def train_in(
 
         loop.update = step
         if fails and dist.get_rank() == 1:
-            fail_in(store)
+            fail_in_the_background()
         try:
             loop.train(run)
         except UserError as error:
@@ -192,10 +193,7 @@ def test_run_that_cannot_save_ends_soon_on_every_rank(pool: Pool, folder: Path) 
     one, two = pool.run(train_in, arguments, world_size=2)
     assert one[:2] == two[:2]
     assert 3 <= one[0] <= 20
-    assert (
-        "step 2 could not be saved in runs/small/checkpoints/step-00000002.tmp: rank 1: writing"
-        in one[1][0]
-    )
+    assert "runs/small/checkpoints/step-00000002 could not be saved: rank 1: writing" in one[1][0]
     assert one[1][1] == (
         "there is no checkpoint in runs/small/checkpoints: the same command starts anew"
     )

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from composer3d.checkpoint import Store, manifest, store
+from composer3d.checkpoint import Store, folders, manifest, store
+from composer3d.checkpoint.folders import DiskFolder
 from composer3d.checkpoint.manifest import file_entry, read
 from composer3d.checkpoint.store import gather_state
 from composer3d.facts.errors import CheckpointError, TrainingError, UserError
@@ -431,18 +432,18 @@ def save_and_fail(folder: Path, step: int, shape: tuple[int, int] = SHAPE, spoil
     with pool_world():
         if spoil and dist.get_rank() == dist.get_world_size() - 1:
 
-            def fail(path: Path, *args: Any) -> Any:
+            def fail(path: Any, *args: Any) -> Any:
                 if spoil == "rename" and not path.is_dir():  # torch renames its .metadata
                     return path.replace(*args)
                 raise OSError(5, "Input/output error", spoil)
 
-            owners = {"rename": Path, "write": manifest, "_sync_own_files": store, "sync": store}
+            owners = {"rename": Path, "write": manifest, "hand_over": DiskFolder, "sync": folders}
             setattr(owners[spoil], spoil, fail)
         Store(folder, keep=2).save(make_manifest(step), *make_job(seed=0, shape=shape))
 
 
 @pytest.mark.parametrize(
-    ("spoil", "ranks"), [("_sync_own_files", 2), ("sync", 2), ("write", 1), ("rename", 1)]
+    ("spoil", "ranks"), [("hand_over", 2), ("sync", 2), ("write", 1), ("rename", 1)]
 )
 def test_save_that_fails_on_one_rank_fails_on_all(
     pool: Pool, tmp_path: Path, saved: Path, spoil: str, ranks: int
@@ -452,7 +453,7 @@ def test_save_that_fails_on_one_rank_fails_on_all(
     prefix = "rank 1: " if ranks == 2 else ""
     assert message == ranks * [
         (
-            f"step 2 could not be saved in {tmp_path}/step-00000002.tmp: {prefix}writing: "
+            f"{tmp_path}/step-00000002 could not be saved: {prefix}writing: "
             f"[Errno 5] Input/output error: '{spoil}'",
             f"the newest checkpoint is {tmp_path}/step-00000001: the same command goes on from it",
         )
@@ -468,14 +469,15 @@ def save_while_the_folder_is_replaced(folder: Path) -> None:
         if dist.get_rank() == 0:
             own.guard = Claim(folder.parent).require_held
 
-        def replace_folder(staging: Path) -> None:
+        def replace_folder(self: DiskFolder, name: str, writer: object) -> None:
+            staging = folder / f"{name}.tmp"
             if dist.get_rank() == 0:
                 folder.parent.rename(folder.parent.with_name("moved"))
                 staging.mkdir(parents=True)
                 (staging / "of another job").touch()
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(staging))
 
-        store._sync_own_files = replace_folder  # type: ignore[assignment]
+        DiskFolder.hand_over = replace_folder  # type: ignore[assignment, method-assign]
         own.save(make_manifest(2), *make_job(seed=0))
 
 
@@ -520,7 +522,7 @@ def test_full_disk_keeps_the_last_checkpoint(pool: Pool, disk: Path, saved: Path
     folder = disk / "run" / "checkpoints"
     place_copies(saved, folder, 1)
     (disk / "filler").write_bytes(bytes(700_000))
-    failed = f"step 2 could not be saved in {folder}/step-00000002.tmp: rank "
+    failed = f"{folder}/step-00000002 could not be saved: rank "
     newest_left = f"the newest checkpoint is {folder}/step-00000001: the same command goes on"
     shape = (160, 300)  # 576 kB with its moments
     for lines in refused(pool, save_and_fail, 2, folder=folder, step=2, shape=shape):

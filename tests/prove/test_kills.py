@@ -87,9 +87,9 @@ def test_renamed_files_are_on_the_disk(points: kill.Points) -> None:
 
 
 def resume_from_the_oldest() -> None:
-    from composer3d.checkpoint import Store
+    from composer3d.checkpoint import store
 
-    Store._step_folders, right = lambda *of: right(*of)[:1], Store._step_folders
+    store._candidates, right = lambda *of: right(*of)[:1], store._candidates
 
 
 def forget_a_moment() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from composer3d.facts.remote import is_url, place_of
+from composer3d.facts.remote import is_url
 from composer3d.recipe.rules.rule import (
     Breach,
     Rule,
@@ -61,45 +61,36 @@ def validation_has_a_path(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _problem_of_url(path: str | None, data: DataTable) -> str | None:
-    """Return what is wrong with a path in an object store, or None."""
-    if path is None or not is_url(path):
-        return None
-    try:
-        place_of(path)
-    except ValueError as error:
-        return str(error)
-    if data.source == "tokens":
-        return None
-    return (
-        'is in an object store, and only data.source = "tokens" is read from there; copy it to a '
-        "disk, or prepare it"
-    )
+_OF_STORE = (
+    'is in an object store, and only data.source = "tokens" is read from there; copy it to a disk, '
+    "or prepare it"
+)
+
+
+def _is_text_of_store(path: str | None, data: DataTable) -> bool:
+    return path is not None and is_url(path) and data.source != "tokens"
 
 
 @rule("data.path", "data.source")
 def path_of_store_has_tokens(recipe: Recipe) -> Iterator[str]:
     """Only token files are read from an object store."""
-    problem = _problem_of_url(recipe.data.path, recipe.data)
-    if problem is not None:
-        yield f"<data.path> {problem}"
+    if _is_text_of_store(recipe.data.path, recipe.data):
+        yield f"<data.path> {_OF_STORE}"
 
 
 @rule("data.sources", "data.source")
 def sources_of_store_have_tokens(recipe: Recipe) -> Iterator[str]:
     """Only token files are read from an object store."""
     for source in recipe.data.sources or ():
-        problem = _problem_of_url(source.path, recipe.data)
-        if problem is not None:
-            yield f"data.sources: path = {as_short_toml(source.path)} {problem}"
+        if _is_text_of_store(source.path, recipe.data):
+            yield f"data.sources: path = {as_short_toml(source.path)} {_OF_STORE}"
 
 
 @rule("validation.path", "data.source")
 def held_out_of_store_has_tokens(recipe: Recipe) -> Iterator[str]:
     """Only token files are read from an object store."""
-    problem = _problem_of_url(recipe.validation.path, recipe.data)
-    if problem is not None:
-        yield f"<validation.path> {problem}"
+    if _is_text_of_store(recipe.validation.path, recipe.data):
+        yield f"<validation.path> {_OF_STORE}"
 
 
 @rule("data.cache_gib", "data.cache_dir")

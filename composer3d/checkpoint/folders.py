@@ -1,0 +1,333 @@
+"""Where the checkpoints of a run stand: a folder on a disk, or one in an object store.
+
+On a disk, a checkpoint is written to a staging folder beside its final path, synced, and published
+by a rename. An object store has no rename: a checkpoint is written to its final path, and its
+manifest, which comes last, publishes it. What has no manifest is no checkpoint.
+"""
+
+import io
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from platform import node
+from typing import Any, Protocol
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.filesystem import FileSystemBase
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from composer3d.checkpoint import manifest as manifests
+from composer3d.checkpoint.manifest import FileEntry, Manifest, TensorSpec
+from composer3d.checkpoint.metadata import METADATA, METADATA_LIMIT, tensor_specs
+from composer3d.facts.errors import CheckpointError, TrainingError
+from composer3d.facts.remote import Place, RemotePath
+from composer3d.runtime.files import publish, sync
+
+_LEFTOVER = re.compile(r"step-[0-9]{8}(\.old)?\.tmp")
+_ASSETS = "assets"  # a folder within a checkpoint
+_WRITER = "writer"  # a file in an object store, which says what job writes checkpoints
+_NOTE_BYTES = 4096  # the most of it that is read
+_METADATA_DRAFT = ".tmp"  # torch's ending of the name of metadata that are not whole
+
+
+class CheckpointFolder(Protocol):
+    """What a save needs of either kind of folder. The methods run no collective.
+
+    ``name`` is that of the checkpoint: ``step-00000100``. Every method may raise OSError.
+    """
+
+    def begin(self, name: str, assets: Mapping[str, bytes]) -> None:
+        """On rank 0: make room for a checkpoint, without leftovers of killed saves.
+
+        Args:
+            name: the checkpoint.
+            assets: the files that belong to the model besides its tensors, by file name.
+
+        Raises:
+            TrainingError: another job writes here.
+        """
+
+    def writer(self, name: str) -> "Writer":
+        """Return what writes this rank's tensors, and on rank 0 the metadata."""
+
+    def hand_over(self, name: str, writer: "Writer") -> dict[str, FileEntry]:
+        """Wait until this rank's files are kept, and return their entries for the manifest.
+
+        Rank 0 also has the metadata and the assets.
+
+        Raises:
+            CheckpointError: the metadata are too large to be loaded.
+        """
+
+    def publish(self, name: str, manifest: Manifest) -> None:
+        """On rank 0: make a checkpoint of files that all ranks have handed over.
+
+        Raises:
+            TrainingError: another job writes here.
+        """
+
+    def discard(self, name: str) -> None:
+        """On rank 0: remove what a failed save has written, as far as possible."""
+
+    def remove(self, name: str) -> None:
+        """On rank 0: remove a checkpoint. Half of it must never look like a whole one."""
+
+    def free_bytes(self) -> int | None:
+        """Return how much can still be written; None: that is not known."""
+
+
+def folder_of(place: Place) -> CheckpointFolder:
+    """Return the folder of checkpoints at ``place``. It need not exist."""
+    return RemoteFolder(place) if isinstance(place, RemotePath) else DiskFolder(place)
+
+
+class DiskFolder:
+    """The folder of a run's checkpoints on a disk that all ranks share.
+
+    A folder that is being written or removed is called ``*.tmp``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def begin(self, name: str, assets: Mapping[str, bytes]) -> None:
+        for path in self._folder.glob("step-*.tmp"):
+            # Other names are left alone: an export may be writing beside the checkpoints.
+            if _LEFTOVER.fullmatch(path.name):
+                _clear(path)
+        staging = self._staging(name)
+        staging.mkdir(parents=True)
+        for file_name, content in assets.items():
+            (staging / _ASSETS).mkdir(exist_ok=True)
+            (staging / _ASSETS / file_name).write_bytes(content)
+        sync(self._folder.parent)
+
+    def writer(self, name: str) -> "Writer":
+        return Writer(self._staging(name))
+
+    def hand_over(self, name: str, writer: "Writer") -> dict[str, FileEntry]:
+        staging, rank = self._staging(name), dist.get_rank()
+        own = [*staging.glob(f"__{rank}_*")]
+        if rank == 0:
+            assets = [*staging.glob(f"{_ASSETS}/*")]
+            own += [staging / METADATA, *assets]
+            if assets:
+                sync(staging / _ASSETS)
+        for path in own:
+            sync(path)
+        entries = {path.relative_to(staging).as_posix(): manifests.file_entry(path) for path in own}
+        _require_loadable(entries)
+        return entries
+
+    def publish(self, name: str, manifest: Manifest) -> None:
+        staging, final = self._staging(name), self._folder / name
+        manifests.write(staging, manifest)
+        sync(staging)
+        replaced = final.with_suffix(".old.tmp")
+        # A checkpoint that is already there is damaged, or the run would have resumed after it.
+        if os.path.lexists(final):
+            final.rename(replaced)
+        publish(staging, final)
+        _clear(replaced)
+
+    def discard(self, name: str) -> None:
+        shutil.rmtree(self._staging(name), ignore_errors=True)
+
+    def remove(self, name: str) -> None:
+        # The folder is renamed first, so that half of a checkpoint does not look like a whole one.
+        path = self._folder / name
+        shutil.rmtree(path.rename(path.with_suffix(".tmp")))
+
+    def _staging(self, name: str) -> Path:
+        return self._folder / f"{name}.tmp"
+
+    def free_bytes(self) -> int | None:
+        return shutil.disk_usage(self._folder).free
+
+
+class RemoteFolder:
+    """The folder of a run's checkpoints in an object store.
+
+    There are no locks. The job that saves first writes the file ``writer``, and looks before each
+    checkpoint whether it is still its own: the job that began last may write, and an older one
+    ends at its next save.
+    """
+
+    def __init__(self, folder: RemotePath) -> None:
+        self._folder = folder
+        self._note: bytes | None = None  # what this job has written; on rank 0
+        self._assets: dict[str, FileEntry] = {}  # of the save that has begun; on rank 0
+
+    def begin(self, name: str, assets: Mapping[str, bytes]) -> None:
+        if self._note is None:
+            self._note = f"process {os.getpid()} on {node()} (job {uuid.uuid4().hex})".encode()
+            (self._folder / _WRITER).write(self._note)
+        self._require_own()
+        self.remove(name)
+        self._assets = {}
+        for file_name, content in assets.items():
+            (self._folder / name / _ASSETS / file_name).write(content)
+            digest = xxhash.xxh3_128_hexdigest(content)
+            self._assets[f"{_ASSETS}/{file_name}"] = FileEntry(len(content), digest)
+
+    def writer(self, name: str) -> "Writer":
+        return RemoteWriter(self._folder / name)
+
+    def hand_over(self, name: str, writer: "Writer") -> dict[str, FileEntry]:
+        # An object is kept as soon as it is closed.
+        entries = {**writer.entries, **self._assets}
+        _require_loadable(entries)
+        return entries
+
+    def publish(self, name: str, manifest: Manifest) -> None:
+        self._require_own()
+        manifests.write(self._folder / name, manifest)
+
+    def _require_own(self) -> None:
+        """Raise TrainingError if another job has begun to write here since this one has."""
+        note = (self._folder / _WRITER).read(_NOTE_BYTES)
+        if note != self._note:
+            raise TrainingError(
+                f"{self._folder} is written by another job now, "
+                f"{note.decode(errors='replace')}: nothing more is written there; start again, "
+                "under another run.name if that job goes on"
+            )
+
+    def discard(self, name: str) -> None:
+        with suppress(OSError):
+            self.remove(name)
+
+    def remove(self, name: str) -> None:
+        # The manifest goes first, so that half of a checkpoint does not look like a whole one.
+        path = self._folder / name
+        (path / manifests.FILE).remove()
+        path.remove_tree()
+
+    def free_bytes(self) -> int | None:
+        return None
+
+
+def _require_loadable(entries: Mapping[str, FileEntry]) -> None:
+    """Raise CheckpointError if the metadata, if they are among these files, exceed their limit."""
+    size = entries[METADATA].size if METADATA in entries else 0
+    if size > METADATA_LIMIT:
+        raise CheckpointError(
+            f"{METADATA} would have {size:,} bytes for all parts of tensors, and at most "
+            f"{METADATA_LIMIT:,} can be loaded; shard over fewer ranks (raise mesh.dp_replicate)"
+        )
+
+
+class Writer(dcp.FileSystemWriter):
+    """A file writer that raises the first error, which is that of the operating system.
+
+    Torch's zip writer raises a second error when it is closed, which would hide the first one.
+
+    Args:
+        place: the folder that gets the files.
+
+    Attributes:
+        tensors: the shape and dtype of each tensor that ``finish`` has written; only on rank 0.
+        entries: the files that this rank has written, if they are known before they are read.
+    """
+
+    tensors: dict[str, TensorSpec]
+
+    def __init__(self, place: Place) -> None:
+        # Files are synced when they are handed over: torch 2.13 calls fsync before it flushes.
+        # Nothing is copied ahead, because that would need a stream of a GPU.
+        super().__init__(str(place), sync_files=False, per_thread_copy_ahead=0)
+        self.entries: dict[str, FileEntry] = {}
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self.tensors = tensor_specs(metadata, str(self.path))
+        # Torch broadcasts the metadata now, which can describe millions of parts. No rank reads it.
+        metadata.state_dict_metadata = {}
+        metadata.storage_data = None
+        metadata.planner_data = None
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            first: BaseException = error
+            while first.__context__ is not None:
+                first = first.__context__
+            raise first from None
+
+
+class RemoteWriter(Writer):
+    """A writer to an object store: files go there as they are made, and nothing to a disk."""
+
+    def __init__(self, place: RemotePath) -> None:
+        super().__init__(place)
+        # The base class has a path on a disk, and the files of a disk.
+        self.__dict__ |= {"path": place, "fs": _RemoteFiles(self.entries)}
+
+
+class _RemoteFiles(FileSystemBase):
+    """The part of a file system that torch's writer uses, on an object store.
+
+    Every path is a RemotePath.
+
+    Args:
+        entries: gets an entry for each file that is made.
+    """
+
+    def __init__(self, entries: dict[str, FileEntry]) -> None:
+        self._entries = entries
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
+        assert mode == "wb"
+        # An object appears whole, so it needs no other name before that.
+        path = path.parent / path.name.removesuffix(_METADATA_DRAFT)
+        digest = xxhash.xxh3_128()
+        with path.create(digest.update) as stream:
+            yield stream
+            size = stream.tell()
+        self._entries[path.name] = FileEntry(size, digest.hexdigest())
+
+    def concat_path(self, path: Any, suffix: str) -> Any:
+        return path / suffix
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        """Do nothing: the file has this name already."""
+        assert path.name == new_path.name + _METADATA_DRAFT
+
+    def init_path(self, path: Any) -> Any:
+        return path
+
+    def mkdir(self, path: Any) -> None:
+        """Do nothing: an object store has no folders."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return isinstance(checkpoint_id, RemotePath)
+
+    def exists(self, path: Any) -> bool:
+        """Return False: ``RemoteFolder.begin`` has removed what was there."""
+        return False
+
+    def rm_file(self, path: Any) -> None:
+        path.remove()
+
+
+def _clear(path: Path) -> None:
+    """Remove the file, link or folder at ``path``, if there is one.
+
+    A folder is removed as far as possible. No link is followed.
+    """
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
