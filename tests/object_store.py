@@ -33,10 +33,15 @@ def s3_server() -> Iterator[RemotePath]:
     }
     try:
         with patch.dict(os.environ, variables):
-            # Connections to the server of an earlier test would be used again.
-            remote._system.cache_clear()
-            S3FileSystem.clear_instance_cache()
+            forget_connections()
             urllib.request.urlopen(urllib.request.Request(f"{address}/{BUCKET}", method="PUT"))
             yield RemotePath(f"s3://{BUCKET}/runs")
     finally:
+        forget_connections()
         server.stop()
+
+
+def forget_connections() -> None:
+    """Let the next request look at the environment. Another server would not be found."""
+    remote._system.cache_clear()
+    S3FileSystem.clear_instance_cache()

@@ -553,6 +553,8 @@ def find_damage(manifest: TokenManifest, *, full: bool) -> list[str]:
         names = [name for name in manifest.files if name not in of_size]
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             found += filter(None, threads.map(problem_of, _chunks_of(manifest, names)))
+        # Tokens are compared with the file of documents: its problem is theirs too.
+        found = list(dict.fromkeys(found))
     if full and not found and manifest.content not in (None, _read_content(manifest)):
         found.append(
             f"{manifest.folder / MANIFEST} has another digest of the documents than its files; "

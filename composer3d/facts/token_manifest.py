@@ -160,6 +160,8 @@ class TokenManifest:
         expected = self.files[name].bytes
         try:
             if isinstance(path, RemotePath):
+                if (size := path.size()) != expected:
+                    raise DataError(self._of_another_size(name, size))
                 file = whole_file(path, expected)
             else:
                 file = open_plain(path, follow_links=name != TOKENIZER)
@@ -167,10 +169,6 @@ class TokenManifest:
             raise DataError(self._missing(name)) from None
         except NotPlainFileError as error:
             raise DataError(f"{path} {error.strerror}; put the file itself there") from None
-        except FileTooLargeError:
-            raise DataError(
-                f"{path} has more than the {expected} bytes that {MANIFEST} says; {AGAIN}"
-            ) from None
         except OSError as error:
             raise DataError(self._unreadable(name, error)) from None
         size = os.fstat(file.fileno()).st_size
