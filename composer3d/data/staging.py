@@ -67,7 +67,10 @@ class NodeCopies:
         now_s = time.monotonic()
         if self._looked_s is None or now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
-            self._names = frozenset(os.listdir(self._folder)) & self._manifest.files.keys()
+            try:
+                self._names = frozenset(os.listdir(self._folder)) & self._manifest.files.keys()
+            except OSError:
+                return False  # somebody has removed the folder
         return name in self._names
 
     def open(self, name: str) -> BinaryIO | None:
