@@ -53,7 +53,6 @@ def test_two_ranks_train_from_a_store_as_from_a_disk(
     for name, more in (
         ("store", []),
         ("copies", [f"data.cache_dir={tmp_path}/disk"]),
-        ("copies again", [f"data.cache_dir={tmp_path}/disk"]),
         ("few copies", [f"data.cache_dir={tmp_path}/few", "data.cache_gib=0.00001"]),
     ):
         sets = [*usual, *urls, f"run.out_dir={name}", *more]
