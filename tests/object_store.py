@@ -1,5 +1,6 @@
 """A local server of S3, for tests of folders in an object store."""
 
+import logging
 import os
 import urllib.request
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ def s3_server() -> Iterator[RemotePath]:
 
     The environment names the server, for this process and those that it starts.
     """
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # not a line for each request
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
