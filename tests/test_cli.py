@@ -97,12 +97,13 @@ def imports_of(lines: Sequence[str]) -> list[tuple[str, set[str]]]:
 
 def test_parsing_a_command_needs_no_other_command_and_no_torch() -> None:
     # Report draws what layout and timeline draw, with the devices of plan. The ranks of commands
-    # are started and joined by one module, another one copies files of composer3d, and a shell
-    # completes the names of recipes.
+    # are started and joined by one module, another one copies files of composer3d, one copies
+    # checkpoints from elsewhere, and a shell completes the names of recipes.
     shared = {"arguments", "job", "parser", "registry", "shipped"}
     uses = {
         "report": {"layout", "plan", "timeline"},
         "timeline": {"plan"},
+        **{name: {"sources"} for name in ("convert", "eval", "generate", "inspect")},
         "completion": {"recipes"},
     }
     of_commands = imports_of([f"{name} --help" for name in COMMANDS])

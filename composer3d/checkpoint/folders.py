@@ -45,6 +45,9 @@ class CheckpointFolder(Protocol):
     ``name`` is that of the checkpoint: ``step-00000100``. Every method may raise OSError.
     """
 
+    def claim(self) -> None:
+        """On rank 0: tell other jobs that this one writes here. A second call does nothing."""
+
     def begin(self, name: str, assets: Mapping[str, bytes]) -> None:
         """On rank 0: make room for a checkpoint, without leftovers of killed saves.
 
@@ -98,6 +101,9 @@ class DiskFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+
+    def claim(self) -> None:
+        """Do nothing: the folder of the run has a lock."""
 
     def begin(self, name: str, assets: Mapping[str, bytes]) -> None:
         for path in self._folder.glob("step-*.tmp"):
@@ -157,7 +163,7 @@ class DiskFolder:
 class RemoteFolder:
     """The folder of a run's checkpoints in an object store.
 
-    There are no locks. The job that saves first writes the file ``writer``, and looks before each
+    There are no locks. A job that begins writes the file ``writer``, and looks before each
     checkpoint whether it is still its own: the job that began last may write, and an older one
     ends at its next save.
     """
@@ -167,10 +173,14 @@ class RemoteFolder:
         self._note: bytes | None = None  # what this job has written; on rank 0
         self._assets: dict[str, FileEntry] = {}  # of the save that has begun; on rank 0
 
-    def begin(self, name: str, assets: Mapping[str, bytes]) -> None:
+    def claim(self) -> None:
         if self._note is None:
-            self._note = f"process {os.getpid()} on {node()} (job {uuid.uuid4().hex})".encode()
-            (self._folder / _WRITER).write(self._note)
+            note = f"process {os.getpid()} on {node()} (job {uuid.uuid4().hex})".encode()
+            (self._folder / _WRITER).write(note)
+            self._note = note
+
+    def begin(self, name: str, assets: Mapping[str, bytes]) -> None:
+        self.claim()
         self._require_own()
         self.remove(name)
         self._assets = {}
@@ -272,6 +282,11 @@ class RemoteWriter(Writer):
         super().__init__(place)
         # The base class has a path on a disk, and the files of a disk.
         self.__dict__ |= {"path": place, "fs": _RemoteFiles(self.entries)}
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path as it is pickled into the metadata: readers know no class of ours."""
+        return str(self.path)
 
 
 class _RemoteFiles(FileSystemBase):

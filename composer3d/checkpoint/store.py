@@ -148,6 +148,16 @@ class Store:
 
     # Saving.
 
+    def claim(self) -> None:
+        """Tell other jobs that this one writes here, and find out whether it can. Collective.
+
+        Without it, the first save does so. A folder on a disk is claimed with that of the run.
+
+        Raises:
+            UserError: an object store refuses it, or cannot be reached. Every rank raises it.
+        """
+        self._on_rank_0(self._files.claim)
+
     def save(self, manifest: Manifest, stages: Stages, optimizer: SavedOptimizer) -> None:
         """Write the state after ``manifest.step`` steps, then remove the oldest checkpoints.
 

@@ -14,7 +14,7 @@ from composer3d.commands.arguments import (
 )
 from composer3d.facts.errors import RecipeError, UserError
 from composer3d.models.registry import architecture
-from composer3d.recipe.machine import folder_problem, shows_a_gpu, tracker_problems
+from composer3d.recipe.machine import folder_problem, package_problems, shows_a_gpu
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import AXES, Recipe
 from composer3d.recipe.values import schema_text
@@ -93,7 +93,7 @@ def _check_machine(resolved: Resolved, *, will_train_here: bool) -> None:
         )
     if will_train_here:
         lines += [
-            f"{resolved.place(key)}: {text}" for key, text in tracker_problems(resolved.recipe)
+            f"{resolved.place(key)}: {text}" for key, text in package_problems(resolved.recipe)
         ]
     if lines:
         raise RecipeError(lines)

@@ -26,7 +26,7 @@ from composer3d.facts.remote import Place
 from composer3d.facts.tags import COUNTED_TOKENS
 from composer3d.recipe.advice import nothing_to_do, way_to_go_on
 from composer3d.recipe.changes import changes
-from composer3d.recipe.machine import tracker_problems
+from composer3d.recipe.machine import package_problems
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
 from composer3d.reliability.lock import describe_loss
@@ -83,7 +83,7 @@ def _run(recipe: str, sets: Sequence[str]) -> int:
         log.get().info(nothing_to_do(resolved.recipe, finished_step))
         return 0
 
-    _require_trackers(resolved)
+    _require_packages(resolved)
     # Torch takes seconds to import.
     _say_what_begins(resolved.recipe)
     resolved, processes = job.count_processes(resolved, partial(_load, recipe, sets))
@@ -97,9 +97,9 @@ def _say_what_begins(recipe: Recipe) -> None:
     log.get().info(f"training {recipe.run.name}: {recipe.run.steps:,} steps")
 
 
-def _require_trackers(resolved: Resolved) -> None:
-    """Raise RecipeError if a service that gets the metrics lacks its packages."""
-    problems = list(tracker_problems(resolved.recipe))
+def _require_packages(resolved: Resolved) -> None:
+    """Raise RecipeError if the recipe needs packages that are missing."""
+    problems = list(package_problems(resolved.recipe))
     if problems:
         raise RecipeError([f"{resolved.place(key)}: {text}" for key, text in problems])
 
@@ -369,7 +369,7 @@ def _train(resolved: Resolved, rank: int, *, claimed: str | None) -> int:
 
     recipe = resolved.recipe
     # Under torchrun, nobody has checked it.
-    _require_trackers(resolved)
+    _require_packages(resolved)
     timeout_s = 60 * recipe.run.timeout_minutes
     advice = partial(resume_advice, recipe)
     joined = job.join(

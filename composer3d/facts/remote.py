@@ -26,19 +26,15 @@ from typing import Any, BinaryIO, NamedTuple
 from composer3d.facts.files import FileTooLargeError
 from composer3d.facts.text import in_quotes, one_line
 
-# The package that fsspec needs for each kind of store, and the extra that installs it.
-_PACKAGES = {
-    "s3": "s3fs, which composer3d[s3] installs",
-    "gs": "gcsfs, which composer3d[gs] installs",
-    "az": "adlfs, which composer3d[az] installs",
-    "file": "nothing more",
-}
+# The package that fsspec needs for each kind of store; None: none. An extra of the name of the kind
+# installs it.
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "file": None}
 # Neither a name with its password, nor options, nor a chain of file systems, as fsspec has them.
-_URL = re.compile(rf"({'|'.join(_PACKAGES)})://[^\s@?#:\\]+")
+_URL = re.compile(rf"({'|'.join(PACKAGES)})://[^\s@?#:\\]+")
 
 URL_FORM = (
-    f"KIND://BUCKET/PATH, where KIND is {', '.join(_PACKAGES)}, without a password, options or "
-    "colons"
+    f"KIND://BUCKET/PATH, where KIND is one of {', '.join(PACKAGES)}, without a password, options "
+    "or colons"
 )
 
 # Ranges of a file are read by so many threads, and so many bytes ahead of the range in use.
@@ -49,7 +45,7 @@ _PIECE_BYTES = 16 << 20  # of a file that is read whole
 
 def is_url(text: str) -> bool:
     """Return whether a text is meant as the URL of an object store."""
-    return text.partition("://")[0] in _PACKAGES and "://" in text
+    return text.partition("://")[0] in PACKAGES and "://" in text
 
 
 def is_valid_url(text: str) -> bool:
@@ -110,7 +106,7 @@ class RemotePath:
     def folders(self) -> list[str]:
         """Return the names of the folders in this folder, sorted. A missing one has none."""
         with self._words():
-            system = _system(self._kind)
+            system = _system(self.kind)
             try:
                 entries = system.ls(self._place, detail=True)
             except FileNotFoundError:
@@ -127,7 +123,7 @@ class RemotePath:
         A folder that is missing has none.
         """
         with self._words():
-            found = _system(self._kind).find(self._place, detail=True)
+            found = _system(self.kind).find(self._place, detail=True)
             start = len(self._place) + 1
             return {
                 name[start:]: int(entry["size"])
@@ -139,24 +135,23 @@ class RemotePath:
     def size(self) -> int:
         """Return the size of this file in bytes."""
         with self._words():
-            return int(_system(self._kind).info(self._place)["size"])
+            return int(_system(self.kind).info(self._place)["size"])
 
     def exists(self) -> bool:
         """Return whether there is a file of this path, or a folder with files in it."""
         with self._words():
-            return bool(_system(self._kind).exists(self._place))
+            return bool(_system(self.kind).exists(self._place))
 
     def read(self, limit: int) -> bytes:
         """Return the content of this file, of at most ``limit`` bytes.
 
         Raises:
-            FileTooLargeError: it has more. At most ``limit`` + 1 bytes of it have been read.
+            FileTooLargeError: it has more. None of them has been read.
         """
-        with self._words():
-            content = bytes(_system(self._kind).cat_file(self._place, start=0, end=limit + 1))
-        if len(content) > limit:
+        size = self.size()
+        if size > limit:
             raise _too_large(self, limit)
-        return content
+        return self.read_range(0, size)
 
     def read_ranges(self, ranges: Iterable[tuple[int, int]]) -> Generator[bytes, None, None]:
         """Yield ranges of bytes of this file, in their order. Some are read ahead, in threads.
@@ -185,13 +180,15 @@ class RemotePath:
                 threads.shutdown(cancel_futures=True)
 
     def read_range(self, begin: int, size: int) -> bytes:
-        """Return ``size`` bytes of this file, at least one, from byte ``begin`` on.
+        """Return ``size`` bytes of this file, from byte ``begin`` on.
 
         Raises:
             OSError: they cannot be read, or the file ends within them.
         """
+        if size == 0:
+            return b""  # the servers of S3 refuse an empty range
         with self._words():
-            system = _system(self._kind)
+            system = _system(self.kind)
             content = bytes(system.cat_file(self._place, start=begin, end=begin + size))
         self._require_size(content, begin, size)
         return content
@@ -225,7 +222,7 @@ class RemotePath:
             tell: is called with all that is written, in its order.
         """
         with self._words():
-            stream = _system(self._kind).open(self._place, "wb")
+            stream = _system(self.kind).open(self._place, "wb")
         try:
             yield Upload(self, stream, tell)
         except BaseException:
@@ -237,26 +234,27 @@ class RemotePath:
     def write(self, content: bytes) -> None:
         """Write this file, in place of an earlier one."""
         with self._words():
-            _system(self._kind).pipe_file(self._place, content)
+            _system(self.kind).pipe_file(self._place, content)
 
     def remove(self) -> None:
         """Remove this file. A missing one is no error."""
         with self._words(), suppress(FileNotFoundError):
-            _system(self._kind).rm_file(self._place)
+            _system(self.kind).rm_file(self._place)
 
     def remove_tree(self) -> None:
         """Remove all files of this folder and below. A missing one is no error."""
         with self._words(), suppress(FileNotFoundError):
-            _system(self._kind).rm(self._place, recursive=True)
+            _system(self.kind).rm(self._place, recursive=True)
 
     @property
-    def _kind(self) -> str:
+    def kind(self) -> str:
+        """The kind of its store: one of ``PACKAGES``."""
         return self._url.partition("://")[0]
 
     @property
     def _place(self) -> str:
         """The path as fsspec's file systems name it: without the kind."""
-        return str(_system(self._kind)._strip_protocol(self._url))
+        return str(_system(self.kind)._strip_protocol(self._url))
 
     @contextmanager
     def _words(self) -> Iterator[None]:
@@ -267,12 +265,12 @@ class RemotePath:
         try:
             yield
         except OSError as error:
-            if error.strerror and error.filename:
-                raise
             number = _number_of(error)
-            raise OSError(number, _reason(error, os.strerror(number)), str(self)) from error
+            reason = error.strerror or _reason(error, os.strerror(number))
+            raise OSError(number, reason, str(self)) from error
         except ImportError as error:
-            reason = f"needs {_PACKAGES[self._kind]}"
+            package = PACKAGES[self.kind] or "fsspec"
+            reason = f"needs {package}: pip install composer3d[{self.kind}]"
             raise OSError(errno.ENOSYS, reason, str(self)) from error
         except (AssertionError, TypeError, AttributeError):
             raise  # an error of this program
@@ -302,7 +300,7 @@ def _system(kind: str) -> Any:
 
     # An object store needs no folder before its files; of a disk, fsspec makes them.
     options = {"auto_mkdir": True} if kind == "file" else {"use_listings_cache": False}
-    return fsspec.filesystem(kind, **options)
+    return fsspec.filesystem(kind, skip_instance_cache=True, **options)
 
 
 def _abandon(stream: Any) -> None:
@@ -369,8 +367,8 @@ def read_parts(parts: Sequence[Part]) -> list[bytes]:
         OSError: a part cannot be read, or its file ends within it.
     """
     contents: dict[Part, bytes] = {}
-    for kind in dict.fromkeys(part.path._kind for part in parts):
-        own = [part for part in parts if part.path._kind == kind]
+    for kind in dict.fromkeys(part.path.kind for part in parts):
+        own = [part for part in parts if part.path.kind == kind]
         with own[0].path._words():
             found = _system(kind).cat_ranges(
                 [part.path._place for part in own],

@@ -14,7 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from composer3d.facts import files
+from composer3d.facts.remote import PACKAGES, RemotePath, is_url
 from composer3d.recipe.schema import Recipe
+from composer3d.recipe.values import as_toml
 
 _LINE_LIMIT = 64 << 20  # bytes in a line of JSONL
 _NOTE_LIMIT = 4096  # bytes in the file that names the owner of a run's folder
@@ -83,11 +85,26 @@ def _owner_of(folder: Path) -> str | None:
     return None
 
 
-def tracker_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield the key of each service that gets the metrics but whose packages are missing, and why.
+def package_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield each key whose value needs packages that are missing, and what to do.
 
     The packages are not imported: that takes seconds.
     """
+    yield from _tracker_problems(recipe)
+    checkpoint = recipe.checkpoint
+    for name in ("folder", "resume", "init"):
+        place = getattr(checkpoint, name)
+        package = PACKAGES[RemotePath(place).kind] if place and is_url(place) else None
+        if package and not _is_installed(package):
+            yield (
+                f"checkpoint.{name}",
+                f"checkpoint.{name} = {as_toml(place)} needs {package}: pip install "
+                f"composer3d[{RemotePath(place).kind}], or name a folder on a disk",
+            )
+
+
+def _tracker_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield the key of each service that gets the metrics and lacks its packages, and why."""
     needed = {"wandb": ["wandb"], "mlflow": ["mlflow"], "prometheus": ["prometheus_client"]}
     if "MLFLOW_TRACKING_URI" not in os.environ:
         needed["mlflow"] += ["sqlalchemy", "alembic"]

@@ -134,7 +134,7 @@ _FOLDER_OF_NODE = Range(
 )
 PLACE = Range(
     lambda value: PATH.accepts(value) and ("://" not in value or is_valid_url(value)),
-    f"{PATH.requirement}, or the URL of a folder in an object store: {URL_FORM}",
+    f"must be a path, or the URL of a folder in an object store: {URL_FORM}",
 )
 _GLOBS = Range(
     lambda value: 0 < len(value) <= 256 and all(map(PATH.accepts, value)),

@@ -121,6 +121,7 @@ def build(
     history = StepHistory(recipe.reliability)
     with log.phase("checkpoint"):
         steps_done = resume(recipe, store, stages, optimizer, loader, history)
+        store.claim()
         if steps_done is None and recipe.model.hf is not None:
             load_hf(recipe.model.hf, stages)
     find_assets = partial(make_assets, recipe, corpus.end_of_document, store.loaded)

@@ -1,7 +1,6 @@
 """Commands that are given token files in an object store by their URL."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,16 +12,10 @@ from composer3d.recipe.draft import parse_document
 from composer3d.recipe.resolve import load
 from tests.commands.conftest import Ask
 from tests.data.remote_folders import requests, upload, write_shards
-from tests.object_store import s3_server
+from tools.object_store import new_folder
 from tools.prove.paths import ROOT
 
 RECIPE = str(ROOT / "recipes" / "debug-1-single.toml")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RemotePath]:
-    with s3_server() as place:
-        yield place
 
 
 @pytest.fixture
@@ -31,8 +24,8 @@ def local(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def remote(local: Path, server: RemotePath, tmp_path: Path) -> RemotePath:
-    return upload(local, server / tmp_path.name)
+def remote(local: Path) -> RemotePath:
+    return upload(local, new_folder())
 
 
 def check(capsys: pytest.CaptureFixture[str], *sets: str) -> list[str]:
@@ -47,7 +40,7 @@ def test_check_reads_one_manifest_and_one_list(
 ) -> None:
     with requests() as seen:
         assert check(capsys, f"data.path={remote}") == []
-    assert seen.calls == ["get_object", "list_objects_v2"]
+    assert seen.calls == ["head_object", "get_object", "list_objects_v2"]
     (line,) = check(capsys, f"data.path={remote}", "data.seq_len=1000")
     assert f'data.seq_len = 1000 needs 1001 tokens, but data.path = "{remote}" has 1000;' in line
 
@@ -81,7 +74,7 @@ def test_check_says_what_is_wrong_with_a_url(
     assert "data.cache_gib = 3.0 is not used without data.cache_dir; remove it, or set" in line
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     (line,) = check(capsys, "data.path=gs://bucket/x")
-    assert "(needs gcsfs, which composer3d[gs] installs); look at the connection" in line
+    assert "(needs gcsfs: pip install composer3d[gs]); look at the connection" in line
 
 
 def test_text_is_not_read_from_a_store(

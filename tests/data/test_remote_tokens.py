@@ -1,6 +1,5 @@
 """Token files in an object store give the batches of those on a disk, or a clear error."""
 
-import os
 import re
 import sys
 import time
@@ -11,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from s3fs import S3FileSystem
 
 from composer3d.data import BatchesAhead, Blend, ahead, open_corpus, staging, tokens
 from composer3d.data.rows import WholeDocumentRows
 from composer3d.data.tokens import ShardedTokens, find_damage, read_together
+from composer3d.facts import remote as facts_remote
 from composer3d.facts import token_manifest
 from composer3d.facts.errors import DataError, RankDataError
 from composer3d.facts.remote import Part, RemotePath
@@ -35,7 +36,7 @@ from tests.data.remote_folders import (
 )
 from tests.data.samples import loader_of
 from tests.data.token_folders import refuses, reseal
-from tests.object_store import forget_connections, s3_server
+from tools.object_store import new_folder
 
 CHUNK = 512
 
@@ -46,16 +47,10 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "_LOOK_EVERY_S", 0.0)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RemotePath]:
-    with s3_server() as place:
-        yield place
-
-
 @pytest.fixture
-def store(server: RemotePath, tmp_path: Path) -> RemotePath:
+def store() -> RemotePath:
     """A folder of the store for one test."""
-    return server / tmp_path.name
+    return new_folder()
 
 
 @pytest.fixture
@@ -155,7 +150,7 @@ def test_ranges_near_each_other_are_one_and_any_places_may_be_asked_for(
 def test_an_open_reads_the_manifest_and_one_list(remote: RemotePath) -> None:
     with requests() as seen:
         opened(remote)
-    assert seen.calls == ["get_object", "list_objects_v2"]
+    assert seen.calls == ["head_object", "get_object", "list_objects_v2"]
 
 
 def test_whole_documents_read_their_files_together(local: Path, remote: RemotePath) -> None:
@@ -318,19 +313,29 @@ def test_a_late_store_does_not_hold_up_the_steps(
     assert (max(waits_s[1:]) > 0.1) == (n_ahead == 1)
 
 
-def test_a_store_that_ends_is_a_clear_error(
-    remote: RemotePath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    corpus = opened(remote)
-    with s3_server():  # all servers of a process have the same objects
-        corpus.tokens[np.array([0])]
-        gone = os.environ["AWS_ENDPOINT_URL"]
-    monkeypatch.setenv("AWS_ENDPOINT_URL", gone)
-    try:
-        with pytest.raises(RankDataError, match=r"06\.bin cannot be read: .*; look at the"):
-            corpus.tokens[np.array([600])]
-    finally:
+@pytest.fixture
+def gone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """A function after whose call there is no server any more."""
+
+    def end() -> None:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
         forget_connections()
+
+    yield end
+    forget_connections()
+
+
+def forget_connections() -> None:
+    facts_remote._system.cache_clear()
+    S3FileSystem.clear_instance_cache()
+
+
+def test_a_store_that_ends_is_a_clear_error(remote: RemotePath, gone: Callable[[], None]) -> None:
+    corpus = opened(remote)
+    corpus.tokens[np.array([0])]
+    gone()
+    with pytest.raises(RankDataError, match=r"06\.bin cannot be read: .*; look at the connection"):
+        corpus.tokens[np.array([600])]
 
 
 def test_arrays_in_memory_and_in_a_store_are_read_together(remote: RemotePath) -> None:
@@ -346,5 +351,5 @@ def test_the_error_of_another_store_kind_names_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(DataError, match=r"needs gcsfs, which composer3d\[gs\] installs"):
+    with pytest.raises(DataError, match=r"needs gcsfs: pip install composer3d\[gs\]"):
         read_manifest("gs://bucket/folder")

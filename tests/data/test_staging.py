@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from tests.data.remote_folders import (
     write_shards,
 )
 from tests.data.token_folders import refuses, write_tokens
-from tests.object_store import s3_server
+from tools.object_store import new_folder
 
 CHUNK = 512
 SIZE = 980  # bytes of the largest shard
@@ -45,20 +44,14 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "_ASK_EVERY_S", 0.01)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RemotePath]:
-    with s3_server() as place:
-        yield place
-
-
 @pytest.fixture
 def local(tmp_path: Path) -> Path:
     return write_shards(tmp_path / "tokens")
 
 
 @pytest.fixture
-def remote(local: Path, server: RemotePath, tmp_path: Path) -> RemotePath:
-    return upload(local, server / tmp_path.name)
+def remote(local: Path) -> RemotePath:
+    return upload(local, new_folder())
 
 
 @pytest.fixture
@@ -95,7 +88,7 @@ def test_copies_have_the_bytes_of_the_folder_and_the_next_job_uses_them(
         corpus = opened(remote, again)
         staged(again)
         assert corpus.tokens[ALL].tolist() == opened(local).tokens[ALL].tolist()
-    assert seen.calls == ["get_object", "list_objects_v2"]
+    assert seen.calls == ["head_object", "get_object", "list_objects_v2"]
     assert copies_in(disk) == copies
 
 

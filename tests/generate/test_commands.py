@@ -34,7 +34,7 @@ from tests.generate.jobs import (
     random_model,
     run_command,
 )
-from tests.object_store import s3_server
+from tools.object_store import new_folder
 from tools.prove.paths import ROOT
 
 SHAPE = ModelShape(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn=96, vocab=256, rope_theta=1e4)
@@ -425,17 +425,15 @@ def test_a_folder_in_a_store_has_the_loss_of_one_on_a_disk(
     checkpoint: Path, tokens: Path, pool: Pool
 ) -> None:
     arguments = ["--packing", "documents", "--dtype", "float64", "--batch", "3"]
+    folders = (tokens, upload(tokens, new_folder()))
+    names = [name for name in os.environ if name.startswith("AWS_")]
+    variables = {name: os.environ[name] for name in names}
     results = []
-    with s3_server() as store:
-        names = [name for name in os.environ if name.startswith("AWS_")]
-        variables = {name: os.environ[name] for name in names}
-        for folder in (tokens, upload(tokens, store)):
-            command = evaluate(checkpoint, folder, *arguments)
-            ((status, out, errors),) = pool.run(
-                run_with, {"arguments": command, "variables": variables}, world_size=1
-            )
-            assert status == 0, errors
-            results.append(answer_of(out))
+    for folder in folders:
+        options = {"arguments": evaluate(checkpoint, folder, *arguments), "variables": variables}
+        ((status, out, errors),) = pool.run(run_with, options, world_size=1)
+        assert status == 0, errors
+        results.append(answer_of(out))
     assert results[0]["loss"] == results[1]["loss"]
     assert results[0]["tokens"] == results[1]["tokens"] == 235
 

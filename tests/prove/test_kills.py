@@ -73,6 +73,17 @@ def test_killed_in_a_save_of_another_kind(killer: kill.Killer, name: str) -> Non
     assert [killed for killed in kills if killed.problem is not None] == []
 
 
+def test_killed_while_an_object_store_changes() -> None:
+    # Its own workers, which know the server.
+    with kill.Killer() as killer:
+        points = kill.Points(killer, SCENARIOS["object store"])
+        assert len(points.events) >= 60
+        # Before the last manifest, and when half of an old checkpoint is removed.
+        kills = [points.kill(event) for event in (points.events[-3], points.events[-1])]
+    assert [killed for killed in kills if killed.problem is not None] == []
+    assert [killed.resumed for killed in kills] == [kill.STEPS - 1, kill.STEPS]
+
+
 def test_killed_at_random(killer: kill.Killer) -> None:
     chosen = kill.instants(100)
     assert sum(world == 2 for _, world, *_ in chosen) == 10

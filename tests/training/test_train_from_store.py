@@ -1,17 +1,13 @@
 """A training on token files in an object store has the losses of one on a disk."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from composer3d import cli
-from composer3d.facts.remote import RemotePath
 from composer3d.runtime.launch import Pool
 from tests.data.remote_folders import upload
-from tests.object_store import s3_server
 from tests.training.jobs import DATA, RECIPE, losses, train
+from tools.object_store import new_folder
 
 VALIDATION = """
 [validation]
@@ -21,19 +17,11 @@ path = "tokens"
 """
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RemotePath]:
-    with s3_server() as place:
-        yield place
-
-
 def variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
 
 
-def test_two_ranks_train_from_a_store_as_from_a_disk(
-    pool: Pool, server: RemotePath, tmp_path: Path
-) -> None:
+def test_two_ranks_train_from_a_store_as_from_a_disk(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     for number in range(40):
         text = "".join(f"{number * k} is {number} times {k}. " for k in range(10 + number))
@@ -41,7 +29,7 @@ def test_two_ranks_train_from_a_store_as_from_a_disk(
     prepare = ["prepare", str(tmp_path / "text"), "-o", str(tmp_path / "tokens")]
     assert cli.main([*prepare, "--tokenizer", "bytes", "--shard-tokens", "3000"]) == 0
     assert len(list((tmp_path / "tokens").glob("tokens-*.bin"))) > 5
-    remote = upload(tmp_path / "tokens", server)
+    remote = upload(tmp_path / "tokens", new_folder())
     recipe = RECIPE.format(mesh=DATA).replace('"text"', '"tokens"').replace("corpus.txt", "tokens")
     (tmp_path / "recipe.toml").write_text(recipe + VALIDATION)
     usual = ["run.steps=8", "checkpoint.every=4", "optim.decay=8"]

@@ -11,12 +11,11 @@ other programs take.
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,10 +29,10 @@ from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
 from composer3d.training.build import build
 from composer3d.training.loop import do_step
-from tests.object_store import s3_server
 from tools.bench.jobs import CPU_RECIPE
 from tools.bench.shards import launch_s, make_shards
 from tools.bench.tables import print_head, print_row, with_range
+from tools.object_store import new_folder
 
 SHARD_TOKENS = 100_000
 SEQ_LEN = 128  # short steps, so that what reading costs shows
@@ -51,11 +50,12 @@ class StepTimes(NamedTuple):
 
 def store(args: argparse.Namespace) -> int:
     """Compare both places, and print a row for each side. Returns 0."""
-    with tempfile.TemporaryDirectory(prefix="composer3d-bench-") as name, _place(args.url) as place:
+    with tempfile.TemporaryDirectory(prefix="composer3d-bench-") as name:
         root = Path(name)
         disk = root / "disk"
         make_shards(disk, args.shards, shard_tokens=SHARD_TOKENS)
-        remote = place / f"bench-{os.getpid()}"
+        place = new_folder() if args.url is None else RemotePath(args.url)
+        remote = place / f"composer3d-{uuid.uuid4().hex}"  # it is removed at the end
         try:
             begin_s = time.monotonic()
             for path in disk.iterdir():
@@ -90,15 +90,6 @@ def store(args: argparse.Namespace) -> int:
         report = {"launch_to_first_step_s": launches, "open_s": opens, "step_ms": step_ms}
         print(json.dumps(report))
     return 0
-
-
-@contextmanager
-def _place(url: str | None) -> Iterator[RemotePath]:
-    if url is not None:
-        yield RemotePath(url)
-        return
-    with s3_server() as place:
-        yield place
 
 
 def _starts(

@@ -1,8 +1,9 @@
 """Kill trainings with SIGKILL, start them again, and compare them with an uninterrupted run.
 
 A training is killed at each point of a save: every write (half of it done), sync, rename,
-removal, and new file or folder. An uninterrupted run lists these points. It is also killed at
-random instants.
+removal, and new file or folder; and with checkpoints in an object store (a server of S3 on this
+machine), at every call that changes it. An uninterrupted run lists these points. It is also killed
+at random instants.
 
 The next start must resume from the newest checkpoint that was published before the kill, or from
 the one in flight. Its losses and its last state must be bitwise those of the uninterrupted run,
@@ -27,8 +28,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from composer3d.facts.remote import RemotePath
 from composer3d.runtime.ends import DIED
 from composer3d.runtime.launch import Pool, WorkerError
+from tools.object_store import new_folder
 from tools.prove.kills.trap import PUBLISHED, Death, Event, Outcome, train_once
 from tools.prove.proof import add_names, add_number, choose, corpus_of, logged_losses, make_parser
 
@@ -78,6 +81,8 @@ class Scenario:
         world: the number of ranks.
         dying: the rank to kill; each of its events is a point.
         keep: the number of checkpoints to keep.
+        is_remote: whether the checkpoints are in an object store. Then all events of the run are
+            points, and ``before`` is "empty".
     """
 
     name: str
@@ -87,6 +92,7 @@ class Scenario:
     world: int = 1
     dying: int = 0
     keep: int = 2
+    is_remote: bool = False
 
     @property
     def all_sets(self) -> list[str]:
@@ -113,6 +119,12 @@ SCENARIOS = (
     Scenario("2 ranks, background, rank 0 dies", world=2, sets=ASYNC),
     Scenario("2 ranks, background, rank 1 dies", world=2, sets=ASYNC, dying=1),
     Scenario("experts over 2 ranks, rank 1 dies", world=2, model=EXPERTS, dying=1),
+    Scenario("object store", before="empty", is_remote=True),
+    Scenario("object store, background", before="empty", sets=ASYNC, is_remote=True),
+    *(
+        Scenario(f"object store, 2 ranks, rank {n} dies", "empty", world=2, dying=n, is_remote=True)
+        for n in (0, 1)
+    ),
 )
 
 
@@ -156,6 +168,7 @@ class Killer:
         self._pool, self._fault = pool, fault
         self._local, self._lock = threading.local(), threading.Lock()
         self._stack = ExitStack()
+        self._remote = new_folder()  # before any worker starts, which must know the server
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="composer3d-kill-"))
         self.folder = Path(folder)
         corpus = self.folder / "corpus.txt"
@@ -175,6 +188,10 @@ class Killer:
         with self._lock:
             self._count += 1
             return self.folder / f"{self._count:05d}"
+
+    def place(self, folder: Path) -> RemotePath:
+        """The folder in the object store for the runs of ``folder``."""
+        return self._remote / folder.name
 
     def train(
         self, folder: Path, sets: Sequence[str], *, world: int, **train_arguments: Any
@@ -239,7 +256,8 @@ class Killer:
             loop_s = outcomes[0].loop_s * steps / (steps - min(resumed))
             self._uninterrupted[world, steps, model] = replace(expected, loop_s=loop_s)
 
-        kept = sorted(path.name for path in checkpoints(folder).iterdir())
+        is_remote = any(each.startswith("checkpoint.folder=") for each in sets)
+        kept = self._left_in(folder, is_remote=is_remote)
         newest_names = [f"step-{step:08d}" for step in range(steps - keep + 1, steps + 1)]
         losses = logged_losses(folder / "run")
         problem = None
@@ -253,6 +271,13 @@ class Killer:
             problem = f"it leaves {kept}"
         shutil.rmtree(folder)
         return Kill(where, newest, min(resumed), problem)
+
+    def _left_in(self, folder: Path, *, is_remote: bool) -> list[str]:
+        """The names in the folder of checkpoints, but for the file of the job that writes them."""
+        if not is_remote:
+            return sorted(path.name for path in checkpoints(folder).iterdir())
+        files = (self.place(folder) / "run").files()
+        return sorted({name.partition("/")[0] for name in files} - {"writer"})
 
 
 def checkpoints(folder: Path) -> Path:
@@ -270,9 +295,15 @@ class Points:
 
     def __init__(self, killer: Killer, scenario: Scenario) -> None:
         self.killer, self.scenario = killer, scenario
-        self._sets = [*scenario.all_sets, f"run.steps={STEPS}"]
         self._before = killer.new_folder()
         self._prepare()
+
+    def _sets(self, folder: Path) -> list[str]:
+        """The overrides of a run in ``folder``."""
+        sets = [*self.scenario.all_sets, f"run.steps={STEPS}"]
+        if self.scenario.is_remote:
+            sets.append(f"checkpoint.folder={self.killer.place(folder)}")
+        return sets
 
     def _prepare(self) -> None:
         """Make the folder that each kill starts from."""
@@ -289,15 +320,17 @@ class Points:
         elif before == "leftover":
             name = f"step-{BASE + 1:08d}"
             death = Death(event=Event("rename", f"{name}.tmp -> {name}", 1))
-            problem = self.killer.run_and_kill(folder, self._sets, world, death)
+            problem = self.killer.run_and_kill(folder, self._sets(folder), world, death)
             assert problem is None, problem
 
     @cached_property
     def events(self) -> list[Event]:
         """The events of the dying rank from its start to the end of its first save."""
         folder = shutil.copytree(self._before, self.killer.new_folder())
-        outcomes = self.killer.train(folder, self._sets, world=self.scenario.world)
+        outcomes = self.killer.train(folder, self._sets(folder), world=self.scenario.world)
         events = outcomes[self.scenario.dying].events
+        if self.scenario.is_remote:
+            return list(events)
         next_save = f"step-{2 if self.scenario.before == 'empty' else BASE + 2:08d}"
         end = next(index for index, event in enumerate(events) if event.path.startswith(next_save))
         return list(events[:end])
@@ -307,12 +340,13 @@ class Points:
         scenario, folder = self.scenario, shutil.copytree(self._before, self.killer.new_folder())
         where = f"{event.what} {event.path} {event.number}"
         death = Death((scenario.dying,), event=event)
-        problem = self.killer.run_and_kill(folder, self._sets, scenario.world, death)
+        sets = self._sets(folder)
+        problem = self.killer.run_and_kill(folder, sets, scenario.world, death)
         if problem is not None:
             return Kill(where, -1, -1, problem)
         return self.killer.start_again(
             folder,
-            self._sets,
+            sets,
             where,
             world=scenario.world,
             steps=STEPS,

@@ -9,11 +9,13 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from composer3d.facts.remote import RemotePath
 from tools.prove.resume import parts
 
 # A file of the run's folder: the steps whose checkpoints were published under their names.
@@ -144,6 +146,57 @@ class Trap:
         return buffered if "b" in mode else io.TextIOWrapper(buffered, *arguments, **keywords)
 
 
+class RemoteTrap:
+    """Kill the process before one of the calls that change an object store.
+
+    An object appears whole, when it is closed: "create" is the beginning of an upload, and "close"
+    its end.
+
+    Attributes:
+        events: all calls so far, with paths below ``place``.
+    """
+
+    def __init__(self, place: RemotePath, journal: Path, event: Event | None) -> None:
+        self.place, self.event = f"{place}/", event
+        self.events: list[Event] = []
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._journal = journal
+        for name in ("write", "remove", "remove_tree"):
+            setattr(RemotePath, name, self._of(name, getattr(RemotePath, name)))
+        right = RemotePath.create
+
+        @contextmanager
+        def create(path: RemotePath, *arguments: Any) -> Iterator[Any]:
+            self._meet("create", path)
+            with right(path, *arguments) as stream:
+                yield stream
+                self._meet("close", path)
+
+        RemotePath.create = create  # type: ignore[method-assign]
+
+    def _of(self, name: str, right: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(path: RemotePath, *arguments: Any) -> Any:
+            self._meet(name, path)
+            result = right(path, *arguments)
+            published = re.fullmatch(r"step-(\d{8})/manifest\.json", self._below(path))
+            if name == "write" and published:
+                append_line(self._journal, str(int(published[1])), os.write)
+            return result
+
+        return wrapped
+
+    def _below(self, path: RemotePath) -> str:
+        return str(path).removeprefix(self.place)
+
+    def _meet(self, what: str, path: RemotePath) -> None:
+        below = self._below(path)
+        self._counts[what, below] += 1
+        event = Event(what, below, self._counts[what, below])
+        self.events.append(event)
+        if event == self.event:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class _File(io.FileIO):
     """The raw file below the buffer of a file open for writing; its writes reach the system."""
 
@@ -240,11 +293,16 @@ def train_once(
     rank = int(os.environ["RANK"])
     if death is None or rank not in death.ranks:
         death = Death(ranks=())
-    trap = Trap(folder / "run" / "checkpoints", death.event)
+    resolved = load(
+        recipe, [*sets, f"run.out_dir={folder}"], world_size=int(os.environ["WORLD_SIZE"])
+    )
+    place = resolved.recipe.checkpoint_folder
+    trap: Trap | RemoteTrap
+    if isinstance(place, RemotePath):
+        trap = RemoteTrap(place, folder / "run" / PUBLISHED, death.event)
+    else:
+        trap = Trap(place, death.event)
     with pool_world() as device:
-        resolved = load(
-            recipe, [*sets, f"run.out_dir={folder}"], world_size=int(os.environ["WORLD_SIZE"])
-        )
         run = build(resolved.recipe, device, resolved.to_toml())
         resumed, begin = run.step, time.monotonic()
         cancel = None if death.after_s is None else die_after(death.after_s)

@@ -1,0 +1,204 @@
+"""Checkpoints in an object store: saved, chosen and loaded as those on a disk."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer3d.checkpoint import Store, manifest
+from composer3d.checkpoint.steps import list_steps, published
+from composer3d.facts.errors import CheckpointError, TrainingError
+from composer3d.facts.remote import Place, RemotePath
+from composer3d.runtime.launch import Pool, WorkerError
+from composer3d.runtime.process_group import pool_world
+from tests.checkpoint.store_jobs import full_state, make_job, make_manifest
+from tools.object_store import new_folder
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Pool]:
+    """Processes that know the server."""
+    new_folder()
+    with Pool() as out:
+        yield out
+
+
+@pytest.fixture
+def folder() -> RemotePath:
+    return new_folder()
+
+
+def save(folder: Place, steps: list[int], *, keep: int = 9, background: bool = False) -> Any:
+    with pool_world():
+        stages, optimizer = make_job(seed=0)
+        store = Store(folder, keep=keep, background=background)
+        store.assets = {"config.json": b"{}"}
+        for step in steps:
+            store.save(make_manifest(step), stages, optimizer)
+        store.wait()
+        return full_state(stages, optimizer)
+
+
+def load_newest(folder: Place) -> tuple[int, Any]:
+    """The step of the newest whole checkpoint, and the state that it gives a job."""
+    with pool_world():
+        stages, optimizer = make_job(seed=1)
+        store = Store(folder, keep=1)
+        found = store.newest_whole()
+        if found is None:
+            return 0, None
+        store.load(found[0], stages, optimizer)
+        return found[1].step, full_state(stages, optimizer)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_it_is_saved_as_on_a_disk_and_loaded_on_other_layouts(
+    workers: Pool, folder: RemotePath, tmp_path: Path, background: bool
+) -> None:
+    saved = workers.run(
+        save, {"folder": folder, "steps": [1], "background": background}, world_size=2
+    )
+    workers.run(save, {"folder": tmp_path, "steps": [1]}, world_size=2)
+    remote, local = (
+        manifest.read(folder / "step-00000001"),
+        manifest.read(tmp_path / "step-00000001"),
+    )
+    # The metadata name the folder and a random number.
+    assert remote.files.pop(".metadata") != local.files.pop(".metadata")
+    assert remote == local
+    assert set((folder / "step-00000001").files()) == {
+        "__0_0.distcp",
+        "__1_0.distcp",
+        ".metadata",
+        "assets/config.json",
+        "manifest.json",
+    }
+    for ranks in (1, 2, 3):
+        assert workers.run(load_newest, {"folder": folder}, world_size=ranks) == ranks * [
+            (1, saved[0])
+        ]
+
+
+def test_old_ones_are_removed_and_other_names_are_not(workers: Pool, folder: RemotePath) -> None:
+    (folder / "step-1" / "notes").write(b"of the user")
+    workers.run(save, {"folder": folder, "steps": [1, 2, 3], "keep": 2}, world_size=2)
+    assert folder.folders() == ["step-00000002", "step-00000003", "step-1"]
+    assert published(folder) == list_steps(folder)
+
+
+def test_what_a_killed_save_has_left_is_no_checkpoint(workers: Pool, folder: RemotePath) -> None:
+    saved = workers.run(save, {"folder": folder, "steps": [1, 2]}, world_size=2)
+    # The manifest comes last; the files of three ranks are of an earlier try.
+    (folder / "step-00000002" / "manifest.json").remove()
+    (folder / "step-00000002" / "__2_0.distcp").write(b"of a third rank")
+    assert workers.run(load_newest, {"folder": folder}, world_size=2) == 2 * [(1, saved[0])]
+    workers.run(save, {"folder": folder, "steps": [2]}, world_size=2)
+    assert workers.run(load_newest, {"folder": folder}, world_size=2) == 2 * [(2, saved[0])]
+
+
+@pytest.fixture(scope="module")
+def saved(workers: Pool) -> tuple[RemotePath, Any]:
+    """A folder with steps 1 and 2, and the state that they hold. Leave it as it was."""
+    folder = new_folder()
+    states = workers.run(save, {"folder": folder, "steps": [1, 2]}, world_size=2)
+    return folder, states[0]
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "missing", "more", "manifest"])
+def test_a_damaged_one_is_skipped(
+    workers: Pool, saved: tuple[RemotePath, Any], damage: str
+) -> None:
+    folder, state = saved
+    name = "manifest.json" if damage == "manifest" else "__1_0.distcp"
+    path, other = folder / "step-00000002" / name, folder / "step-00000002" / "__2_0.distcp"
+    before = path.read(1 << 20)
+    content = bytearray(before)
+    content[len(content) // 2] ^= 1
+    if damage == "missing":
+        path.remove()
+    elif damage == "more":
+        other.write(b"of no rank")
+    else:
+        path.write(bytes(content[:-1] if damage == "short" else content))
+    assert workers.run(load_newest, {"folder": folder}, world_size=2) == 2 * [(1, state)]
+    path.write(before)
+    other.remove()
+
+
+def test_if_all_are_damaged_the_error_names_them(
+    workers: Pool, saved: tuple[RemotePath, Any]
+) -> None:
+    folder, state = saved
+    paths = [path / ".metadata" for path in list_steps(folder)]
+    before = [path.read(1 << 20) for path in paths]
+    for path in paths:
+        path.write(b"nothing")
+    with pytest.raises(WorkerError) as caught:
+        workers.run(load_newest, {"folder": folder}, world_size=2)
+    for error in caught.value.failures.values():
+        assert isinstance(error, CheckpointError)
+        assert "is whole (damaged: step-00000001, step-00000002)" in str(error)
+    for path, content in zip(paths, before, strict=True):
+        path.write(content)
+    assert workers.run(load_newest, {"folder": folder}, world_size=2) == 2 * [(2, state)]
+
+
+def save_while_another_job_begins(folder: RemotePath) -> None:
+    with pool_world():
+        stages, optimizer = make_job(seed=0)
+        store, other = Store(folder, keep=9), Store(folder, keep=9)
+        store.save(make_manifest(1), stages, optimizer)
+        other.save(make_manifest(2), stages, optimizer)
+        store.save(make_manifest(3), stages, optimizer)
+
+
+def test_an_older_job_stops_before_it_writes(workers: Pool, folder: RemotePath) -> None:
+    with pytest.raises(WorkerError) as caught:
+        workers.run(save_while_another_job_begins, {"folder": folder}, world_size=2)
+    for error in caught.value.failures.values():
+        assert isinstance(error, TrainingError)
+        assert f"{folder} is written by another job now, process " in str(error)
+    assert folder.folders() == ["step-00000001", "step-00000002"]
+
+
+def claim(folder: RemotePath) -> None:
+    with pool_world():
+        Store(folder, keep=9).claim()
+
+
+def test_a_bucket_that_is_missing_is_found_before_the_first_save(workers: Pool) -> None:
+    with pytest.raises(WorkerError) as caught:
+        workers.run(claim, {"folder": RemotePath("s3://nobody/a")}, world_size=2)
+    for error in caught.value.failures.values():
+        assert "The specified bucket does not exist: 's3://nobody/a/writer'" in str(error)
+
+
+def fail_to_upload(folder: RemotePath) -> tuple[str, ...]:
+    """Save on ranks of which the last one loses its connection; return the lines of the error."""
+    import torch.distributed as dist
+
+    from composer3d.facts.remote import Upload
+
+    with pool_world():
+        stages, optimizer = make_job(seed=0)
+        store = Store(folder, keep=9)
+        store.save(make_manifest(1), stages, optimizer)
+
+        def fail(self: Upload, content: object) -> int:
+            raise OSError(5, "it is gone", "s3://it")
+
+        if dist.get_rank() == dist.get_world_size() - 1:
+            Upload.write = fail  # type: ignore[assignment, method-assign]
+        with pytest.raises(CheckpointError) as caught:
+            store.save(make_manifest(2), stages, optimizer)
+        return caught.value.lines
+
+
+def test_a_save_that_fails_leaves_nothing(workers: Pool, folder: RemotePath) -> None:
+    lines = workers.run(fail_to_upload, {"folder": folder}, world_size=2)
+    assert lines[0] == lines[1]
+    assert lines[0][0].startswith(f"{folder}/step-00000002 could not be saved: rank 1: ")
+    assert "it is gone" in lines[0][0]
+    assert lines[0][1].startswith(f"the newest checkpoint is {folder}/step-00000001: ")
+    assert folder.folders() == ["step-00000001"]
