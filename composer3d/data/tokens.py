@@ -256,7 +256,7 @@ def read_together(
         parts = [
             part for array, _, absent in begun for each in absent for part in array._parts(each)
         ]
-        contents = iter(read_parts(parts))
+        contents = iter(read_parts(parts) if parts else ())
     except DataError as error:
         # Ranks read other shards, and at other times.
         raise RankDataError(error.lines) from error
