@@ -133,6 +133,8 @@ def test_ranges_near_each_other_are_one_and_any_places_may_be_asked_for(
         np.arange(N)[::-1],
         generator.integers(0, N, (3, 40)),
         np.array([999, 0, 0, 500, 499, 999]),
+        # A range within another one.
+        np.concatenate([np.arange(510, 600), np.arange(550, 560), [505]]),
         np.array(7),
         np.empty(0, dtype=np.int64),
     ):

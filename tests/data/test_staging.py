@@ -197,6 +197,20 @@ def test_a_copy_that_was_harmed_is_not_read_and_made_again(
     assert corpus.tokens[ALL].tolist() == expected
 
 
+@pytest.mark.parametrize("harm", [shorten, link, Path.unlink])
+def test_a_copy_that_is_harmed_during_a_run_is_not_read(
+    local: Path, remote: RemotePath, disk: Path, harm: Any
+) -> None:
+    cache = cache_of(disk)
+    corpus = opened(remote, cache)
+    staged(cache)
+    assert corpus.tokens[np.array([0])] == opened(local).tokens[np.array([0])]
+    harm(copies_in(disk)["tokens-00006.bin"])
+    with requests() as seen:
+        assert corpus.tokens[ALL].tolist() == opened(local).tokens[ALL].tolist()
+    assert [name for name, *_ in seen.ranges] == ["tokens-00006.bin"]
+
+
 def test_a_damaged_object_gets_no_copy_and_ends_the_run(remote: RemotePath, disk: Path) -> None:
     path = remote / "tokens-00003.bin"
     path.write(bytes([7, 0]))
