@@ -56,7 +56,7 @@ class Options:
     as_json: bool = json_option()
     src: str = argument(metavar="SRC", help="a checkpoint, as SRC of convert")
     data: str | None = argument(
-        one_of="what", metavar="DATA", nargs="?", help="a folder that prepare made"
+        one_of="what", metavar="DATA", nargs="?", help="a folder that prepare made, or its URL"
     )
     tasks: str | None = argument(
         "--tasks",

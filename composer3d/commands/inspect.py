@@ -10,6 +10,7 @@ from typing import Any
 from composer3d.commands.arguments import argument, json_option
 from composer3d.commands.sources import local_source
 from composer3d.facts.errors import DataError
+from composer3d.facts.remote import RemotePath, is_url
 from composer3d.facts.text import printable
 from composer3d.facts.token_manifest import MANIFEST, read_manifest
 
@@ -60,8 +61,20 @@ def run(options: Options) -> int:
         DataError: the manifest of token files cannot be used.
         UserError: a later version of composer3d wrote the checkpoint.
     """
+    if _has_tokens(options.path):
+        return _inspect_tokens(
+            options.path, full=options.full, samples=options.samples, as_json=options.as_json
+        )
     with local_source(options.path) as path:
         return _inspect(options, path)
+
+
+def _has_tokens(text: str) -> bool:
+    """Return whether there are token files at a URL, which are read where they are."""
+    try:
+        return is_url(text) and (RemotePath(text) / MANIFEST).exists()
+    except (ValueError, OSError):
+        return False  # ``local_source`` says what is wrong
 
 
 def _inspect(options: Options, path: Path) -> int:
@@ -105,7 +118,7 @@ def _inspect(options: Options, path: Path) -> int:
     return status
 
 
-def _inspect_tokens(folder: Path, *, full: bool, samples: int, as_json: bool) -> int:
+def _inspect_tokens(folder: Path | str, *, full: bool, samples: int, as_json: bool) -> int:
     """Print a report on token files. With ``full``, every byte is compared with its digest."""
     # Imported here because these modules import numpy.
     from composer3d.data.examine import Sample, as_report, decode_samples, measure_lengths

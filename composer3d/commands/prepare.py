@@ -14,6 +14,7 @@ from composer3d.commands.arguments import (
 )
 from composer3d.facts.errors import DataError
 from composer3d.facts.ranges import MOST_VOCAB
+from composer3d.facts.remote import is_url
 from composer3d.facts.text import one_line
 from composer3d.models import hub
 
@@ -148,12 +149,19 @@ def run(options: Options) -> int:
     ``data.prepare.prepare`` raises the other errors. Returns the exit status 0.
 
     Raises:
-        DataError: an option does not belong to this ``kind``.
+        DataError: an option does not belong to this ``kind``, or names an object store.
     """
     # Imported here because these modules import torch.
     from composer3d.data.examples import Answers, Chat, Examples
     from composer3d.data.prepare import prepare
 
+    if is_url(options.out):
+        raise DataError(
+            f"-o {options.out}: prepare writes to a disk only; copy the finished folder, for "
+            "example with aws s3 sync"
+        )
+    for source in filter(is_url, options.sources):
+        raise DataError(f"{source}: prepare reads text from a disk only; copy it there first")
     for option, value, its_kind in (
         ("--prompt-field", options.prompt_field, Answers.kind),
         ("--answer-field", options.answer_field, Answers.kind),

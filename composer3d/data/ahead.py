@@ -1,6 +1,7 @@
-"""Make the next batch in a thread while the step runs."""
+"""Make the next batches in a thread while the step runs."""
 
 import threading
+from collections import deque
 from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -11,6 +12,10 @@ from composer3d.data.loader import Batch, Loader
 from composer3d.data.order import Order
 
 _CLOSE_S = 5.0
+
+# Batches that are made ahead. A store answers late now and then, and more batches bridge that.
+_AHEAD_OF_DISK = 1
+_AHEAD_OF_STORE = 4
 
 
 class _Made(NamedTuple):
@@ -23,8 +28,9 @@ class _Made(NamedTuple):
 class BatchesAhead:
     """An endless iterator over a loader's batches. One batch is made ahead, in a thread.
 
-    ``next`` returns a batch, and lets the thread make the one after it. An error of the loader is
-    raised by the ``next`` that would have returned its batch. The first ``next`` starts the thread.
+    If the loader reads an object store, four batches are made ahead, one after the other. ``next``
+    returns a batch, and lets the thread make another one. An error of the loader is raised by the
+    ``next`` that would have returned its batch. The first ``next`` starts the thread.
 
     Args:
         loader: makes the batches. Nobody else may call it as long as this object is in use.
@@ -35,7 +41,8 @@ class BatchesAhead:
     def __init__(self, loader: Loader, device: torch.device) -> None:
         self._loader, self._device = loader, device
         self._state = loader.state_dict()
-        self._next: Future[_Made] | None = None
+        self._ahead = _AHEAD_OF_STORE if loader.reads_store else _AHEAD_OF_DISK
+        self._next: deque[Future[_Made]] = deque()
         self._thread: threading.Thread | None = None
         # What the thread must make, in order; None ends it.
         self._requests: SimpleQueue[Future[_Made] | None] = SimpleQueue()
@@ -59,9 +66,9 @@ class BatchesAhead:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state of the loader, as ``Loader.load_state_dict``, with its errors."""
-        if self._next is not None:
-            wait([self._next])
-        self._next = None
+        self._drop()
+        wait(self._next)
+        self._next.clear()
         self._loader.load_state_dict(state)
         self._state = self._loader.state_dict()
 
@@ -69,18 +76,25 @@ class BatchesAhead:
         return self
 
     def __next__(self) -> Batch:
-        future = self._next or self._request()
-        self._next = None
+        future = self._next.popleft() if self._next else self._request()
         batch, self._state = future.result()
-        self._next = self._request()
+        while len(self._next) < self._ahead:
+            self._next.append(self._request())
         return batch
 
     def close(self) -> None:
-        """End the thread. Wait for it some seconds at most: a read may hang."""
+        """End the thread. Wait for the next batch some seconds at most: a read may hang."""
         if self._thread is not None:
+            self._drop(keep=1)
             self._requests.put(None)
             self._thread.join(_CLOSE_S)
             self._thread = None
+
+    def _drop(self, *, keep: int = 0) -> None:
+        """Let the thread make none of the batches that it has not begun, after the first ones."""
+        futures = list(self._next)
+        dropped = [future for future in futures[keep:] if future.cancel()]
+        self._next = deque(future for future in futures if future not in dropped)
 
     def _request(self) -> Future[_Made]:
         """Let the thread make the next batch."""
@@ -95,6 +109,8 @@ class BatchesAhead:
     def _serve(self) -> None:
         """Make batches until the end is requested. This runs in the thread."""
         while (future := self._requests.get()) is not None:
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 batch = next(self._loader)
                 if self._device.type == "cuda":

@@ -78,8 +78,7 @@ def decode_samples(manifest: TokenManifest, count: int) -> list[Sample]:
     """
     content = None
     if manifest.tokenizer_digest is not None:
-        with manifest.open(TOKENIZER) as file:
-            content = file.read()
+        content = manifest.read(TOKENIZER)
         if digest_of(content) != manifest.tokenizer_digest:
             raise DataError(f"{manifest.folder / TOKENIZER} is damaged")
     numbers = np.unique(np.linspace(0, manifest.documents - 1, count).round().astype(np.int64))
@@ -166,7 +165,5 @@ def _read(
     manifest: TokenManifest, name: str, offset: int, count: int, dtype: np.dtype[Any] | str
 ) -> np.ndarray:
     """Read ``count`` numbers from a file of the folder. Raises DataError as ``open``."""
-    with manifest.open(name) as file:
-        file.seek(offset)
-        content = file.read(count * np.dtype(dtype).itemsize)
+    content = manifest.read(name, offset, count * np.dtype(dtype).itemsize)
     return np.frombuffer(content, dtype=dtype)

@@ -24,7 +24,7 @@ from composer3d.data.order import (
     sources_of,
 )
 from composer3d.data.rows import FILLING, EvenRows, Rows, WholeDocumentRows
-from composer3d.data.tokens import Corpus
+from composer3d.data.tokens import Corpus, read_together
 from composer3d.facts.errors import DataError
 from composer3d.facts.text import short_json
 from composer3d.models.contract import IGNORE_INDEX
@@ -149,9 +149,19 @@ def tokens_ahead(batch: Batch, depths: int) -> torch.Tensor:
     return ahead_B2KT
 
 
-def _shifted(pick: _Pick, columns: np.ndarray, shift: int) -> np.ndarray:
-    """Return the places of some columns of a pick's rows, moved, within the corpus."""
-    return np.clip(pick.places[:, columns] + shift, 0, len(pick.corpus.tokens) - 1)
+def _places_and_next(pick: _Pick) -> np.ndarray:
+    """Return the places of a pick's rows, and that of the token behind each row.
+
+    All are places in the corpus. The token behind a row is only needed if the row ends within a
+    document.
+
+    Returns:
+        int64, (rows, seq_len + 1).
+    """
+    # A row does not begin with what fills it up. Its first token is read in any case.
+    places = np.where(pick.places == FILLING, pick.places[:, :1], pick.places)
+    behind = np.minimum(places[:, -1:] + 1, len(pick.corpus.tokens) - 1)
+    return np.concatenate([places, behind], axis=1)
 
 
 @dataclass(eq=False)
@@ -267,15 +277,20 @@ class Loader(Dataset[Batch]):
 
     def _batch(self, picks: list[_Pick], columns: np.ndarray) -> Batch:
         """Return some columns of the rows, without tokens further on."""
-        tokens_BT = self._gather(picks, columns)
-        labels_BT = self._gather(picks, columns, shift=1)
-        if any(pick.corpus.mask is not None for pick in picks):
-            labels_BT.masked_fill_(~self._learned(picks, columns, shift=1), IGNORE_INDEX)
+        # All tokens are read at once, each one once: a request to a store may take long.
+        if self.packing == "none":
+            wide = np.union1d(columns, columns + 1)
+        else:
+            wide = np.arange(self.seq_len + 1)
+        inputs, next_ones = np.searchsorted(wide, columns), np.searchsorted(wide, columns + 1)
+        tokens_BN, learned_BN = self._read(picks, wide)
+        tokens_BT, labels_BT = tokens_BN[:, inputs], tokens_BN[:, next_ones]
+        if learned_BN is not None:
+            labels_BT.masked_fill_(~learned_BN[:, next_ones], IGNORE_INDEX)
         if self.packing == "none":
             return Batch(tokens_BT, labels_BT, torch.from_numpy(columns).repeat(self._rows, 1))
 
-        whole_rows = self._gather(picks, np.arange(self.seq_len))
-        ends_BT = whole_rows == self.corpus.end_of_document
+        ends_BT = tokens_BN[:, : self.seq_len] == self.corpus.end_of_document
         if self.packing == "documents":
             documents_BT, positions_BT = number_documents(ends_BT)
             labels_BT = labels_BT.masked_fill_(ends_BT[:, columns], IGNORE_INDEX)
@@ -304,24 +319,36 @@ class Loader(Dataset[Batch]):
             picks.append(_Pick(self._corpora[number], rows, places))
         return picks
 
-    def _gather(self, picks: list[_Pick], columns: np.ndarray, shift: int = 0) -> torch.Tensor:
-        """Copy the tokens of some columns of the rows, or of the corpus ``shift`` tokens behind.
+    def _read(
+        self, picks: list[_Pick], columns: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Copy the tokens of some columns of the rows, and whether they are learned.
+
+        Column ``seq_len`` has the tokens behind the rows.
 
         Returns:
-            int64, (rows, columns). Where ``_is_filling``, any tokens.
+            int64 and bool, both (rows, columns). Where ``_is_filling``, any tokens. No second
+            tensor means that all are learned.
         """
-        tokens_BT = np.empty((self._rows, len(columns)), dtype=np.int64)
-        for pick in picks:
-            tokens_BT[pick.rows] = pick.corpus.tokens[_shifted(pick, columns, shift)]
-        return torch.from_numpy(tokens_BT)
+        places = [_places_and_next(pick)[:, columns] for pick in picks]
+        with_mask = [number for number, pick in enumerate(picks) if pick.corpus.mask is not None]
+        requests = [(pick.corpus.tokens, at) for pick, at in zip(picks, places, strict=True)]
+        for number in with_mask:
+            mask = picks[number].corpus.mask
+            assert mask is not None
+            requests.append((mask, places[number]))
+        found = iter(read_together(requests))
 
-    def _learned(self, picks: list[_Pick], columns: np.ndarray, shift: int) -> torch.Tensor:
-        """Return whether the tokens that ``_gather`` copies are learned, in the same shape."""
-        learned_BT = np.ones((self._rows, len(columns)), dtype=np.bool_)
+        tokens_BN = np.empty((self._rows, len(columns)), dtype=np.int64)
         for pick in picks:
-            if pick.corpus.mask is not None:
-                learned_BT[pick.rows] = pick.corpus.mask[_shifted(pick, columns, shift)]
-        return torch.from_numpy(learned_BT)
+            tokens_BN[pick.rows] = next(found).reshape(len(pick.rows), -1)
+        if not with_mask:
+            return torch.from_numpy(tokens_BN), None
+        learned_BN = np.ones(tokens_BN.shape, dtype=np.bool_)
+        for number in with_mask:
+            rows = picks[number].rows
+            learned_BN[rows] = next(found).reshape(len(rows), -1)
+        return torch.from_numpy(tokens_BN), torch.from_numpy(learned_BN)
 
     def _is_filling(self, picks: list[_Pick]) -> torch.Tensor:
         """Return which tokens of the rows fill them up: bool, (rows, seq_len)."""
@@ -329,6 +356,12 @@ class Loader(Dataset[Batch]):
         for pick in picks:
             is_filling_BT[pick.rows] = pick.places == FILLING
         return torch.from_numpy(is_filling_BT)
+
+    @property
+    def reads_store(self) -> bool:
+        """Whether a corpus is in an object store."""
+        manifests = [corpus.manifest for corpus in self._corpora]
+        return any(manifest is not None and manifest.is_remote for manifest in manifests)
 
     def epochs_in(self, n_steps: int) -> list[Epochs]:
         """Return how often each corpus is seen in the first ``n_steps`` steps, in its order."""

@@ -21,8 +21,10 @@ from composer3d.data.documents import (
     read_documents,
     refuse_end_of_document,
 )
+from composer3d.data.staging import NodeCache
 from composer3d.data.tokens import MOST_MAPS, Corpus, open_tokens
 from composer3d.facts.errors import DataError
+from composer3d.facts.remote import Place, place_of
 from composer3d.facts.token_manifest import digest_of
 
 # Folders of the standard library that are skipped: installed packages, and tests, whose fixtures
@@ -41,6 +43,7 @@ def open_corpus(
     held_out_path: str | os.PathLike[str] | None = None,
     field: str = "text",
     most_maps: int = MOST_MAPS,
+    cache: NodeCache | None = None,
 ) -> Corpus:
     """Open the training or the validation split of a source as a corpus.
 
@@ -50,7 +53,7 @@ def open_corpus(
       is held out for validation, chosen by the hash of its name.
     - ``text``: a file, or a folder with all files below it. Each file is a document.
     - ``jsonl``: a file, or a folder with all ``*.jsonl`` below it. Each line is a document.
-    - ``tokens``: a folder of token files; see ``tokens.open_tokens``.
+    - ``tokens``: a folder of token files, or the URL of one; see ``tokens.open_tokens``.
 
     In folders of text and JSONL, hidden files, hidden folders and links to folders are skipped.
     Empty texts do not count as documents.
@@ -64,6 +67,7 @@ def open_corpus(
         held_out_path: the file or folder of the split "validation". It is not read for ``python``.
         field: the key of the text in a line of JSONL.
         most_maps: shards of token files that may be mapped at once.
+        cache: copies of token files on this node; None: there are none.
 
     Raises:
         DataError: there is nothing to read, a file cannot be read or is damaged, or a text that is
@@ -81,13 +85,22 @@ def open_corpus(
 
     chosen = path if split == "train" else held_out_path
     assert chosen is not None  # a rule of recipes
-    root, name = Path(chosen), f"{chosen} ({split})"
+    name = f"{chosen} ({split})"
     if source == "tokens":
-        return open_tokens(root, name=name, most_maps=most_maps)
+        folder = _folder_of(os.fspath(chosen))
+        return open_tokens(folder, name=name, most_maps=most_maps, cache=cache)
+    root = Path(chosen)
     is_jsonl = source == "jsonl"
     files = list_files(root, ".jsonl" if is_jsonl else "")
     documents = read_documents(files, field if is_jsonl else None)
     return _join(documents, name, root, len(files))
+
+
+def _folder_of(text: str) -> Place:
+    try:
+        return place_of(text)
+    except ValueError as error:
+        raise DataError(f"{text} {error}") from None
 
 
 def _is_held_out(name: str) -> bool:

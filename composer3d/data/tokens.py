@@ -24,19 +24,25 @@ folder do not depend on how it is cut.
 import json
 import os
 import random
+import threading
 from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from composer3d.data.staging import NodeCache, NodeCopies
 from composer3d.facts import token_manifest
 from composer3d.facts.errors import DataError, RankDataError
+from composer3d.facts.remote import Part, Place, RemotePath, read_parts
 from composer3d.facts.token_manifest import (
     AGAIN,
     FORMAT,
+    LOOK,
     MANIFEST,
     MASK_VERSION,
     SHARDS_VERSION,
@@ -57,26 +63,73 @@ _START_BYTES = 8  # in an entry of documents.bin
 _MOST_CHUNKS = 16  # that a rank verifies when it opens a folder
 _MOST_THREADS = 4  # of a rank that verifies; each holds a chunk in memory
 MOST_MAPS = 128  # shards of a folder that are mapped at once; each map holds an open file
+# Bytes between two ranges of a file in a store that cost less to read than another request.
+_MOST_GAP_BYTES = 64 << 10
+_READERS = 16  # threads that read whole small files from a store
+
+
+class _Map(NamedTuple):
+    """A file of a shard, mapped into memory.
+
+    Attributes:
+        values: its tokens, or its mask.
+        is_copy: whether this is the copy on a disk of the node.
+    """
+
+    values: np.ndarray
+    is_copy: bool
+
+
+class _Absent(NamedTuple):
+    """Tokens of one shard that must be read from an object store.
+
+    Attributes:
+        name: the file.
+        at: where they are in the result: int64, 1-D.
+        places: where they are in the file: int64, 1-D.
+        spans: the tokens of the file that are read: int64, (spans, 2), each from a first token to
+            the one after the last. They ascend and do not overlap.
+    """
+
+    name: str
+    at: np.ndarray
+    places: np.ndarray
+    spans: np.ndarray
 
 
 class ShardedTokens:
     """The tokens of several shards, or their masks, as one read-only array without joining them.
 
     A shard is mapped into memory when one of its tokens is first read. At most ``most_maps`` shards
-    are mapped at once; the one that was read longest ago makes room. One thread at a time may read.
+    are mapped at once; the one that was read longest ago makes room. Of a folder in an object
+    store, only copies on the node are mapped. What has no copy is read from the store, in ranges of
+    bytes, all that a call asks for at once. Several threads may read.
+
+    What is read in ranges has no digest. So tokens of a store, and of copies, are compared with the
+    size of the vocabulary each time.
 
     Args:
         manifest: the folder.
         most_maps: at least 1.
         masks: whether the masks are read instead of the tokens.
+        copies: copies of files on this node; None: there are none.
     """
 
-    def __init__(self, manifest: TokenManifest, most_maps: int, *, masks: bool = False) -> None:
+    def __init__(
+        self,
+        manifest: TokenManifest,
+        most_maps: int,
+        *,
+        masks: bool = False,
+        copies: NodeCopies | None = None,
+    ) -> None:
         self._manifest = manifest
         self._most_maps = most_maps
         self._masks = masks
+        self._copies = copies
         self._stops = np.cumsum([shard.tokens for shard in manifest.shards])
-        self._maps: OrderedDict[int, np.ndarray] = OrderedDict()  # the last one is the newest
+        self._maps: OrderedDict[int, _Map] = OrderedDict()  # the last one is the newest
+        self._lock = threading.Lock()
         self.dtype = np.dtype(np.uint8) if masks else _dtype(manifest)
 
     def __len__(self) -> int:
@@ -86,32 +139,153 @@ class ShardedTokens:
         """Return copies of the tokens at ``index``: integers from 0 to len - 1, in any shape.
 
         Raises:
-            RankDataError: the file of a shard is missing, or has another size than before.
+            RankDataError: the file of a shard is missing, has another size than before, or is
+                damaged; or the store cannot be read.
         """
-        flat = np.asarray(index).reshape(-1)
-        result = np.empty(flat.shape, self.dtype)
-        owners = np.searchsorted(self._stops, flat, side="right")
-        for number in np.unique(owners):
-            here = owners == number
-            first = self._stops[number] - self._manifest.shards[number].tokens
-            result[here] = self._map(int(number))[flat[here] - first]
-        return result.reshape(np.shape(index))
+        (values,) = read_together([(self, np.asarray(index))])
+        return values.reshape(np.shape(index))
 
-    def _map(self, number: int) -> np.ndarray:
-        """Return the tokens or the mask of a shard, mapped into memory."""
-        if number in self._maps:
+    def _begin(self, flat: np.ndarray) -> tuple[np.ndarray, list[_Absent]]:
+        """Read what is on a disk: all but the places of the second result."""
+        if self._copies is not None:
+            self._copies.check()
+        result = np.empty(flat.shape, self.dtype)
+        absent = []
+        owners = np.searchsorted(self._stops, flat, side="right")
+        for number in np.unique(owners).tolist():
+            at = np.flatnonzero(owners == number)
+            shard = self._manifest.shards[number]
+            places = flat[at] - (self._stops[number] - shard.tokens)
+            values = self._map(number)
+            if values is None:
+                spans = _spans(places, _MOST_GAP_BYTES // self.dtype.itemsize)
+                absent.append(_Absent(self._name(number), at, places, spans))
+            else:
+                result[at] = values[places]
+        return result, absent
+
+    def _parts(self, absent: _Absent) -> Iterator[Part]:
+        """Yield the ranges of bytes with the spans."""
+        folder, size = self._manifest.folder, self.dtype.itemsize
+        assert isinstance(folder, RemotePath)  # files on a disk are mapped
+        for first, stop in absent.spans.tolist():
+            yield Part(folder / absent.name, first * size, (stop - first) * size)
+
+    def _fill(self, result: np.ndarray, absent: _Absent, contents: Iterator[bytes]) -> None:
+        """Write the tokens that were read from the store to their places in the result."""
+        read = np.concatenate(
+            [np.frombuffer(next(contents), dtype=self.dtype) for _ in absent.spans]
+        )
+        firsts, stops = absent.spans.T
+        before = np.cumsum(stops - firsts) - (stops - firsts)  # tokens of the spans before
+        owners = np.searchsorted(firsts, absent.places, side="right") - 1
+        result[absent.at] = read[before[owners] + absent.places - firsts[owners]]
+
+    def _check(self, values: np.ndarray, flat: np.ndarray) -> None:
+        """Raise RankDataError if a value is none that ``prepare`` writes."""
+        is_verified = not self._manifest.is_remote and self._copies is None
+        limit = 2 if self._masks else self._manifest.vocab
+        if is_verified or not values.size or int(values.max()) < limit:
+            return
+        place = int(flat[values.argmax()])
+        number = int(np.searchsorted(self._stops, place, side="right"))
+        allowed = "0 or 1 in a mask" if self._masks else f"a vocabulary of {limit}"
+        raise RankDataError(
+            f"{self._manifest.folder / self._name(number)} is damaged: it holds {values.max()} for "
+            f"token {place} of the folder, but {MANIFEST} says {allowed}; {AGAIN}"
+        )
+
+    def _name(self, number: int) -> str:
+        shard = self._manifest.shards[number]
+        return str(shard.mask_file) if self._masks else shard.tokens_file
+
+    def _map(self, number: int) -> np.ndarray | None:
+        """Return the tokens or the mask of a shard, mapped into memory; None: it is in a store."""
+        name = self._name(number)
+        with self._lock:
+            found = self._maps.get(number)
+            has_copy = self._copies is not None and name in self._copies
+            if found is None or (has_copy and not found.is_copy):
+                found = self._open(number, name, found)
+            if found is None:
+                return None
+            self._maps[number] = found
             self._maps.move_to_end(number)
-            return self._maps[number]
-        while len(self._maps) >= self._most_maps:
-            self._maps.popitem(last=False)
+            while len(self._maps) > self._most_maps:
+                self._maps.popitem(last=False)
+            return found.values
+
+    def _open(self, number: int, name: str, earlier: _Map | None) -> _Map | None:
+        """Map the copy of a shard, or else the shard itself, if it was not mapped before."""
+        copy = None if self._copies is None else self._copies.open(name)
+        if copy is not None:
+            with copy:
+                return _Map(np.memmap(copy, dtype=self.dtype, mode="r"), is_copy=True)
+        if earlier is not None or self._manifest.is_remote:
+            return earlier
         shard = self._manifest.shards[number]
         map_part = _map_mask if self._masks else _map_shard
-        try:
-            self._maps[number] = map_part(self._manifest, shard)
-        except DataError as error:
-            # Ranks read other shards, and at other times.
-            raise RankDataError(error.lines) from error
-        return self._maps[number]
+        return _Map(map_part(self._manifest, shard), is_copy=False)
+
+
+def read_together(
+    requests: Sequence[tuple[np.ndarray | ShardedTokens, np.ndarray]],
+) -> list[np.ndarray]:
+    """Read places of several arrays. What is in object stores is requested at once.
+
+    Args:
+        requests: each an array, and integers of any shape: the places in it.
+
+    Returns:
+        The tokens of each request, 1-D, in the order of its places.
+
+    Raises:
+        RankDataError: as ``ShardedTokens`` does.
+    """
+    results: list[np.ndarray] = []
+    begun: list[tuple[ShardedTokens, np.ndarray, list[_Absent]]] = []
+    try:
+        for array, index in requests:
+            flat = index.reshape(-1)
+            if isinstance(array, ShardedTokens):
+                result, absent = array._begin(flat)
+                begun.append((array, result, absent))
+                results.append(result)
+            else:
+                results.append(array[flat])
+        parts = [
+            part for array, _, absent in begun for each in absent for part in array._parts(each)
+        ]
+        contents = iter(read_parts(parts) if parts else ())
+    except DataError as error:
+        # Ranks read other shards, and at other times.
+        raise RankDataError(error.lines) from error
+    except OSError as error:
+        raise RankDataError(f"{error.filename} cannot be read: {error.strerror}; {LOOK}") from error
+    for array, result, absent in begun:
+        for each in absent:
+            array._fill(result, each, contents)
+    for (array, index), result in zip(requests, results, strict=True):
+        if isinstance(array, ShardedTokens):
+            array._check(result, index.reshape(-1))
+    return results
+
+
+def _spans(places: np.ndarray, most_gap: int) -> np.ndarray:
+    """Return the spans that hold some places of a file, as ``_Absent`` has them.
+
+    Places with at most ``most_gap`` others between them are in one span.
+    """
+    # First the runs of places in their order, which are few: sorting all places takes longer.
+    ends = np.flatnonzero(np.diff(places) != 1)
+    firsts = places[np.concatenate([[0], ends + 1])]
+    stops = places[np.concatenate([ends, [len(places) - 1]])] + 1
+    order = np.argsort(firsts, kind="stable")
+    firsts, stops = firsts[order], np.maximum.accumulate(stops[order])
+    begins = np.flatnonzero(firsts[1:] > stops[:-1] + most_gap) + 1
+    return np.stack(
+        [firsts[np.concatenate([[0], begins])], stops[np.concatenate([begins - 1, [-1]])]], axis=1
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,15 +380,17 @@ def _read_entries(folder: Path) -> dict[str, dict[str, Any]]:
     files = {}
     for path in sorted(folder.iterdir()):
         sync(path)
-        size = path.stat().st_size
-        n_chunks = -(-size // token_manifest.CHUNK_BYTES)
+        size, digests = path.stat().st_size, []
         with open(path, "rb") as file:
-            digests = [digest_of(_read_chunk(file, number)) for number in range(n_chunks)]
+            while chunk := file.read(token_manifest.CHUNK_BYTES):
+                digests.append(digest_of(chunk))
         files[path.name] = {"bytes": size, "digests": digests}
     return files
 
 
-def open_tokens(folder: Path, *, name: str, most_maps: int = MOST_MAPS) -> Corpus:
+def open_tokens(
+    folder: Place, *, name: str, most_maps: int = MOST_MAPS, cache: NodeCache | None = None
+) -> Corpus:
     """Verify a folder of token files and map its tokens into memory.
 
     Shards are mapped when they are read. Every rank verifies the sizes of all files. The content
@@ -228,38 +404,30 @@ def open_tokens(folder: Path, *, name: str, most_maps: int = MOST_MAPS) -> Corpu
     (see ``process_group.on_all``). This function runs no collective. A process without
     LOCAL_WORLD_SIZE has all chunks as its part.
 
+    Of a folder in an object store, the sizes come from one list of it, and no chunk is read. With
+    ``cache``, the copies that are there already are compared with their digests, in the same parts.
+    A copy that is damaged is removed.
+
     Args:
         folder: a folder that ``composer3d prepare`` made.
         name: the name of the corpus, for messages.
         most_maps: the number of files that may be mapped at once.
+        cache: copies on this node, which are read in place of the files; None: there are none.
 
     Raises:
         DataError: a file is missing, or is not what ``prepare`` wrote. The message names the file.
     """
     manifest = token_manifest.read_manifest(folder)
     manifest.check_files()
-
-    chunks = _chunks_of(manifest)
-    ranks = environment.local_world_size(default=1)
-    rank = environment.local_rank() % ranks
-    own = chunks[rank::ranks]
-    if len(own) > _MOST_CHUNKS:
-        # Other ones at each start, and on each node. No global generator is used.
-        own = random.SystemRandom().sample(own, _MOST_CHUNKS)
-        log.get().info(
-            f"{folder} has {len(chunks):,} parts of up to {token_manifest.CHUNK_BYTES >> 20} MiB: "
-            f"each node verifies {ranks * _MOST_CHUNKS} at random; "
-            f"composer3d inspect {folder} --full verifies all"
-        )
-    threads = max(1, min(_MOST_THREADS, usable_cores() // ranks))
-    with ThreadPoolExecutor(threads) as pool:
-        verified = [pool.submit(_verify_chunk, manifest, *chunk) for chunk in own]
-        try:
-            for chunk in verified:
-                chunk.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    if not manifest.is_remote:
+        chunks = _chunks_of(manifest, manifest.files)
+        hint = f"; composer3d inspect {folder} --full verifies all"
+        _verify(chunks, partial(_verify_chunk, manifest), str(folder), hint=hint)
+    copies = None
+    if cache is not None:
+        copies = cache.add(manifest)
+        copied = [file_name for file_name in copies.names if file_name in copies]
+        _verify(_chunks_of(manifest, copied), copies.is_sound, f"the copy of {folder}")
 
     shards = manifest.shards
     has_mask = manifest.learned is not None
@@ -267,22 +435,56 @@ def open_tokens(folder: Path, *, name: str, most_maps: int = MOST_MAPS) -> Corpu
         most_maps = max(1, most_maps // 2)
     tokens: np.ndarray | ShardedTokens
     mask: np.ndarray | ShardedTokens | None = None
-    if len(shards) == 1:
+    if len(shards) == 1 and copies is None and not manifest.is_remote:
         tokens = _map_shard(manifest, shards[0])
         mask = _map_mask(manifest, shards[0]) if has_mask else None
     else:
-        tokens = ShardedTokens(manifest, most_maps)
-        mask = ShardedTokens(manifest, most_maps, masks=True) if has_mask else None
+        tokens = ShardedTokens(manifest, most_maps, copies=copies)
+        if has_mask:
+            mask = ShardedTokens(manifest, most_maps, masks=True, copies=copies)
     digest = manifest.content or manifest.files_digest
     return Corpus(
         tokens, manifest.end_of_document, digest, manifest.documents, name, mask, manifest
     )
 
 
+def _verify(
+    chunks: Sequence[tuple[str, int]],
+    verify: Callable[[str, int], object],
+    place: str,
+    *,
+    hint: str = "",
+) -> None:
+    """Call ``verify`` with this rank's chunks, as ``open_tokens`` says, in threads.
+
+    ``place`` and ``hint`` are for the line that says that not all are verified.
+    """
+    ranks = environment.local_world_size(default=1)
+    rank = environment.local_rank() % ranks
+    own = chunks[rank::ranks]
+    if len(own) > _MOST_CHUNKS:
+        # Other ones at each start, and on each node. No global generator is used.
+        own = random.SystemRandom().sample(own, _MOST_CHUNKS)
+        log.get().info(
+            f"{place} has {len(chunks):,} parts of up to {token_manifest.CHUNK_BYTES >> 20} MiB: "
+            f"each node verifies {ranks * _MOST_CHUNKS} at random{hint}"
+        )
+    threads = max(1, min(_MOST_THREADS, usable_cores() // ranks))
+    with ThreadPoolExecutor(threads) as pool:
+        verified = [pool.submit(verify, *chunk) for chunk in own]
+        try:
+            for chunk in verified:
+                chunk.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
 def document_bounds(corpus: Corpus) -> np.ndarray:
     """Return the first token of each document, and the token after the last document.
 
-    For a folder of token files, the files of documents are read, and no tokens.
+    For a folder of token files, the files of documents are read, and no tokens. Those in an object
+    store are compared with their digests.
 
     Returns:
         int64, (documents + 1,), ascending from 0.
@@ -290,19 +492,32 @@ def document_bounds(corpus: Corpus) -> np.ndarray:
     Raises:
         DataError: a file of documents is missing, or is not what ``prepare`` wrote.
     """
-    if corpus.manifest is None:
+    manifest = corpus.manifest
+    if manifest is None:
         assert isinstance(corpus.tokens, np.ndarray)
         ends = np.flatnonzero(corpus.tokens == corpus.end_of_document)
         return np.concatenate([[0], ends + 1])
+
     parts, first_token = [np.zeros(1, dtype=np.int64)], 0
-    for shard in corpus.manifest.shards:
-        with corpus.manifest.open(shard.documents_file) as file:
-            content = file.read()
-        path = corpus.manifest.folder / shard.documents_file
-        _check_starts(shard, path, content, is_first=True, is_last=True)
-        parts.append(np.frombuffer(content, dtype="<i8")[1:] + first_token)
-        first_token += shard.tokens
+    with ThreadPoolExecutor(_READERS if manifest.is_remote else 1) as pool:
+        contents = pool.map(partial(_read_documents, manifest), manifest.shards)
+        for shard, content in zip(manifest.shards, contents, strict=True):
+            parts.append(np.frombuffer(content, dtype="<i8")[1:] + first_token)
+            first_token += shard.tokens
     return np.concatenate(parts)
+
+
+def _read_documents(manifest: TokenManifest, shard: Shard) -> bytes:
+    """Read and check the file of a shard's documents. Raises DataError as ``document_bounds``."""
+    name = shard.documents_file
+    content = manifest.read(name)
+    if manifest.is_remote:
+        for number in range(len(manifest.files[name].digests)):
+            begin = number * token_manifest.CHUNK_BYTES
+            chunk = memoryview(content)[begin : begin + token_manifest.CHUNK_BYTES]
+            manifest.check_digest(name, number, digest_of(chunk))
+    _check_starts(shard, manifest.folder / name, content, is_first=True, is_last=True)
+    return content
 
 
 def _map_shard(manifest: TokenManifest, shard: Shard) -> np.ndarray:
@@ -324,19 +539,22 @@ def find_damage(manifest: TokenManifest, *, full: bool) -> list[str]:
 
     def problem_of(chunk: tuple[str, int]) -> str | None:
         try:
-            if full:
-                _verify_chunk(manifest, *chunk)
-            else:
-                manifest.open(chunk[0]).close()
+            _verify_chunk(manifest, *chunk)
         except DataError as error:
             return error.lines[0]
         return None
 
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        chunks = _chunks_of(manifest) if full else [(name, 0) for name in manifest.files]
-        problems = threads.map(problem_of, chunks)
-        # A file that is missing or cut has the same line for each of its chunks.
-        found = list(dict.fromkeys(filter(None, problems)))
+    try:
+        of_size = manifest.size_problems()
+    except DataError as error:
+        return list(error.lines)
+    found = list(of_size.values())
+    if full:
+        names = [name for name in manifest.files if name not in of_size]
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            found += filter(None, threads.map(problem_of, _chunks_of(manifest, names)))
+        # Tokens are compared with the file of documents: its problem is theirs too.
+        found = list(dict.fromkeys(found))
     if full and not found and manifest.content not in (None, _read_content(manifest)):
         found.append(
             f"{manifest.folder / MANIFEST} has another digest of the documents than its files; "
@@ -375,25 +593,20 @@ def _count_learned(manifest: TokenManifest, shard: Shard) -> int:
     return sum(int(np.count_nonzero(mask[first : first + _BLOCK_TOKENS])) for first in blocks)
 
 
-def _chunks_of(manifest: TokenManifest) -> list[tuple[str, int]]:
-    """Return the file and the number of each chunk.
+def _chunks_of(manifest: TokenManifest, names: Iterable[str]) -> list[tuple[str, int]]:
+    """Return the file and the number of each chunk of some files.
 
     Files of documents come first: tokens are compared with them.
     """
     return [
-        (file_name, number)
-        for file_name, entry in sorted(manifest.files.items())
-        for number in range(len(entry.digests))
+        (name, number)
+        for name in sorted(names)
+        for number in range(len(manifest.files[name].digests))
     ]
 
 
 def _dtype(manifest: TokenManifest) -> np.dtype[Any]:
     return np.dtype(manifest.dtype).newbyteorder("<")
-
-
-def _read_chunk(file: BinaryIO, number: int) -> bytes:
-    file.seek(number * token_manifest.CHUNK_BYTES)
-    return file.read(token_manifest.CHUNK_BYTES)
 
 
 def _verify_chunk(manifest: TokenManifest, file_name: str, number: int) -> None:
@@ -406,18 +619,13 @@ def _verify_chunk(manifest: TokenManifest, file_name: str, number: int) -> None:
     is_starts = shard is not None and file_name == shard.documents_file
     begin = number * token_manifest.CHUNK_BYTES
     place = f"between bytes {begin} and {begin + token_manifest.CHUNK_BYTES}"
-    with manifest.open(file_name) as file:
-        content = _read_chunk(file, number)
-        # Also read the last entry of the previous chunk, because the starts must ascend across it.
-        previous = b""
-        if is_starts and begin:
-            file.seek(begin - _START_BYTES)
-            previous = file.read(_START_BYTES)
+    # Also read the last entry of the previous chunk, because the starts must ascend across it.
+    before = _START_BYTES if is_starts and begin else 0
+    size = min(token_manifest.CHUNK_BYTES, manifest.files[file_name].bytes - begin)
+    content = manifest.read(file_name, begin - before, before + size)
+    previous, content = content[:before], content[before:]
 
-    if digest_of(content) != manifest.files[file_name].digests[number]:
-        raise DataError(
-            f"{path} is damaged {place}: its digest there is not the one in {MANIFEST}; {AGAIN}"
-        )
+    manifest.check_digest(file_name, number, digest_of(content))
     if shard is not None and is_starts:
         is_last = begin + len(content) == manifest.files[file_name].bytes
         _check_starts(shard, path, previous + content, is_first=begin == 0, is_last=is_last)
@@ -432,7 +640,7 @@ def _verify_chunk(manifest: TokenManifest, file_name: str, number: int) -> None:
 
 
 def _check_tokens(
-    manifest: TokenManifest, shard: Shard, path: Path, place: str, content: bytes, begin: int
+    manifest: TokenManifest, shard: Shard, path: Place, place: str, content: bytes, begin: int
 ) -> None:
     """Raise DataError if a token is not in the vocabulary, or an end of document is misplaced.
 
@@ -475,7 +683,7 @@ def _check_tokens(
 
 
 def _check_starts(
-    shard: Shard, path: Path, content: bytes, *, is_first: bool, is_last: bool
+    shard: Shard, path: Place, content: bytes, *, is_first: bool, is_last: bool
 ) -> None:
     """Raise DataError if the starts do not begin at 0, ascend, and end at the number of tokens.
 

@@ -15,11 +15,11 @@ import io
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache, total_ordering
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from composer3d.facts.files import FileTooLargeError
 from composer3d.facts.text import in_quotes, one_line
@@ -168,7 +168,7 @@ class RemotePath:
         size = self.size()
         if size > limit:
             raise _too_large(self, limit)
-        return self._read_range(0, size)
+        return self.read_range(0, size)
 
     def read_ranges(self, ranges: Iterable[tuple[int, int]]) -> Generator[bytes, None, None]:
         """Yield ranges of bytes of this file, in their order. Some are read ahead, in threads.
@@ -192,23 +192,31 @@ class RemotePath:
                         done, content = waiting.popleft()
                         ahead -= done
                         yield content.result()
-                    waiting.append((size, threads.submit(self._read_range, begin, size)))
+                    waiting.append((size, threads.submit(self.read_range, begin, size)))
                     ahead += size
                 while waiting:
                     yield waiting.popleft()[1].result()
             finally:
                 threads.shutdown(cancel_futures=True)
 
-    def _read_range(self, begin: int, size: int) -> bytes:
+    def read_range(self, begin: int, size: int) -> bytes:
+        """Return ``size`` bytes of this file, from byte ``begin`` on.
+
+        Raises:
+            OSError: they cannot be read, or the file ends within them.
+        """
         if size == 0:
             return b""  # the servers of S3 refuse an empty range
         with self._words():
             system = _system(self.kind)
             content = bytes(system.cat_file(self._place, start=begin, end=begin + size))
+        self._require_size(content, begin, size)
+        return content
+
+    def _require_size(self, content: bytes, begin: int, size: int) -> None:
         if len(content) != size:
             reason = f"ends within the {size:,} bytes at {begin:,}"
             raise OSError(errno.EIO, reason, str(self))
-        return content
 
     def pieces(self, size: int | None = None) -> Generator[bytes, None, None]:
         """Yield the whole content of this file in pieces, of which some are read ahead.
@@ -359,6 +367,48 @@ class Upload(io.RawIOBase):
     def tell(self) -> int:
         """Return the number of bytes that have been written."""
         return int(self._stream.tell())
+
+
+class Part(NamedTuple):
+    """A range of bytes of a file in a store.
+
+    Attributes:
+        path: the file.
+        begin: the first byte.
+        size: the number of bytes, at least 1.
+    """
+
+    path: RemotePath
+    begin: int
+    size: int
+
+
+def read_parts(parts: Sequence[Part]) -> list[bytes]:
+    """Return parts of files, all of which are requested at once.
+
+    Args:
+        parts: of one store or of several. Together, they must fit into memory.
+
+    Raises:
+        OSError: a part cannot be read, or its file ends within it.
+    """
+    contents: dict[Part, bytes] = {}
+    for kind in dict.fromkeys(part.path.kind for part in parts):
+        own = [part for part in parts if part.path.kind == kind]
+        with own[0].path._words():
+            found = _system(kind).cat_ranges(
+                [part.path._place for part in own],
+                [part.begin for part in own],
+                [part.begin + part.size for part in own],
+                on_error="return",
+            )
+        for part, content in zip(own, found, strict=True):
+            with part.path._words():
+                if isinstance(content, BaseException):
+                    raise content
+            part.path._require_size(content, part.begin, part.size)
+            contents[part] = bytes(content)
+    return [contents[part] for part in parts]
 
 
 def same_folder(one: Place, other: Place) -> bool:

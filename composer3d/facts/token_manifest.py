@@ -8,14 +8,21 @@ its range, and whether it agrees with the sizes of the files.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 
 from composer3d.facts.errors import DataError
-from composer3d.facts.files import NotPlainFileError, open_plain, read_json
+from composer3d.facts.files import (
+    FileTooLargeError,
+    NotPlainFileError,
+    open_plain,
+    parse_json,
+    read_plain,
+)
+from composer3d.facts.remote import Place, RemotePath, place_of, whole_file
 from composer3d.facts.text import short_json
 
 MANIFEST = "tokens.json"
@@ -34,6 +41,10 @@ MOST_SHARDS = 100_000
 CHUNK_BYTES = 64 << 20
 
 AGAIN = "make the folder again with composer3d prepare"
+
+# What to do about an object store that does not answer, or has lost a file since.
+LOOK = "look at the connection, the rights and the folder"
+_PART_BYTES = 16 << 20  # of a long range of bytes, which are read on their own
 
 Dtype = Literal["uint16", "uint32"]
 _ITEM_BYTES = {"uint16": 2, "uint32": 4}
@@ -80,7 +91,8 @@ class TokenManifest:
     """The facts about a folder that ``prepare`` wrote.
 
     Attributes:
-        folder: the folder.
+        folder: the folder, on a disk or in an object store.
+        digest: the digest of the manifest, in hexadecimal.
         dtype: the dtype of the tokens.
         vocab: the size of the vocabulary; every token is below it.
         tokens: the number of tokens.
@@ -96,7 +108,8 @@ class TokenManifest:
         files: the files by name, without the manifest itself.
     """
 
-    folder: Path
+    folder: Place
+    digest: str
     dtype: Dtype
     vocab: int
     tokens: int
@@ -127,11 +140,17 @@ class TokenManifest:
             if name is not None
         }
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether the folder is in an object store."""
+        return isinstance(self.folder, RemotePath)
+
     def open(self, name: str) -> BinaryIO:
         """Open a file of the folder, and check its size.
 
         A .bin file may be a link, because large files are often stored elsewhere. The tokenizer
-        must be in the folder itself, because exports copy it.
+        must be in the folder itself, because exports copy it. Of a file in an object store, this
+        is a copy on the disk, which goes when it is neither open nor mapped any more.
 
         Raises:
             DataError: the file is missing, is not plain, cannot be read or has another size. The
@@ -140,27 +159,114 @@ class TokenManifest:
         path = self.folder / name
         expected = self.files[name].bytes
         try:
-            file = open_plain(path, follow_links=name != TOKENIZER)
+            if isinstance(path, RemotePath):
+                if (size := path.size()) != expected:
+                    raise DataError(self._of_another_size(name, size))
+                file = whole_file(path, expected)
+            else:
+                file = open_plain(path, follow_links=name != TOKENIZER)
         except FileNotFoundError:
-            raise DataError(
-                f"{path} is missing, but {MANIFEST} says {expected} bytes; {AGAIN}"
-            ) from None
+            raise DataError(self._missing(name)) from None
         except NotPlainFileError as error:
             raise DataError(f"{path} {error.strerror}; put the file itself there") from None
         except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}; {AGAIN}") from None
+            raise DataError(self._unreadable(name, error)) from None
         size = os.fstat(file.fileno()).st_size
         if size != expected:
             file.close()
-            raise DataError(
-                f"{path} has {size} bytes, but {MANIFEST} says {expected} bytes; {AGAIN}"
-            )
+            raise DataError(self._of_another_size(name, size))
         return file
+
+    def read(self, name: str, begin: int = 0, size: int | None = None) -> bytes:
+        """Return a range of the bytes of a file of the folder, or all of them.
+
+        Args:
+            name: the file.
+            begin: the first byte.
+            size: the number of bytes; None: up to the end of the file.
+
+        Raises:
+            DataError: as ``open``, or the file ends within the range. Of a file in an object
+                store, the size is not asked for.
+        """
+        path = self.folder / name
+        if size is None:
+            size = self.files[name].bytes - begin
+        if not isinstance(path, RemotePath):
+            with self.open(name) as file:
+                file.seek(begin)
+                return file.read(size)
+        try:
+            return b"".join(path.read_ranges(cut_range(begin, size)))
+        except FileNotFoundError:
+            raise DataError(self._missing(name)) from None
+        except OSError as error:
+            raise DataError(self._unreadable(name, error)) from None
+
+    def size_problems(self) -> dict[str, str]:
+        """Compare the size of every file with the manifest. An object store is asked once.
+
+        Returns:
+            What is wrong, by the name of the file. It is empty if all sizes are right.
+
+        Raises:
+            DataError: an object store does not list the folder.
+        """
+        problems = {}
+        if not isinstance(self.folder, RemotePath):
+            for name in self.files:
+                try:
+                    self.open(name).close()
+                except DataError as error:
+                    problems[name] = error.lines[0]
+            return problems
+        try:
+            sizes = self.folder.files()
+        except OSError as error:
+            raise DataError(f"{self.folder} cannot be listed: {error.strerror}; {LOOK}") from None
+        for name, file in self.files.items():
+            if name not in sizes:
+                problems[name] = self._missing(name)
+            elif sizes[name] != file.bytes:
+                problems[name] = self._of_another_size(name, sizes[name])
+        return problems
 
     def check_files(self) -> None:
         """Check the size of every file. Raises DataError as ``open``."""
-        for name in self.files:
-            self.open(name).close()
+        for problem in self.size_problems().values():
+            raise DataError(problem)
+
+    def check_digest(self, name: str, number: int, digest: str) -> None:
+        """Raise DataError unless ``digest`` is that of chunk ``number`` of a file."""
+        if digest != self.files[name].digests[number]:
+            begin = number * CHUNK_BYTES
+            raise DataError(
+                f"{self.folder / name} is damaged between bytes {begin} and {begin + CHUNK_BYTES}: "
+                f"its digest there is not the one in {MANIFEST}; {AGAIN}"
+            )
+
+    def _missing(self, name: str) -> str:
+        expected = self.files[name].bytes
+        return f"{self.folder / name} is missing, but {MANIFEST} says {expected} bytes; {AGAIN}"
+
+    def _of_another_size(self, name: str, size: int) -> str:
+        return (
+            f"{self.folder / name} has {size} bytes, but {MANIFEST} says "
+            f"{self.files[name].bytes} bytes; {AGAIN}"
+        )
+
+    def _unreadable(self, name: str, error: OSError) -> str:
+        way_out = LOOK if self.is_remote else AGAIN
+        return f"{self.folder / name} cannot be read: {error.strerror}; {way_out}"
+
+
+def cut_range(begin: int, size: int) -> Iterator[tuple[int, int]]:
+    """Cut a range of bytes into parts that are read on their own.
+
+    Yields the first byte and the number of bytes of each.
+    """
+    for first in range(begin, begin + size, _PART_BYTES):
+        yield first, min(_PART_BYTES, begin + size - first)
 
 
 def shard_files(number: int | None) -> tuple[str, str]:
@@ -240,26 +346,36 @@ def digest_of_manifest(manifest: dict[str, Any]) -> str:
     return digest_of(json.dumps(content, sort_keys=True).encode())
 
 
-def read_manifest(folder: str | os.PathLike[str]) -> TokenManifest:
-    """Read and check the manifest of a folder of token files.
+def read_manifest(folder: str | os.PathLike[str] | RemotePath) -> TokenManifest:
+    """Read and check the manifest of a folder of token files, on a disk or in an object store.
 
     Raises:
         DataError: the manifest is missing or cannot be used; the error has one line.
     """
-    path = Path(folder) / MANIFEST
     try:
-        return _parse(Path(folder), read_json(path, limit=_MOST_MANIFEST_BYTES))
+        place = folder if isinstance(folder, RemotePath) else place_of(os.fspath(folder))
+    except ValueError as error:
+        raise DataError(f"{folder} {error}") from None
+    path = place / MANIFEST
+    try:
+        if isinstance(path, RemotePath):
+            content = path.read(_MOST_MANIFEST_BYTES)
+        else:
+            content = read_plain(path, limit=_MOST_MANIFEST_BYTES)
+        return _parse(place, parse_json(content))
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
             f"{folder} has no {MANIFEST}; give a folder that composer3d prepare made"
         ) from None
     except OSError as error:
-        raise DataError(f"{path} cannot be used ({error.strerror}); {AGAIN}") from None
+        is_answer = isinstance(path, Path) or isinstance(error, FileTooLargeError)
+        way_out = AGAIN if is_answer else LOOK
+        raise DataError(f"{path} cannot be used ({error.strerror}); {way_out}") from None
     except ValueError as error:
         raise DataError(f"{path} cannot be used ({error}); {AGAIN}") from None
 
 
-def _parse(folder: Path, document: Any) -> TokenManifest:
+def _parse(folder: Place, document: Any) -> TokenManifest:
     """Check a JSON value, and return the manifest. Raises ValueError, which says what is wrong."""
     # Check the version first, because other versions may have other keys.
     facts = _object(document, "it", ("version",))
@@ -336,6 +452,7 @@ def _parse(folder: Path, document: Any) -> TokenManifest:
         raise ValueError(f"tokenizer.digest differs from the digest of {TOKENIZER}")
     manifest = TokenManifest(
         folder=folder,
+        digest=facts["digest"],
         dtype=dtype,
         vocab=vocab,
         tokens=tokens,

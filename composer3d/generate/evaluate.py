@@ -6,6 +6,7 @@ layouts compute the same loss.
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +17,9 @@ import torch
 from composer3d.convert.start import read_shards
 from composer3d.data import Batch, Corpus
 from composer3d.data.loader import number_documents
-from composer3d.data.tokens import ShardedTokens, open_tokens
+from composer3d.data.tokens import ShardedTokens, open_tokens, read_together
 from composer3d.facts.errors import CheckpointError, DataError
+from composer3d.facts.remote import place_of
 from composer3d.facts.token_manifest import TOKENIZER, TokenManifest, digest_of, read_manifest
 from composer3d.facts.tokenizer_file import make_byte_tokenizer
 from composer3d.facts.toml import TomlError, parse_toml
@@ -154,7 +156,7 @@ def evaluate(recipe: Recipe, device: torch.device, src: str, own: Recipe | None)
     checkpoint = process_group.on_all("SRC", lambda: open_checkpoint(Path(src), own))
     # Two ranks could have loaded two commits from the Hub, each into a folder of its name.
     process_group.check_same("SRC", {"folder": Path(src).name})
-    folder = Path(str(recipe.data.path))
+    folder = place_of(str(recipe.data.path))
     corpus = process_group.on_all("DATA", lambda: open_tokens(folder, name=str(folder)))
     process_group.check_same("DATA", {"digest": corpus.digest})
     stages = build_stages(recipe, mesh, change_plan=_without_random_weights)
@@ -221,7 +223,7 @@ class _Batches:
 
     def __getitem__(self, number: int) -> Batch:
         first = number * self._data.global_batch + self._first_row
-        rows = [self._window(index) for index in range(first, first + self._rows)]
+        rows = self._windows(range(first, first + self._rows))
         tokens_BT = torch.stack([torch.from_numpy(tokens) for tokens, _ in rows])
         labels_BT = torch.stack([torch.from_numpy(labels) for _, labels in rows])
         if self._data.packing == "none":
@@ -237,21 +239,32 @@ class _Batches:
             documents_BT,
         )
 
-    def _window(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens and the labels of a window, int64 of ``seq_len``."""
-        seq_len, end = self._data.seq_len, self._corpus.end_of_document
-        filling = end - 1 if end else 1  # no end of a document
-        tokens = np.full(seq_len, filling, dtype=np.int64)
-        labels = np.full(seq_len, IGNORE_INDEX, dtype=np.int64)
-        begin = index * seq_len
-        stop = min(begin + seq_len + 1, len(self._corpus.tokens))
-        part = self._corpus.tokens[np.arange(begin, stop)].astype(np.int64)
-        count = max(len(part) - 1, 0)
-        tokens[:count], labels[:count] = part[:count], part[1 : count + 1]
-        if self._corpus.mask is not None and count:
-            is_learned = self._corpus.mask[np.arange(begin + 1, begin + 1 + count)] == 1
-            labels[:count][~is_learned] = IGNORE_INDEX
-        return tokens, labels
+    def _windows(self, indices: Iterable[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the tokens and the labels of windows, each int64 of ``seq_len``."""
+        corpus, seq_len = self._corpus, self._data.seq_len
+        filling = (
+            corpus.end_of_document - 1 if corpus.end_of_document else 1
+        )  # no end of a document
+        begins = [index * seq_len for index in indices]
+        # All are read at once: a request to a store may take long.
+        bounds = [(begin, min(begin + seq_len + 1, len(corpus.tokens))) for begin in begins]
+        places = [np.arange(begin, stop) for begin, stop in bounds]
+        requests = [(corpus.tokens, each) for each in places]
+        if corpus.mask is not None:
+            requests += [(corpus.mask, each) for each in places]
+        read = read_together(requests)
+
+        windows = []
+        for number, part in enumerate(read[: len(places)]):
+            tokens = np.full(seq_len, filling, dtype=np.int64)
+            labels = np.full(seq_len, IGNORE_INDEX, dtype=np.int64)
+            count = max(len(part) - 1, 0)
+            tokens[:count], labels[:count] = part[:count], part[1 : count + 1]
+            if corpus.mask is not None:
+                is_learned = read[len(places) + number][1 : count + 1] == 1
+                labels[:count][~is_learned] = IGNORE_INDEX
+            windows.append((tokens, labels))
+        return windows
 
     def predicted_tokens(self) -> int:
         """Return how many labels all windows together have."""

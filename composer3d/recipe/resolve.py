@@ -10,14 +10,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from math import gcd
 from pathlib import Path
-from typing import NamedTuple
 
 from composer3d.facts.errors import CheckpointError, DataError, PlanError, RecipeError
 from composer3d.facts.files import MIB, read_plain
 from composer3d.facts.remote import RemotePath, is_url
 from composer3d.facts.schedules import check_csv, read_csv
 from composer3d.facts.text import one_line
-from composer3d.facts.token_manifest import MANIFEST, read_manifest
+from composer3d.facts.token_manifest import MANIFEST, TokenManifest, read_manifest
 from composer3d.models import hub, registry
 from composer3d.models.llama.shape import PRESETS
 from composer3d.recipe.changes import values_of
@@ -100,9 +99,9 @@ def load(
         check_files: whether to check the files that the recipe names: the data, the pipeline
             schedule and the checkpoint. ``verify`` passes False: it needs no data or checkpoint.
         may_import: whether ``model.architecture`` may name a module of the user, which is imported
-            and so runs, and ``model.hf`` a name on the Hub, whose files are loaded. Only a command
-            passes True, for the recipe that the user gave it by name. A recipe in the folder of a
-            run or in a checkpoint may be a stranger's.
+            and so runs, ``model.hf`` a name on the Hub, whose files are loaded, and the data an
+            object store. Only a command passes True, for the recipe that the user gave it by name.
+            A recipe in the folder of a run or in a checkpoint may be a stranger's.
         hub_names: names on the Hub that ``model.hf`` may have without ``may_import``, because the
             user has given them by themselves.
 
@@ -358,16 +357,18 @@ def _check_files(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
 
 def _check_data(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
     source = recipe.data.source
-    tokenizers: list[_TokenizerId] = []
+    # Each folder of token files, read once: one in an object store is far away.
+    manifests: list[TokenManifest] = []
     for key, path in _data_paths(recipe, wrong_keys):
         has_path = (
             path is not None and source in PATHS and wrong_keys.isdisjoint((key, "data.source"))
         )
-        problem = _data_problem(path, draft, recipe, tokenizers) if path and has_path else None
+        problem = _data_problem(path, draft, recipe, manifests) if path and has_path else None
         if problem is not None:
             draft.blame(key, f"{_mention_path(recipe, key, path)} {problem}")
         elif has_path or (source == "python" and key == "data.path"):
-            _check_length(key, path, draft, recipe, wrong_keys)
+            n_tokens = manifests[-1].tokens if source == "tokens" else None
+            _check_length(key, path, draft, recipe, wrong_keys, n_tokens=n_tokens)
 
 
 def _data_paths(recipe: Recipe, wrong_keys: set[str]) -> list[tuple[str, str | None]]:
@@ -402,6 +403,8 @@ def _check_tokenizer(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None
     }
     if hf is None or wrong_keys & keys or _has_checkpoints(recipe):
         return
+    if not draft.may_import and any(map(is_url, data.paths)):
+        return  # ``_data_problem`` refuses it
     try:
         difference = find_difference(data, hf)
     except CheckpointError as error:
@@ -472,11 +475,18 @@ def _check_checkpoint(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> Non
 
 
 def _check_length(
-    key: str, path: str | None, draft: Draft, recipe: Recipe, wrong_keys: set[str]
+    key: str,
+    path: str | None,
+    draft: Draft,
+    recipe: Recipe,
+    wrong_keys: set[str],
+    *,
+    n_tokens: int | None,
 ) -> None:
     """Check that the data that ``key`` names has enough tokens for one sample.
 
     Nothing is reported if the tokens cannot be counted: training reports the reason.
+    ``n_tokens`` is the number of tokens of a folder of token files, and None of any other source.
     """
     data = recipe.data
     is_read = key != "validation.path" or recipe.validation.every > 0
@@ -486,10 +496,7 @@ def _check_length(
 
     count: int | None
     if data.source == "tokens":
-        try:
-            count = read_manifest(path or "").tokens
-        except DataError:
-            return
+        count = n_tokens
     else:
         count = count_bytes(data.source, path, data.field, enough=data.seq_len + 1)
     if count is None or count > data.seq_len:
@@ -503,23 +510,22 @@ def _check_length(
     )
 
 
-class _TokenizerId(NamedTuple):
-    """What identifies the tokenizer that made a folder of token files."""
-
-    digest: str | None
-    end_of_document: int
-
-
 def _data_problem(
-    path: str, draft: Draft, recipe: Recipe, tokenizers: list[_TokenizerId]
+    path: str, draft: Draft, recipe: Recipe, manifests: list[TokenManifest]
 ) -> str | None:
     """Return what is wrong with the text or the token files in ``path``, or None.
 
-    ``tokenizers`` has the tokenizer of each folder of token files that was checked before. The
-    tokenizer of ``path`` is appended, and must equal the first one.
+    ``manifests`` has those of the folders of token files that were checked before. That of ``path``
+    is appended, and its tokenizer must be that of the first one.
     """
     source = recipe.data.source
-    if not os.path.exists(path):
+    if is_url(path):  # of token files, by a rule
+        if not draft.may_import:
+            return (
+                "is in an object store, which is read only for a recipe that you name yourself; "
+                "here, name a folder"
+            )
+    elif not os.path.exists(path):
         return f"does not exist; give {PATHS[source]}, relative to the working directory"
 
     if source != "tokens":
@@ -534,17 +540,22 @@ def _data_problem(
         manifest.check_files()
     except DataError as error:
         return f"cannot be used: {error.lines[0]}"
-    tokenizers.append(_TokenizerId(manifest.tokenizer_digest, manifest.end_of_document))
+    manifests.append(manifest)
     if manifest.vocab > recipe.model.vocab and "model.vocab" not in draft.invalid_keys:
         model_vocab = f"{mention(recipe, 'model.vocab')} ({draft.origin('model.vocab')})"
         return (
             f"has a vocabulary of {manifest.vocab} tokens, more than {model_vocab}; "
             f"set model.vocab to {manifest.vocab} or more"
         )
-    if tokenizers[-1] != tokenizers[0]:
+    if _tokenizer_of(manifest) != _tokenizer_of(manifests[0]):
         first = "data.path" if recipe.data.sources is None else "the first of data.sources"
         return (
             f"was made with another tokenizer or end of document than {first}; "
             f"prepare it again with the --tokenizer and --eod of {first}"
         )
     return None
+
+
+def _tokenizer_of(manifest: TokenManifest) -> tuple[str | None, int]:
+    """Return what identifies the tokenizer that made a folder of token files."""
+    return manifest.tokenizer_digest, manifest.end_of_document

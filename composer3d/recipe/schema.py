@@ -128,6 +128,10 @@ PATH = Range(
     lambda value: 0 < len(value) <= 4096 and _is_printable_text(value),
     "must be a path of 1 to 4096 characters, without control characters",
 )
+_FOLDER_OF_NODE = Range(
+    lambda value: PATH.accepts(value) and "://" not in value,
+    "must be a path of 1 to 4096 characters on a disk, without control characters",
+)
 PLACE = Range(
     lambda value: PATH.accepts(value) and ("://" not in value or is_valid_url(value)),
     f"must be a path, or the URL of a folder in an object store: {URL_FORM}",
@@ -440,11 +444,12 @@ _MOST_SOURCES = 128
 _SOURCES = Range(
     lambda value: (
         1 <= len(value) <= _MOST_SOURCES
-        and all(PATH.accepts(source.path) for source in value)
+        and all(PLACE.accepts(source.path) for source in value)
         and all(1e-6 <= source.weight <= 1e6 for source in value)
     ),
     f"must be 1 to {_MOST_SOURCES} tables, each with a path of 1 to 4096 characters, without "
-    "control characters, and a weight from 0.000001 to 1_000_000",
+    "control characters, or a URL such as s3://BUCKET/FOLDER, and a weight from 0.000001 to "
+    "1_000_000",
 )
 
 
@@ -460,13 +465,25 @@ class DataTable:
     path: str | None = key(
         None,
         "text and jsonl: a file, or a folder read in sorted order; tokens: the output folder of "
-        "composer3d prepare",
-        PATH,
+        "composer3d prepare, or its URL, such as s3://BUCKET/FOLDER",
+        PLACE,
     )
     sources: tuple[DataSource, ...] | None = key(
         None,
         "in place of path: several of them, each with the share of its weight in the samples",
         _SOURCES,
+    )
+    cache_dir: str | None = key(
+        None,
+        "folder on a disk of each node, where the run copies token files to and reads them from; "
+        "absent: they are read where they are",
+        _FOLDER_OF_NODE,
+    )
+    cache_gib: float = key(
+        64.0,
+        "bound of all copies of token files in data.cache_dir, in GiB a node; what exceeds it is "
+        "read where it is",
+        above(0, 1 << 30),
     )
     field: str = key("text", "key of the text in each line of a JSONL file")
     seq_len: int = key(256, "tokens in a sample", between(1, MOST_TOKENS))
@@ -773,7 +790,7 @@ class ValidationTable:
     )
     steps: int = key(4, "global batches in a validation", between(1, 1_000_000))
     path: str | None = key(
-        None, "held-out data, read as data.source says; python holds out a part of its files", PATH
+        None, "held-out data, read as data.source says; python holds out a part of its files", PLACE
     )
 
 

@@ -19,8 +19,7 @@ def read_tokenizer(data: DataTable) -> bytes:
     manifest = read_manifest(data.paths[0])
     if manifest.tokenizer_digest is None:
         return make_byte_tokenizer()
-    with manifest.open(TOKENIZER) as file:
-        return file.read()
+    return manifest.read(TOKENIZER)
 
 
 def find_difference(data: DataTable, folder: str) -> str | None:

@@ -12,7 +12,14 @@ from composer3d.runtime.process_group import check_same_table
 # Nodes may have mounted the same files elsewhere. What these files hold is compared on its own.
 # The digest of a blend has the weights of data.sources.
 _PATHS = frozenset(
-    {"run.out_dir", "data.path", "data.sources", "validation.path", "parallel.schedule_csv"}
+    {
+        "run.out_dir",
+        "data.path",
+        "data.sources",
+        "data.cache_dir",
+        "validation.path",
+        "parallel.schedule_csv",
+    }
 )
 
 # Ranks with different values of these may wait for each other, or compute different bits.

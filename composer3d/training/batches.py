@@ -1,6 +1,7 @@
 """Open the recipe's data, make this rank's loader, and move its batches to the device."""
 
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -8,11 +9,13 @@ from torch import Tensor
 
 from composer3d.data import Batch, Blend, Corpus, Loader, open_corpus
 from composer3d.data.order import Order
+from composer3d.data.staging import NodeCache
 from composer3d.data.tokens import MOST_MAPS
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.parallel import Stages
 from composer3d.parallel.context.ownership import owned_ranges
-from composer3d.recipe.schema import Recipe
+from composer3d.recipe.schema import DataTable, Recipe
+from composer3d.runtime import environment
 from composer3d.runtime.mesh import Mesh
 
 
@@ -26,17 +29,35 @@ def open_data(recipe: Recipe) -> tuple[Corpus | Blend, Corpus | None]:
         DataError: either cannot be used.
     """
     data, validation = recipe.data, recipe.validation
-    open_split = partial(open_corpus, data.source, field=data.field)
+    cache = _make_cache(data)
+    open_split = partial(open_corpus, data.source, field=data.field, cache=cache)
     held_out = None
     if validation.every:
         held_out = open_split(None, split="validation", held_out_path=validation.path)
+    training: Corpus | Blend
     if data.sources is None:
-        return open_split(data.path, split="train"), held_out
-    most_maps = max(1, MOST_MAPS // len(data.sources))
-    corpora = [
-        open_split(source.path, split="train", most_maps=most_maps) for source in data.sources
-    ]
-    return Blend(tuple(corpora), tuple(source.weight for source in data.sources)), held_out
+        training = open_split(data.path, split="train")
+    else:
+        most_maps = max(1, MOST_MAPS // len(data.sources))
+        corpora = [
+            open_split(source.path, split="train", most_maps=most_maps) for source in data.sources
+        ]
+        training = Blend(tuple(corpora), tuple(source.weight for source in data.sources))
+    if cache is not None:
+        cache.start()
+    return training, held_out
+
+
+def _make_cache(data: DataTable) -> NodeCache | None:
+    """Return the copies of token files on this node; None if the recipe names no folder for them.
+
+    One rank of each node makes them.
+    """
+    if data.cache_dir is None:
+        return None
+    makes_copies = environment.local_rank() == 0
+    bound = int(data.cache_gib * 2**30)
+    return NodeCache(Path(data.cache_dir), bound, makes_copies=makes_copies)
 
 
 def make_loader(

@@ -23,7 +23,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def is_made(batches: BatchesAhead) -> bool:
-    return batches._next is not None and batches._next.done()
+    return len(batches._next) == 1 and batches._next[0].done()
 
 
 def test_the_batches_and_the_state_are_those_of_the_loader() -> None:
@@ -141,3 +141,42 @@ def test_a_gpu_gets_its_batches_from_pinned_memory(monkeypatch: pytest.MonkeyPat
     assert torch.equal(rows([batch]), rows([loader_of(CORPUS)[0]]))
     assert [tensor.data_ptr() for tensor in batch[:3]] == [x.data_ptr() for x in pinned[:3]]
     assert {name for name, _ in gpus} == {"next batch"}
+
+
+class Remote(Controlled):
+    """A loader that says that it reads a store."""
+
+    reads_store = True
+
+
+def test_more_batches_of_a_store_are_made_ahead_and_the_state_stays_exact() -> None:
+    loader = Remote(CORPUS, seq_len=4, global_batch=8, seed=3, batch_rank=0, batch_ranks=1)
+    loader.allowed, loader.fails_at = threading.Event(), 7
+    loader.allowed.set()
+    batches = BatchesAhead(loader, CPU)
+    assert torch.equal(rows([next(batches)]), rows([loader_of(CORPUS)[0]]))
+    wait_until(lambda: len(batches._next) == 4 and all(made.done() for made in batches._next))
+    assert loader.next_step == 5
+    assert batches.state_dict()["next_step"] == 1
+    resumed = BatchesAhead(loader_of(CORPUS), CPU)
+    resumed.load_state_dict(batches.state_dict())
+    for step in range(1, 7):
+        expected = rows([loader_of(CORPUS)[step]])
+        assert torch.equal(rows([next(batches)]), expected)
+        assert torch.equal(rows([next(resumed)]), expected)
+        assert batches.state_dict() == resumed.state_dict()
+    with pytest.raises(OSError, match="Input/output error"):
+        next(batches)
+    assert batches.state_dict()["next_step"] == 7
+
+    # Batches that are not begun are dropped by a close, and by another state.
+    loader.fails_at = -1
+    batches.load_state_dict(resumed.state_dict())
+    assert torch.equal(rows([next(batches)]), rows([loader_of(CORPUS)[7]]))
+    batches.close()
+    resumed.close()
+    state = batches.state_dict()
+    assert torch.equal(rows([next(batches)]), rows([loader_of(CORPUS)[8]]))
+    batches.load_state_dict(state)
+    assert torch.equal(rows([next(batches)]), rows([loader_of(CORPUS)[8]]))
+    batches.close()

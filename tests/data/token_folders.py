@@ -10,7 +10,12 @@ import pytest
 
 from composer3d.data import open_corpus, tokens
 from composer3d.facts.errors import DataError
-from composer3d.facts.token_manifest import digest_of, digest_of_manifest, shard_files
+from composer3d.facts.token_manifest import (
+    digest_of,
+    digest_of_manifest,
+    mask_file,
+    shard_files,
+)
 
 
 def write_tokens(
@@ -19,6 +24,7 @@ def write_tokens(
     *,
     cuts: Sequence[int] = (),
     starts: list[int] | None = None,
+    mask: np.ndarray | None = None,
     tokenizer_file: bytes | None = b"{}",
     **changed: Any,
 ) -> Path:
@@ -29,13 +35,19 @@ def write_tokens(
         ids: the tokens. The last one is the one that ends documents.
         cuts: where another shard begins, each after an end of a document.
         starts: where documents begin, and where the last one ends. By default, after each end.
+        mask: uint8, as long as ``ids``: 1 where a token is learned. None: the folder has no masks.
         tokenizer_file: the content of tokenizer.json; None: the tokens are bytes.
         changed: other facts of the manifest.
     """
     folder.mkdir(parents=True)
     shards = []
+    is_numbered = bool(cuts) or mask is not None
+    if mask is not None:
+        for number, part in enumerate(np.split(mask, cuts)):
+            (folder / mask_file(number)).write_bytes(part.tobytes())
+        changed["learned"] = int(mask.sum())
     for number, part in enumerate(np.split(ids, cuts)):
-        tokens_file, documents_file = shard_files(number if cuts else None)
+        tokens_file, documents_file = shard_files(number if is_numbered else None)
         bounds = [0, *(np.flatnonzero(part == ids[-1]) + 1)] if starts is None else starts
         (folder / tokens_file).write_bytes(part.tobytes())
         (folder / documents_file).write_bytes(np.array(bounds, dtype="<i8").tobytes())
@@ -52,7 +64,7 @@ def write_tokens(
         "end_of_document": int(ids[-1]),
         "tokenizer": {"name": "t", "digest": digest},
     }
-    if cuts:
+    if is_numbered:
         facts["shards"] = shards
     tokens.write_manifest(folder, {**facts, **changed})
     return folder

@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from composer3d.models.llama.shape import ModelShape
 from composer3d.models.moe.shape import MoeShape
 from composer3d.models.shape import DecoderShape
 from composer3d.runtime.launch import Pool
+from tests.data.remote_folders import upload
 from tests.data.sample_chats import MARKED, PLAIN, write_tokenizer
 from tests.generate.jobs import (
     answer_of,
@@ -32,6 +34,7 @@ from tests.generate.jobs import (
     random_model,
     run_command,
 )
+from tools.object_store import new_folder
 from tools.prove.paths import ROOT
 
 SHAPE = ModelShape(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn=96, vocab=256, rope_theta=1e4)
@@ -410,6 +413,29 @@ def test_only_learned_tokens_count(
     answer = answer_of(results[0][1])
     assert answer["loss"] == pytest.approx(loss, rel=1e-12)
     assert answer["tokens"] == count
+
+
+def run_with(arguments: list[str], variables: dict[str, str]) -> tuple[int, str, str]:
+    """A task: run a command with variables in its environment."""
+    os.environ |= variables
+    return run_command(arguments)
+
+
+def test_a_folder_in_a_store_has_the_loss_of_one_on_a_disk(
+    checkpoint: Path, tokens: Path, pool: Pool
+) -> None:
+    arguments = ["--packing", "documents", "--dtype", "float64", "--batch", "3"]
+    folders = (tokens, upload(tokens, new_folder()))
+    names = [name for name in os.environ if name.startswith("AWS_")]
+    variables = {name: os.environ[name] for name in names}
+    results = []
+    for folder in folders:
+        options = {"arguments": evaluate(checkpoint, folder, *arguments), "variables": variables}
+        ((status, out, errors),) = pool.run(run_with, options, world_size=1)
+        assert status == 0, errors
+        results.append(answer_of(out))
+    assert results[0]["loss"] == results[1]["loss"]
+    assert results[0]["tokens"] == results[1]["tokens"] == 235
 
 
 def test_an_evaluation_in_which_nothing_is_learned_is_refused(

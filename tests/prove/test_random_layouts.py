@@ -22,7 +22,7 @@ UNREAD = {
     *(f"run.{key}" for key in ("name", "device", "out_dir", "timeout_minutes", "deterministic")),
     "run.oversubscribe",
     "run.rank_logs",
-    *(f"data.{key}" for key in ("source", "path", "sources", "field")),
+    *(f"data.{key}" for key in ("source", "path", "sources", "field", "cache_dir", "cache_gib")),
     "data.other_tokenizer",
     "model.hf",
     "optim.newton_schulz_dtype",  # as precision.params

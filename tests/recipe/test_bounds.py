@@ -80,6 +80,7 @@ TABLES: dict[str, dict[str, Bounds | tuple[object, ...]]] = {
     },
     "data": {
         "source": ("python", "text", "jsonl", "tokens"),
+        "cache_gib": Bounds(0, 2**30, is_above=True),
         "seq_len": Bounds(1, _TOKENS),
         "global_batch": Bounds(1, 2**30),
         "micro_batch": Bounds(1, 2**20),

@@ -196,6 +196,23 @@ DATA = [
         },
     ),
     Wrong("sources and path", {"x.toml": TEXT + SOURCES, "t": "some words", "u": "some words"}),
+    Wrong("text in a store", TINY + '[data]\nsource = "text"\npath = "s3://bucket/text"\n'),
+    Wrong(
+        "a source in a store",
+        TINY + '[data]\nsource = "jsonl"\n' + SOURCES.replace('"u"', '"gs://bucket/u"'),
+    ),
+    Wrong(
+        "held-out text in a store",
+        TINY
+        + '[data]\nsource = "text"\npath = "t"\n'
+        + '[validation]\nevery = 2\npath = "az://container/t"\n',
+    ),
+    Wrong("a password in a URL", TINY + '[data]\nsource = "tokens"\npath = "s3://me:word@b/t"\n'),
+    Wrong("another kind of store", TINY + '[data]\nsource = "tokens"\npath = "hdfs://host/t"\n'),
+    Wrong("copies of text", TINY + '[data]\nsource = "text"\npath = "t"\ncache_dir = "c"\n'),
+    Wrong("copies in a store", TINY + '[data]\nsource = "tokens"\ncache_dir = "s3://bucket/c"\n'),
+    Wrong("a bound of no copies", TINY + "[data]\ncache_gib = 8\n"),
+    Wrong("copies of no bytes", TINY + '[data]\ncache_dir = "c"\ncache_gib = 0\n'),
     Wrong("sources of python", TINY + SOURCES),
     Wrong("a weight of nothing", TINY + '[data]\nsource = "text"\n' + SOURCES.replace("0.5", "0")),
     Wrong(

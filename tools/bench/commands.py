@@ -35,6 +35,7 @@ from tools.bench import (
     sequence,
     shards,
     states,
+    stores,
     tokenizing,
     watching,
 )
@@ -611,6 +612,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     start_parser.add_argument(
         "--shards", metavar="N", type=_count, default=1000, help="shards; default: 1,000"
+    )
+    store_parser = add_plain_command(
+        stores.store,
+        "token files in an object store against the same on a disk: the start, and the steps",
+        add_repeats,
+        add_json,
+    )
+    store_parser.add_argument(
+        "--shards", metavar="N", type=_count, default=1000, help="shards; default: 1,000"
+    )
+    store_parser.add_argument(
+        "--steps", metavar="N", type=_count, default=25, help="steps of each side; default: 25"
+    )
+    store_parser.add_argument(
+        "--url", metavar="URL", help="a folder of your own; default: a local server, for tests"
     )
     add_command(gpu, "bfloat16 and float32 on one GPU against the hand-written loop", add_repeats)
     return parser

@@ -36,7 +36,7 @@ def start(args: argparse.Namespace) -> int:
             make_shards(root / side, count)
         for repeat in range(args.repeats):
             for side in sides:
-                launches[side].append(_launch_s(args.python, root / side, root / f"{side}{repeat}"))
+                launches[side].append(launch_s(args.python, root / side, root / f"{side}{repeat}"))
                 begin_s = time.monotonic()
                 open_tokens(root / side, name=side)
                 opens[side].append(time.monotonic() - begin_s)
@@ -84,7 +84,7 @@ def make_shards(folder: Path, count: int, *, shard_tokens: int = SHARD_TOKENS) -
     write_manifest(folder, facts, entries)
 
 
-def _launch_s(python: str, data: Path, folder: Path) -> float:
+def launch_s(python: str, data: Path | str, folder: Path) -> float:
     """Return the seconds from the launch of a training to its first step."""
     sets = ["data.source=tokens", f"data.path={data}", "run.steps=1", "optim.warmup=0"]
     sets += ["model.preset=debug-tiny", "data.seq_len=64", "data.global_batch=8"]

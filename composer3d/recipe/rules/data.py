@@ -3,15 +3,19 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from composer3d.facts.remote import is_valid_url
+from composer3d.facts.remote import is_url, is_valid_url
 from composer3d.recipe.rules.rule import (
+    Breach,
     Rule,
+    breach,
     must_be_above,
     must_be_at_most,
     only_used_with,
+    remove,
     rule,
 )
-from composer3d.recipe.schema import Recipe
+from composer3d.recipe.schema import DataTable, Recipe
+from composer3d.recipe.values import FIELDS, as_short_toml
 
 # What data.path and validation.path must name, for each source that reads them.
 PATHS = {
@@ -54,6 +58,50 @@ def validation_has_a_path(recipe: Recipe) -> Iterator[str]:
         yield (
             "<validation.every> with <data.source> needs validation.path, the held-out data: "
             f"{PATHS[source]}; set it, or use validation.every = 0"
+        )
+
+
+_OF_STORE = (
+    'is in an object store, and only data.source = "tokens" is read from there; copy it to a disk, '
+    "or prepare it"
+)
+
+
+def _is_text_of_store(path: str | None, data: DataTable) -> bool:
+    return path is not None and is_url(path) and data.source != "tokens"
+
+
+@rule("data.path", "data.source")
+def path_of_store_has_tokens(recipe: Recipe) -> Iterator[str]:
+    """Only token files are read from an object store."""
+    if _is_text_of_store(recipe.data.path, recipe.data):
+        yield f"<data.path> {_OF_STORE}"
+
+
+@rule("data.sources", "data.source")
+def sources_of_store_have_tokens(recipe: Recipe) -> Iterator[str]:
+    """Only token files are read from an object store."""
+    for source in recipe.data.sources or ():
+        if _is_text_of_store(source.path, recipe.data):
+            yield f"data.sources: path = {as_short_toml(source.path)} {_OF_STORE}"
+
+
+@rule("validation.path", "data.source")
+def held_out_of_store_has_tokens(recipe: Recipe) -> Iterator[str]:
+    """Only token files are read from an object store."""
+    if _is_text_of_store(recipe.validation.path, recipe.data):
+        yield f"<validation.path> {_OF_STORE}"
+
+
+@rule("data.cache_gib", "data.cache_dir")
+def bound_has_copies(recipe: Recipe) -> Iterator[Breach]:
+    """The bound of copies is not used if there are none."""
+    default = FIELDS["data.cache_gib"].default
+    if recipe.data.cache_dir is None and recipe.data.cache_gib != default:
+        yield breach(
+            "<data.cache_gib> is not used without data.cache_dir",
+            remove("data.cache_gib", "remove it"),
+            "set data.cache_dir",
         )
 
 
@@ -121,6 +169,11 @@ RULES: tuple[Rule, ...] = (
     only_used_with("data.path", "data.source", list(PATHS)),
     only_used_with("data.sources", "data.source", list(PATHS)),
     data_is_named_once,
+    path_of_store_has_tokens,
+    sources_of_store_have_tokens,
+    held_out_of_store_has_tokens,
+    only_used_with("data.cache_dir", "data.source", ["tokens"]),
+    bound_has_copies,
     validation_has_a_path,
     only_used_with("data.field", "data.source", ["jsonl"]),
     only_used_with("validation.path", "data.source", list(PATHS)),
