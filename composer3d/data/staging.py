@@ -12,11 +12,12 @@ compared with its digests.
 import errno
 import fcntl
 import os
+import re
 import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -32,7 +33,7 @@ from composer3d.runtime.files import open_own, write_atomic
 
 _KEY = "data.cache_dir"
 _LOCK = ".lock"
-_ENDING = ".tmp"  # of a copy that is not complete
+_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")  # a copy that is not complete
 _LOOK_EVERY_S = 2.0
 _ASK_EVERY_S = 1.0  # for the lock
 _CLOSE_S = 5.0
@@ -82,7 +83,9 @@ class NodeCopies:
         except OSError:
             self._forget(name)
             return None
-        if os.fstat(file.fileno()).st_size != self._manifest.files[name].bytes:
+        status = os.fstat(file.fileno())
+        is_own = status.st_uid == os.geteuid()
+        if not is_own or status.st_size != self._manifest.files[name].bytes:
             file.close()
             self._forget(name)
             return None
@@ -179,10 +182,10 @@ class NodeCache:
         except OSError as error:
             raise DataError(f"{_KEY}: {one_line(folder)} {_reason(error)}") from None
         mode = folder.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        if mode & (stat.S_IWOTH | stat.S_IWGRP) and not mode & stat.S_ISVTX:
             raise DataError(
-                f"{_KEY}: everybody may replace files in {one_line(folder)}; take away the right "
-                "to write, or set the sticky bit"
+                f"{_KEY}: others may replace files in {one_line(folder)}; take away their right to "
+                "write, or set the sticky bit (chmod +t)"
             )
         _make_own_folder(self._root)
 
@@ -229,6 +232,7 @@ class NodeCache:
     def _make(self, task: _Task) -> bool:
         """Make a copy if it is missing. Return whether to go on."""
         try:
+            _require_own_folder(self._root)  # somebody may have put another in its place
             with self._locked() as has_lock:
                 if self._is_closing.is_set():
                     return False
@@ -284,9 +288,10 @@ class NodeCache:
         for folder, _, names in os.walk(self._root):
             for name in names:
                 path = Path(folder, name)
-                if may_clean and name.startswith(".") and name.endswith(_ENDING):
+                if may_clean and _UNFINISHED.fullmatch(name):
                     path.unlink(missing_ok=True)
-                else:
+                    continue
+                with suppress(FileNotFoundError):  # another job may remove one that is damaged
                     used += path.lstat().st_size
         return used
 
@@ -306,6 +311,14 @@ def _make_own_folder(path: Path) -> None:
     """
     try:
         path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{_KEY}: {one_line(path)} {_reason(error)}") from None
+    _require_own_folder(path)
+
+
+def _require_own_folder(path: Path) -> None:
+    """Check that nobody else may write to a folder. Raises DataError."""
+    try:
         status = path.lstat()
     except OSError as error:
         raise DataError(f"{_KEY}: {one_line(path)} {_reason(error)}") from None

@@ -60,6 +60,7 @@ from composer3d.runtime.launch import usable_cores
 _BLOCK_TOKENS = 1 << 18  # tokens that are compared at a time, so that they fit into a cache
 _BLOCK_DOCUMENTS = 1 << 12  # documents that are digested at a time
 _START_BYTES = 8  # in an entry of documents.bin
+_MOST_REMOTE_CHUNKS = 2  # likewise, of a folder in an object store
 _MOST_CHUNKS = 16  # that a rank verifies when it opens a folder
 _MOST_THREADS = 4  # of a rank that verifies; each holds a chunk in memory
 MOST_MAPS = 128  # shards of a folder that are mapped at once; each map holds an open file
@@ -404,7 +405,8 @@ def open_tokens(
     (see ``process_group.on_all``). This function runs no collective. A process without
     LOCAL_WORLD_SIZE has all chunks as its part.
 
-    Of a folder in an object store, the sizes come from one list of it, and no chunk is read. With
+    Of a folder in an object store, the sizes come from one list of it, and each rank verifies 2
+    random chunks, of masks if it has masks. With
     ``cache``, the copies that are there already are compared with their digests, in the same parts.
     A copy that is damaged is removed.
 
@@ -419,15 +421,19 @@ def open_tokens(
     """
     manifest = token_manifest.read_manifest(folder)
     manifest.check_files()
-    if not manifest.is_remote:
-        chunks = _chunks_of(manifest, manifest.files)
-        hint = f"; composer3d inspect {folder} --full verifies all"
-        _verify(chunks, partial(_verify_chunk, manifest), str(folder), hint=hint)
+    chunks = _chunks_of(manifest, manifest.files)
+    if manifest.is_remote and any(shard.mask_file for shard in manifest.shards):
+        # A token that is wrong may be seen, and a mask that is wrong changes what is learned.
+        chunks = [chunk for chunk in chunks if chunk[0].startswith("mask")]
+    hint = f"; composer3d inspect {folder} --full verifies all"
+    most = _MOST_REMOTE_CHUNKS if manifest.is_remote else _MOST_CHUNKS
+    _verify(chunks, partial(_verify_chunk, manifest), str(folder), hint=hint, most=most)
     copies = None
     if cache is not None:
         copies = cache.add(manifest)
         copied = [file_name for file_name in copies.names if file_name in copies]
-        _verify(_chunks_of(manifest, copied), copies.is_sound, f"the copy of {folder}")
+        chunks = _chunks_of(manifest, copied)
+        _verify(chunks, copies.is_sound, f"the copy of {folder}", most=_MOST_CHUNKS)
 
     shards = manifest.shards
     has_mask = manifest.learned is not None
@@ -454,20 +460,21 @@ def _verify(
     place: str,
     *,
     hint: str = "",
+    most: int,
 ) -> None:
-    """Call ``verify`` with this rank's chunks, as ``open_tokens`` says, in threads.
+    """Call ``verify`` with this rank's chunks, at most ``most``, in threads.
 
     ``place`` and ``hint`` are for the line that says that not all are verified.
     """
     ranks = environment.local_world_size(default=1)
     rank = environment.local_rank() % ranks
     own = chunks[rank::ranks]
-    if len(own) > _MOST_CHUNKS:
+    if len(own) > most:
         # Other ones at each start, and on each node. No global generator is used.
-        own = random.SystemRandom().sample(own, _MOST_CHUNKS)
+        own = random.SystemRandom().sample(own, most)
         log.get().info(
             f"{place} has {len(chunks):,} parts of up to {token_manifest.CHUNK_BYTES >> 20} MiB: "
-            f"each node verifies {ranks * _MOST_CHUNKS} at random{hint}"
+            f"each node verifies {ranks * most} at random{hint}"
         )
     threads = max(1, min(_MOST_THREADS, usable_cores() // ranks))
     with ThreadPoolExecutor(threads) as pool:

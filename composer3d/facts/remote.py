@@ -41,6 +41,7 @@ URL_FORM = (
 # Ranges of a file are read by so many threads, and so many bytes ahead of the range in use.
 _THREADS = 8
 _AHEAD_BYTES = 256 << 20
+_MOST_AHEAD = 32  # ranges: an end of the process waits for those that have begun
 _PIECE_BYTES = 16 << 20  # of a file that is read whole
 
 
@@ -188,7 +189,7 @@ class RemotePath:
         with ThreadPoolExecutor(_THREADS) as threads:
             try:
                 for begin, size in ranges:
-                    while waiting and ahead + size > _AHEAD_BYTES:
+                    while waiting and (ahead + size > _AHEAD_BYTES or len(waiting) >= _MOST_AHEAD):
                         done, content = waiting.popleft()
                         ahead -= done
                         yield content.result()

@@ -37,7 +37,8 @@ class _File:
             _write_all(self._descriptor, content)
 
     def _begin_anew(self) -> None:
-        os.replace(self._path, f"{self._path}.1")
+        with suppress(FileNotFoundError):  # an earlier try made room, and could not open a file
+            os.replace(self._path, f"{self._path}.1")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         new = os.open(self._path, flags, 0o666)
         os.close(self._descriptor)

@@ -120,7 +120,6 @@ class Checkpoints:
         )
         if claim is not None:
             self._store.guard = claim.require_held
-        self._store.claim()
 
     def load(self) -> int:
         """Load the newest whole checkpoint, or the one that ``checkpoint`` of the recipe names.

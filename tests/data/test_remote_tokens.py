@@ -43,6 +43,8 @@ CHUNK = 512
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Which chunks a start verifies is random: tests that need it say so.
+    monkeypatch.setattr(tokens, "_MOST_REMOTE_CHUNKS", 0)
     monkeypatch.setattr(token_manifest, "CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(staging, "_LOOK_EVERY_S", 0.0)
 
@@ -149,10 +151,17 @@ def test_ranges_near_each_other_are_one_and_any_places_may_be_asked_for(
     assert seen.ranges == [("tokens-00006.bin", 2 * a, 2 * (b - a)) for a, b in spans]
 
 
-def test_an_open_reads_the_manifest_and_one_list(remote: RemotePath) -> None:
+def test_an_open_reads_the_manifest_one_list_and_two_chunks(
+    remote: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "_MOST_REMOTE_CHUNKS", 2)
     with requests() as seen:
         opened(remote)
-    assert seen.calls == ["head_object", "get_object", "list_objects_v2"]
+    begin, rest = seen.calls[:3], seen.calls[3:]
+    assert begin == ["head_object", "get_object", "list_objects_v2"]
+    # One of tokens is compared with the file of documents, of which the size is asked for.
+    assert set(rest) <= {"get_object", "head_object"}
+    assert 2 <= len(rest) <= 2 * 3
 
 
 def test_whole_documents_read_their_files_together(local: Path, remote: RemotePath) -> None:
@@ -239,6 +248,18 @@ def test_a_mask_of_other_bytes_is_refused_when_it_is_read(
         RankDataError, match=r"mask-00006\.bin is damaged: it holds \d for token 507"
     ):
         corpus.mask[np.array([507])]
+
+
+def test_masks_of_an_older_folder_are_found_at_the_start(
+    tmp_path: Path, store: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upload that looks at sizes only leaves the masks of before."""
+    monkeypatch.setattr(tokens, "_MOST_REMOTE_CHUNKS", 2)
+    place = upload(write_shards(tmp_path / "masked", has_mask=True), store)
+    for path in (tmp_path / "masked").glob("mask-*"):
+        (place / path.name).write(bytes(path.stat().st_size))
+    with refuses(r"mask-0000\d\.bin is damaged between bytes"):
+        opened(place)
 
 
 def test_a_damaged_file_of_documents_is_refused(remote: RemotePath) -> None:

@@ -37,7 +37,10 @@ MUON = 'optim.name="muon"'
 TWO_MICRO_BATCHES = "data.global_batch=2"
 FSDP = ("mesh.dp_shard=2", BF16)
 EXPERTS = ('model.architecture="moe"', 'model.preset="debug-moe"', "model.expert_ffn=96", BF16)
-LATENTS = ('model.architecture="deepseek"', 'model.preset="debug-deepseek"', BF16)
+LATENTS = (
+    *('model.architecture="deepseek"', 'model.preset="debug-deepseek"', BF16),
+    "model.router_bias=false",  # the update moves a bias of each block by itself
+)
 
 
 # Operators that torch refuses on a GPU under ``run.deterministic`` (the documentation of

@@ -25,6 +25,7 @@ SETS = [
     "optim.lr=1e-2",
     "optim.warmup=1",
     "data.packing=documents",
+    "precision.params=float64",  # or a token whose experts are nearly tied goes to another one
 ]
 PP = ["mesh.pp=2", "mesh.cp=2", "mesh.dp_shard=1"]
 
@@ -48,16 +49,14 @@ def test_a_run_learns_to_predict_further(pool: Pool, folder: Path) -> None:
     for step, row in one.items():
         assert row["mtp_loss"] == pytest.approx((row["mtp_loss/1"] + row["mtp_loss/2"]) / 2)
         for key in ("loss", "mtp_loss", "mtp_loss/1", "mtp_loss/2", "grad_norm"):
-            # Later, a token whose experts are nearly tied may go to another one.
-            bound = 1e-4 if step < 3 else 1e-2
-            assert row[key] == pytest.approx(four[step][key], rel=bound), (step, key)
+            assert row[key] == pytest.approx(four[step][key], rel=1e-9), (step, key)
     assert one[6]["mtp_loss"] < one[1]["mtp_loss"] - 0.1
     assert one[1]["mtp_loss"] > 4  # nats: without the coefficient, and a mean
 
     # The depths take no part in the validation.
     validated = [rows_of(folder, name, "validation_loss")[6] for name in ("one", "four")]
     losses = [row["validation_loss"] for row in validated]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
     assert losses[0] < one[6]["loss"] + 1
 
     # Another coefficient may follow, but not another number of depths.

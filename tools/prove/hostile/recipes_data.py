@@ -191,8 +191,8 @@ def _texts() -> Rows:
                 else f"{TINY}{BEFORE[key]}{name} = {value}\n"
             )
             message = (
-                rf"x\.toml:\d+: {key} = .* must be a path of 1 to 4096 characters, "
-                r"without control characters$"
+                rf"x\.toml:\d+: {key} = .* must be (a path of 1 to 4096 characters, without "
+                r"control characters|a path, or the URL of a folder in an object store: .*)$"
             )
             cases[f"{key} of {what}"] = (recipe(text), message)
         message = rf"^--set {key}=caf\S+: the text must be UTF-8$"

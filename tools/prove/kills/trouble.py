@@ -199,9 +199,7 @@ def _full_disk_at_a_save(attempt: _Attempt) -> None:
             "a checkpoint",
         )
         _fill(ballast)
-        attempt.expect(
-            1, "could not be saved in ", "bytes are free in ", "the newest checkpoint is"
-        )
+        attempt.expect(1, "could not be saved: ", "bytes are free in ", "the newest checkpoint is")
         ballast.unlink()
         names = sorted(path.name for path in (attempt.run / "checkpoints").iterdir())
         if not names or any(name.endswith(".tmp") for name in names):
