@@ -161,7 +161,7 @@ def test_an_open_reads_the_manifest_one_list_and_two_chunks(
     assert begin == ["head_object", "get_object", "list_objects_v2"]
     # One of tokens is compared with the file of documents, of which the size is asked for.
     assert set(rest) <= {"get_object", "head_object"}
-    assert 2 <= len(rest) <= 2 * 3
+    assert 2 <= len(rest) <= 2 * 4
 
 
 def test_whole_documents_read_their_files_together(local: Path, remote: RemotePath) -> None:

@@ -80,6 +80,11 @@ def compile_strictly(backend: str, cache: str, graphs: int = 2) -> None:
         ("mesh.cp=2 model.n_layers=8 model.window=20 model.full_every=2 model.nope_every=4", 6),
         # And for each of two.
         (
+            "model.architecture=deepseek model.preset=debug-deepseek model.n_kv_heads=8 mesh.cp=2 "
+            "parallel.cp_method=allgather data.packing=documents",
+            4,
+        ),
+        (
             "model.architecture=gemma3 model.preset=debug-gemma3 mesh.cp=2 "
             "parallel.cp_method=ulysses model.tied=true",
             4,

@@ -44,7 +44,7 @@ LAYOUTS = [
     if line.strip() and not line.startswith("#")
 ]
 # The command in the first line of the file proves all. The matrix, of which tests/prove proves a
-# slice, has the simplest layouts, and no pipeline of four ranks or whole documents. Those that are
+# slice, has the simplest layouts, and no pipeline of four ranks or whole documents. Some that are
 # compiled are in tests/parallel/test_compile.py.
 SLICE = [
     *(layout for layout in LAYOUTS[34::9] if "compile" not in layout),
