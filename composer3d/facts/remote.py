@@ -111,8 +111,9 @@ class RemotePath:
 
     @property
     def parent(self) -> "RemotePath":
-        """The folder that holds this file or folder."""
-        return RemotePath(self._url.rpartition("/")[0])
+        """The folder that holds this file or folder; of a bucket, the bucket itself."""
+        above = self._url.rpartition("/")[0]
+        return RemotePath(above) if is_valid_url(above) else self
 
     # Reading.
 

@@ -69,6 +69,10 @@ def test_paths_have_parts_and_an_order() -> None:
     folder = RemotePath("s3://bucket/run")
     path = folder / "step-2"
     assert (path.name, path.parent, str(path)) == ("step-2", folder, "s3://bucket/run/step-2")
+    assert [RemotePath(url).parent for url in ("s3://b", "file:///a")] == [
+        RemotePath("s3://b"),
+        RemotePath("file:///a"),
+    ]
     assert sorted([folder / "step-3", path]) == [path, folder / "step-3"]
     assert len({path, folder / "step-2"}) == 1
     assert place_of("s3://bucket/run") == folder
