@@ -38,7 +38,7 @@ import numpy as np
 from composer3d.data.staging import NodeCache, NodeCopies
 from composer3d.facts import token_manifest
 from composer3d.facts.errors import DataError, RankDataError
-from composer3d.facts.remote import Part, Place, RemotePath, read_parts
+from composer3d.facts.remote import Place, RemotePart, RemotePath, read_parts
 from composer3d.facts.token_manifest import (
     AGAIN,
     FORMAT,
@@ -165,12 +165,12 @@ class ShardedTokens:
                 result[at] = values[places]
         return result, absent
 
-    def _parts(self, absent: _Absent) -> Iterator[Part]:
+    def _parts(self, absent: _Absent) -> Iterator[RemotePart]:
         """Yield the ranges of bytes with the spans."""
         folder, size = self._manifest.folder, self.dtype.itemsize
         assert isinstance(folder, RemotePath)  # files on a disk are mapped
         for first, stop in absent.spans.tolist():
-            yield Part(folder / absent.name, first * size, (stop - first) * size)
+            yield RemotePart(folder / absent.name, first * size, (stop - first) * size)
 
     def _fill(self, result: np.ndarray, absent: _Absent, contents: Iterator[bytes]) -> None:
         """Write the tokens that were read from the store to their places in the result."""

@@ -14,7 +14,7 @@ Nothing here contradicts what composer3d sets itself (``runtime.environment``, `
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-from composer3d.doctor.links import Links
+from composer3d.doctor.links import MachineLinks
 from composer3d.facts.text import in_quotes
 from composer3d.runtime import open_files
 from composer3d.runtime.environment import ALLOCATOR, RECORDED_COLLECTIVES
@@ -210,7 +210,7 @@ class Advice(NamedTuple):
     is_right: bool | None
 
 
-def networks_of(links: Links, *, has_gpus: bool) -> list[Network]:
+def networks_of(links: MachineLinks, *, has_gpus: bool) -> list[Network]:
     """Return which rows matter, apart from the adapters that no rank uses.
 
     Args:
@@ -233,7 +233,7 @@ def networks_of(links: Links, *, has_gpus: bool) -> list[Network]:
 
 
 def advise(
-    links: Links,
+    links: MachineLinks,
     environment: Mapping[str, str],
     *,
     has_gpus: bool,
@@ -275,7 +275,7 @@ def _of_row(
     return Advice(network, name, now, row.value, row.why, is_right)
 
 
-def _limits(links: Links, networks: list[Network], ranks: int) -> Iterator[Advice]:
+def _limits(links: MachineLinks, networks: list[Network], ranks: int) -> Iterator[Advice]:
     need = open_files.needed(0, ranks, hosts_store=True)
     yield _of_limit(
         "any",
@@ -309,7 +309,7 @@ def _limits(links: Links, networks: list[Network], ranks: int) -> Iterator[Advic
 
 
 def _of_limit(
-    network: str, links: Links, name: str, need: int | None, value: str, why: str
+    network: str, links: MachineLinks, name: str, need: int | None, value: str, why: str
 ) -> Advice:
     """Return the advice for a hard limit that must be ``need``, or with None unlimited."""
     if name not in links.limits:
@@ -319,7 +319,7 @@ def _of_limit(
     return Advice(network, name, "unlimited" if limit is None else f"{limit}", value, why, is_right)
 
 
-def describe_links(links: Links) -> str:
+def describe_links(links: MachineLinks) -> str:
     """Return in one line what a machine has."""
     adapters = [
         f"{adapter.name} ({adapter.kind}{_ACTIVITY[adapter.is_active]})"
@@ -348,7 +348,7 @@ def lines_of(advice: list[Advice]) -> list[str]:
     return lines
 
 
-def advice_as_json(links: Links, advice: list[Advice]) -> dict[str, Any]:
+def advice_as_json(links: MachineLinks, advice: list[Advice]) -> dict[str, Any]:
     """Return both as JSON. What is unknown is null."""
     return {
         "adapters": [adapter._asdict() for adapter in links.adapters],

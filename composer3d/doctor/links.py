@@ -31,7 +31,7 @@ class Adapter(NamedTuple):
     is_active: bool | None
 
 
-class Links(NamedTuple):
+class MachineLinks(NamedTuple):
     """What a machine has.
 
     Attributes:
@@ -51,7 +51,7 @@ class Links(NamedTuple):
     shared_memory: int | None
 
 
-def find_links(root: Path = Path("/")) -> Links:
+def find_links(root: Path = Path("/")) -> MachineLinks:
     """Return what this machine has.
 
     Args:
@@ -60,7 +60,7 @@ def find_links(root: Path = Path("/")) -> Links:
     adapters = _folders(root / "sys/class/infiniband")
     interfaces = _folders(root / "sys/class/net")
     has_switch = any(_folders(root / "proc/driver/nvidia-nvswitch/devices"))
-    return Links(
+    return MachineLinks(
         adapters=tuple(map(_adapter, adapters)),
         interfaces=tuple(path.name for path in interfaces if _may_lead_elsewhere(path)),
         has_nvlink=True if has_switch else None,

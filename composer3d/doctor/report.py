@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from composer3d.doctor.advice import Advice, advice_as_json, describe_links, lines_of
 from composer3d.doctor.facts import RankFacts
-from composer3d.doctor.links import Links
+from composer3d.doctor.links import MachineLinks
 from composer3d.recipe.schema import Recipe
 
 # Clocks that differ by more make the times in the logs of two nodes hard to compare.
@@ -89,7 +89,7 @@ class DoctorReport:
     versions: dict[str, str]
     disk: Disk
     slowest_rank: int | None
-    links: Links | None = None
+    links: MachineLinks | None = None
     advice: list[Advice] = field(default_factory=list)
 
     @property

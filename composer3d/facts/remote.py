@@ -371,7 +371,7 @@ class Upload(io.RawIOBase):
         return int(self._stream.tell())
 
 
-class Part(NamedTuple):
+class RemotePart(NamedTuple):
     """A range of bytes of a file in a store.
 
     Attributes:
@@ -385,7 +385,7 @@ class Part(NamedTuple):
     size: int
 
 
-def read_parts(parts: Sequence[Part]) -> list[bytes]:
+def read_parts(parts: Sequence[RemotePart]) -> list[bytes]:
     """Return parts of files, all of which are requested at once.
 
     Args:
@@ -394,7 +394,7 @@ def read_parts(parts: Sequence[Part]) -> list[bytes]:
     Raises:
         OSError: a part cannot be read, or its file ends within it.
     """
-    contents: dict[Part, bytes] = {}
+    contents: dict[RemotePart, bytes] = {}
     for kind in dict.fromkeys(part.path.kind for part in parts):
         own = [part for part in parts if part.path.kind == kind]
         with own[0].path._words():

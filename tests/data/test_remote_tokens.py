@@ -18,7 +18,7 @@ from composer3d.data.tokens import ShardedTokens, find_damage, read_together
 from composer3d.facts import remote as facts_remote
 from composer3d.facts import token_manifest
 from composer3d.facts.errors import DataError, RankDataError
-from composer3d.facts.remote import Part, RemotePath
+from composer3d.facts.remote import RemotePart, RemotePath
 from composer3d.facts.token_manifest import read_manifest
 from tests.data.remote_folders import (
     END,
@@ -311,7 +311,7 @@ def test_a_late_store_does_not_hold_up_the_steps(
     """A read takes 50 ms, and now and then four times as long. A step takes 75 ms."""
     reads = iter([0.05] * 8 + [0.2] + [0.05] * 50)
 
-    def read_late(parts: Sequence[Part]) -> list[bytes]:
+    def read_late(parts: Sequence[RemotePart]) -> list[bytes]:
         time.sleep(next(reads))
         contents = [(local / part.path.name).read_bytes() for part in parts]
         return [

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from composer3d.doctor.advice import _ROWS, Advice, advice_as_json, advise, describe_links, lines_of
-from composer3d.doctor.links import Adapter, Links
+from composer3d.doctor.links import Adapter, MachineLinks
 from composer3d.runtime.environment import ALLOCATOR_VARIABLES, RECORDER_VARIABLES
 
-PLAIN = Links((), ("eth0",), None, {"open files": 4096, "locked memory": 65536}, 64 << 20)
+PLAIN = MachineLinks((), ("eth0",), None, {"open files": 4096, "locked memory": 65536}, 64 << 20)
 TWO = PLAIN._replace(interfaces=("eth0", "ib0"))
 ON_ALL = {"OMP_NUM_THREADS", "open files"}
 ON_GPUS = ON_ALL | {
@@ -29,12 +29,12 @@ ON_EFA = {
 INTERFACES = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
 
 
-def with_adapter(kind: str, *, is_active: bool | None = True) -> Links:
+def with_adapter(kind: str, *, is_active: bool | None = True) -> MachineLinks:
     return PLAIN._replace(adapters=(Adapter("mlx5_0", kind, is_active),))
 
 
 def advice_of(
-    links: Links, environment: Mapping[str, str] | None = None, **changes: Any
+    links: MachineLinks, environment: Mapping[str, str] | None = None, **changes: Any
 ) -> dict[str, Advice]:
     """Return the advice by name, each of which must come once."""
     keywords = {"has_gpus": True, "ranks": 16, "is_alone": False} | changes
@@ -58,7 +58,9 @@ def advice_of(
         (with_adapter("unknown"), True, ON_GPUS),
     ],
 )
-def test_each_network_has_its_variables(links: Links, has_gpus: bool, names: set[str]) -> None:
+def test_each_network_has_its_variables(
+    links: MachineLinks, has_gpus: bool, names: set[str]
+) -> None:
     assert set(advice_of(links, has_gpus=has_gpus)) == names
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from composer3d.doctor.links import Adapter, Links, find_links
+from composer3d.doctor.links import Adapter, MachineLinks, find_links
 
 LIMITS = """\
 Limit                     Soft Limit           Hard Limit           Units
@@ -43,7 +43,7 @@ def test_a_machine_with_infiniband_and_switches(tmp_path: Path) -> None:
     add_interface(tmp_path, "eth1", "down")
     write(tmp_path / "proc/driver/nvidia-nvswitch/devices/0000:01:00.0", "")
     add_process(tmp_path, "1048576", "unlimited", "tmpfs /dev/shm tmpfs rw,nosuid 0 0")
-    assert find_links(tmp_path) == Links(
+    assert find_links(tmp_path) == MachineLinks(
         adapters=(
             Adapter("mlx5_0", "InfiniBand", True),
             Adapter("mlx5_1", "RoCE", False),
@@ -70,7 +70,7 @@ def test_a_container_with_efa(tmp_path: Path) -> None:
 def test_what_no_file_says_is_unknown(tmp_path: Path) -> None:
     (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
     write(tmp_path / "proc/self/limits", "Max open files  many  too many  files\nMax locked memory")
-    assert find_links(tmp_path) == Links(
+    assert find_links(tmp_path) == MachineLinks(
         adapters=(Adapter("mlx5_0", "unknown", None),),
         interfaces=(),
         has_nvlink=None,

@@ -38,7 +38,7 @@ class Messages(Protocol):
 
 def messages_of(q: Tensor, k: Tensor, v: Tensor) -> Messages:
     """Return the messages of keys and values, or of latents and a weight in their place."""
-    return Latents(q, k, v) if k.dim() == 3 else KeysAndValues(k, v)
+    return LatentMessages(q, k, v) if k.dim() == 3 else KeysAndValues(k, v)
 
 
 class KeysAndValues(Messages):
@@ -69,7 +69,7 @@ class KeysAndValues(Messages):
         return self.gradients(self.own())
 
 
-class Latents(Messages):
+class LatentMessages(Messages):
     """A message is the latents of a rank, each followed by the rotated part of its key.
 
     The receiver projects a latent up, for each of its heads, to the rest of the key and to the

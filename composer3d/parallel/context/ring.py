@@ -128,7 +128,7 @@ def attend_in_rounds(
 
     Args:
         q, k, v: this rank's parts. The last dim of q is contiguous. In place of k and v, latents
-            and their weight (``messages.Latents``), with a group and without a window.
+            and their weight (``messages.LatentMessages``), with a group and without a window.
         sinks_H: a score of each query head that has no value, or None.
         documents: integers (B, T), of the whole sequence, or None.
         window: as in ``tiles``.

@@ -180,14 +180,14 @@ def test_only_latents_are_sent(pool: Pool, size: int) -> None:
 @contextmanager
 def counting_projections() -> Iterator[list[int]]:
     """Collect the number of tokens of each message that is projected up."""
-    right, tokens = messages.Latents.key_values, []
+    right, tokens = messages.LatentMessages.key_values, []
 
     def key_values(sent: Any, message: Tensor) -> Any:
         tokens.append(message.shape[1])
         return right(sent, message)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messages.Latents, "key_values", key_values)
+        patch.setattr(messages.LatentMessages, "key_values", key_values)
         yield tokens
 
 

@@ -46,9 +46,9 @@ def drop_reduction_of_down_projections(right: Any, style: Any, *arguments: Any) 
 
 
 @_harms("mesh.cp=2")
-@fault_of(messages.Latents, messages.Latents.key_values)
+@fault_of(messages.LatentMessages, messages.LatentMessages.key_values)
 def rotate_received_keys_like_own_ones(
-    right: Any, sent: messages.Latents, message: Tensor
+    right: Any, sent: messages.LatentMessages, message: Tensor
 ) -> Tensor:
     """cp: keys of received latents have the rotated parts of this rank's own tokens."""
     rotated = sent.latents[..., sent.widths[0] :]
@@ -60,9 +60,9 @@ def rotate_received_keys_like_own_ones(
     "mesh.cp=2 mesh.tp=2 data.packing=documents parallel.cp_balance=contiguous",
     message=r"keys\.wkv_b",
 )
-@fault_of(messages.Latents, messages.Latents.gradient)
+@fault_of(messages.LatentMessages, messages.LatentMessages.gradient)
 def forget_the_weight_of_received_latents(
-    right: Any, sent: messages.Latents, message: Tensor, dkv: Tensor
+    right: Any, sent: messages.LatentMessages, message: Tensor, dkv: Tensor
 ) -> Tensor:
     """cp: the projection of latents has no gradient from latents of other ranks."""
     before = sent.dweight
@@ -73,9 +73,9 @@ def forget_the_weight_of_received_latents(
 
 
 @_harms("mesh.cp=2 parallel.cp_method=allgather", message=r"attn\.wkv_a|norm|embed")
-@fault_of(messages.Latents, messages.Latents.gradient)
+@fault_of(messages.LatentMessages, messages.LatentMessages.gradient)
 def give_the_gradient_of_one_head_to_the_rotated_part(
-    right: Any, sent: messages.Latents, message: Tensor, dkv: Tensor
+    right: Any, sent: messages.LatentMessages, message: Tensor, dkv: Tensor
 ) -> Tensor:
     """cp: the rotated part of a sent latent has the gradient of the first head alone."""
     gradient = right(sent, message, dkv)
