@@ -28,14 +28,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from composer3d.checkpoint import manifest as manifests
-from composer3d.checkpoint.manifest import FileEntry, Manifest, TensorSpec
+from composer3d.checkpoint.manifest import ASSETS, FileEntry, Manifest, TensorSpec
 from composer3d.checkpoint.metadata import METADATA, METADATA_LIMIT, tensor_specs
 from composer3d.facts.errors import CheckpointError, TrainingError
 from composer3d.facts.remote import Place, RemotePath
 from composer3d.runtime.files import publish, sync
 
 _LEFTOVER = re.compile(r"step-[0-9]{8}(\.old)?\.tmp")
-_ASSETS = "assets"  # a folder within a checkpoint
 _WRITER = "writer"  # a file in an object store, which says what job writes checkpoints
 _NOTE_BYTES = 4096  # the most of it that is read
 _METADATA_DRAFT = ".tmp"  # torch's ending of the name of metadata that are not whole
@@ -126,8 +125,8 @@ class DiskFolder(CheckpointFolder):
         staging = self._staging(name)
         staging.mkdir(parents=True)
         for file_name, content in assets.items():
-            (staging / _ASSETS).mkdir(exist_ok=True)
-            (staging / _ASSETS / file_name).write_bytes(content)
+            (staging / ASSETS).mkdir(exist_ok=True)
+            (staging / ASSETS / file_name).write_bytes(content)
         sync(self._folder.parent)
 
     def writer(self, name: str) -> "Writer":
@@ -137,10 +136,10 @@ class DiskFolder(CheckpointFolder):
         staging, rank = self._staging(name), dist.get_rank()
         own = [*staging.glob(f"__{rank}_*")]
         if rank == 0:
-            assets = [*staging.glob(f"{_ASSETS}/*")]
+            assets = [*staging.glob(f"{ASSETS}/*")]
             own += [staging / METADATA, *assets]
             if assets:
-                sync(staging / _ASSETS)
+                sync(staging / ASSETS)
         for path in own:
             sync(path)
         entries = {path.relative_to(staging).as_posix(): manifests.file_entry(path) for path in own}
@@ -200,9 +199,9 @@ class RemoteFolder(CheckpointFolder):
         self.remove(name)
         self._assets = {}
         for file_name, content in assets.items():
-            (self._folder / name / _ASSETS / file_name).write(content)
+            (self._folder / name / ASSETS / file_name).write(content)
             digest = xxhash.xxh3_128_hexdigest(content)
-            self._assets[f"{_ASSETS}/{file_name}"] = FileEntry(len(content), digest)
+            self._assets[f"{ASSETS}/{file_name}"] = FileEntry(len(content), digest)
 
     def writer(self, name: str) -> "Writer":
         return RemoteWriter(self._folder / name)

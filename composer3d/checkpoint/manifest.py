@@ -29,6 +29,7 @@ from composer3d.recipe.schema import MODEL_KEYS
 from composer3d.runtime.files import sync
 
 FILE = "manifest.json"
+ASSETS = "assets"  # a folder of a checkpoint: the files of the model besides its tensors
 FORMAT = 1
 
 # Limits of a manifest file. A tensor takes about 100 bytes in it, and a file about 80. The number

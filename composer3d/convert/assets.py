@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from composer3d.checkpoint.manifest import ASSETS
 from composer3d.convert.carried import read_carried_files
 from composer3d.facts.errors import CheckpointError
 from composer3d.facts.files import parse_json
@@ -25,7 +26,7 @@ from composer3d.recipe.schema import Recipe
 from composer3d.recipe.tokenizers import read_tokenizer
 from composer3d.runtime import log
 
-FOLDER = "assets"
+FOLDER = ASSETS
 _CONFIG = "config.json"
 _GENERATION = "generation_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"

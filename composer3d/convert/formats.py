@@ -34,6 +34,7 @@ from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint.manifest import Manifest, TensorSpec
 from composer3d.checkpoint.metadata import METADATA, read_metadata, read_whole, tensor_specs
 from composer3d.checkpoint.pickles import reading
+from composer3d.checkpoint.steps import STEP_FOLDER
 from composer3d.checkpoint.torchfile import StoredTensor, load_torch
 from composer3d.convert import mxfp4
 from composer3d.convert.carried import read_carried_files, select_carried_texts
@@ -124,7 +125,6 @@ _TENSORS_PER_LAYER_LIMIT = 16  # besides those of experts; Qwen 2 has 12 tensors
 _TENSORS_PER_EXPERT = 3
 _SHOWN_PROBLEMS = 8
 
-_STEP_FOLDER = re.compile(r"step-\d{8}")
 _LAYER_NUMBER = re.compile(r"(?:layers|blocks)\.(\d+)\.")
 
 T = TypeVar("T")
@@ -527,7 +527,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
         path
         for place in places
         for path in place.glob("step-*")
-        if _STEP_FOLDER.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+        if STEP_FOLDER.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
     ]
     return sorted(checkpoints, key=lambda path: path.name)
 

@@ -109,6 +109,13 @@ def test_what_a_killed_save_has_left_is_no_checkpoint(workers: Workers, folder: 
     assert workers.run(load_newest, {"folder": folder}, world_size=2) == 2 * [(2, saved[0])]
 
 
+def test_a_run_whose_first_save_was_killed_begins_anew(
+    workers: Workers, folder: RemotePath
+) -> None:
+    (folder / "step-00000001" / "0123456789ab__0_0.distcp").write(b"torn")
+    assert workers.run(load_newest, {"folder": folder}, world_size=2) == 2 * [(0, None)]
+
+
 @pytest.fixture(scope="module")
 def saved(workers: Workers) -> tuple[RemotePath, Any]:
     """A folder with steps 1 and 2, and the state that they hold. Leave it as it was."""
