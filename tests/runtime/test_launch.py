@@ -354,12 +354,28 @@ def form_groups_and_listen() -> list[str]:
     return addresses
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="listening sockets are read from Linux's /proc")
+reads_proc = pytest.mark.skipif(
+    sys.platform != "linux", reason="listening sockets are read from Linux's /proc"
+)
+
+
+@reads_proc
 def test_ranks_listen_on_loopback_only(pool: Pool) -> None:
     loopback = "0100007F"
     addresses = pool.run(form_groups_and_listen, {}, world_size=2)
     assert [set(of_rank) for of_rank in addresses] == [{loopback}] * 2
-    assert sockets.addresses(sockets.LISTENING) == []  # their owner does not listen at all
+
+
+@reads_proc
+def test_the_owner_of_ranks_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sockets.addresses(sockets.LISTENING)  # an earlier test may have left a server here
+    starter = launch._Starter()
+    monkeypatch.setattr(launch, "_PRELOAD", "json")
+    monkeypatch.setattr(launch, "_starter", starter)
+    with Pool() as pool:
+        pool.run(light_tasks.answer, {"base": 1}, world_size=2)
+        assert sockets.addresses(sockets.LISTENING) == before
+    starter._close()
 
 
 OWNER = f"""
