@@ -3,6 +3,7 @@
 import ast
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import composer3d
+import setup
 from composer3d.commands.launch import SCRIPTS
 from tools.prove.paths import ROOT
 
@@ -105,7 +107,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     leave = shutil.ignore_patterns("__pycache__")
     for name in ("composer3d", "recipes", "tools/launch"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=leave)
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "setup.py", "README.md"):
         shutil.copy(ROOT / name, folder)
     return folder
 
@@ -162,6 +164,48 @@ def test_wheel_holds_recipes_types_and_all_modules(wheel: Path) -> None:
     assert wanted <= names
     assert not [name for name in names if name.startswith(("tests/", "tools/"))]
     assert f"\nVersion: {composer3d.__version__}\n" in metadata
+
+
+def test_the_text_for_an_index_is_the_readme_without_links_into_the_repository(
+    wheel: Path,
+) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(f"composer3d-{composer3d.__version__}.dist-info/METADATA").decode()
+    head, _, text = metadata.partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in head.splitlines()
+    lines = text.splitlines()
+    readme = (ROOT / "README.md").read_text().splitlines()
+    (picture,) = (number for number, line in enumerate(readme) if line.startswith("!["))
+    del readme[picture : picture + 2]  # with the empty line after it
+    links = 0
+    for line, original in zip(lines, readme, strict=True):
+        assert "](" not in line  # the README has no link to a web page
+        # Each link adds its file at most, in parentheses.
+        parts = re.split(r"\[([^\]]*)\]\(([^)]*)\)", original)
+        links += len(parts) // 3
+        for words, file in zip(parts[1::3], parts[2::3], strict=True):
+            original = original.replace(
+                f"[{words}]({file})",
+                file if words in file and "." in words else f"{words} ({file})",
+            )
+        assert line == original
+    assert links > 30
+
+
+@pytest.mark.parametrize(
+    ("text", "plain", "linked"),
+    [
+        ("a [b c](d/e.md#f), g", "a b c (d/e.md), g", "a [b c](https://x/d/e.md#f), g"),
+        ("[e.md](d/e.md)", "d/e.md", "[e.md](https://x/d/e.md)"),
+        ("a\n\n![b](c.svg)\n\nd", "a\n\nd", "a\n\nd"),
+        *((same, same, same) for same in ("[a](https://b/c)", "[a](#b)", "```\n[a](b.md)\n```")),
+    ],
+)
+def test_a_link_of_the_readme_names_its_file_or_leads_to_the_address(
+    text: str, plain: str, linked: str
+) -> None:
+    assert setup.description(text, None) == plain
+    assert setup.description(text, "https://x/") == linked
 
 
 def test_sdist_holds_no_links(source: Path, tmp_path: Path) -> None:

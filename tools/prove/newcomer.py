@@ -155,7 +155,7 @@ def install(made: Path, environment: Path | None) -> Path:
         shutil.copytree(
             ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
         )
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "setup.py", "README.md"):
         shutil.copy(ROOT / name, source)
     start = time.monotonic()
     wheels = made / "wheels"

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
+from setup import replace_links
 from tools.prove.paths import ROOT
 
 # The pages of docs/, by part of the navigation. Those of an unnamed part are only linked to.
@@ -33,10 +34,6 @@ napoleon_use_ivar = True
 napoleon_custom_sections = ["Collectives"]
 exclude_patterns = [".doctrees"]
 """
-# A link or picture of Markdown whose target is in the repository.
-_LINK = re.compile(
-    r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)"
-)
 
 
 def write(folder: Path) -> None:
@@ -77,10 +74,7 @@ def _copy(name: str, folder: Path) -> None:
             _copy(str(path.relative_to(ROOT)), folder)
         return f"{picture}[{words}]({to}{anchor or ''})"
 
-    text = "".join(
-        part if part.startswith("```") else _LINK.sub(link, part)
-        for part in re.split(r"(^```.*?^```$)", (ROOT / name).read_text(), flags=re.M | re.S)
-    )
+    text = replace_links((ROOT / name).read_text(), link)
     if name == "docs/matrix.md":
         # A table of thousands of rows would be the answer to most searches.
         text = f"---\norphan: true\nnosearch: true\n---\n{text}"
