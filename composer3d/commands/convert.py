@@ -2,16 +2,22 @@
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
+from composer3d.checkpoint import manifest as manifests
 from composer3d.commands.arguments import argument, json_option
-from composer3d.commands.sources import local_source
+from composer3d.commands.sources import local_source, local_target
+from composer3d.facts.errors import CheckpointError
+from composer3d.facts.remote import is_url, place_of
 from composer3d.facts.text import printable
+
+# The file of each format that its readers open first. A file of torch is one file.
+_OPENED_FIRST = {"hf": "config.json", "meta": "params.json", "dcp": manifests.FILE, "torch": None}
 
 EXAMPLES = (
     "composer3d convert runs/quickstart quickstart-hf --to hf",
     "composer3d convert hf://meta-llama/Llama-3.2-1B llama-dcp --to dcp --logits",
+    "composer3d convert runs/quickstart s3://my-bucket/quickstart-hf --to hf",
 )
 
 
@@ -23,9 +29,13 @@ class Options:
     src: str = argument(
         metavar="SRC",
         help="a checkpoint: a folder in Hugging Face or Meta format or of a run, or a torch file; "
-        "or hf://ORGANISATION/NAME[@REVISION], loaded from the Hugging Face Hub",
+        "or hf://ORGANISATION/NAME[@REVISION], loaded from the Hugging Face Hub; or the URL of one "
+        "in an object store",
     )
-    dst: str = argument(metavar="DST", help="file or folder to make; it must not exist")
+    dst: str = argument(
+        metavar="DST",
+        help="file or folder to make, or its URL in an object store; it must not exist",
+    )
     to: Literal["hf", "meta", "torch", "dcp"] = argument(
         "--to",
         choices=("hf", "meta", "torch", "dcp"),
@@ -48,20 +58,31 @@ class Options:
 def run(options: Options) -> int:
     """Convert a checkpoint, and print a report.
 
-    ``convert.convert.convert`` raises the errors. Returns the exit status 0.
+    ``convert.convert.convert`` and ``local_target`` raise the other errors. Returns the exit status
+    0.
+
+    Raises:
+        CheckpointError: DST is within SRC in an object store.
     """
     # Imported here because this module imports torch.
     from composer3d.convert.convert import convert
 
-    with local_source(options.src) as src:
+    if is_url(options.src) and options.dst.startswith(options.src.rstrip("/") + "/"):
+        raise CheckpointError(f"{options.dst} lies in {options.src}; give a DST outside of it")
+    # The copy of SRC goes before DST is uploaded.
+    with (
+        local_target(options.dst, _OPENED_FIRST[options.to]) as dst,
+        local_source(options.src) as src,
+    ):
         report = convert(
             src,
-            Path(options.dst),
+            dst,
             options.to,
             dtype=options.dtype,
             weights_only=options.weights_only,
             logits=options.logits,
         )
+    report["target"] = str(place_of(options.dst))
     if options.as_json:
         print(json.dumps({"ok": True, **report}))
         return 0

@@ -12,10 +12,12 @@ from composer3d.commands.arguments import (
     number,
     positive,
 )
+from composer3d.commands.sources import local_target
 from composer3d.facts.errors import DataError
 from composer3d.facts.ranges import MOST_VOCAB
-from composer3d.facts.remote import is_url
+from composer3d.facts.remote import RemotePath, is_url
 from composer3d.facts.text import one_line
+from composer3d.facts.token_manifest import MANIFEST, TOKENIZER
 from composer3d.models import hub
 
 _LEAST_VOCAB = 257
@@ -24,6 +26,7 @@ EXAMPLES = (
     "composer3d prepare corpus/ -o data/train --tokenizer tokenizer.json",
     "composer3d prepare chats.jsonl -o data/chats --tokenizer llama-hf --kind chat",
     "composer3d prepare wiki.parquet -o data/wiki --train-tokenizer 32000",
+    "composer3d prepare corpus/ -o s3://my-bucket/train --tokenizer tokenizer.json",
 )
 
 
@@ -58,7 +61,11 @@ class Options:
         "end in .gz or .zst. Hidden files and links to folders are skipped",
     )
     out: str = argument(
-        "-o", "--out", metavar="DIR", required=True, help="folder to make; it must not exist"
+        "-o",
+        "--out",
+        metavar="DIR",
+        required=True,
+        help="folder to make, or its URL in an object store; it must not exist",
     )
     tokenizer: str | None = argument(
         "--tokenizer",
@@ -131,7 +138,7 @@ class Options:
         type=positive,
         default=100_000_000,
         help="a shard ends with the document that reaches N tokens; an interrupted prepare goes on "
-        "after its last shard; default: %(default)s",
+        "after its last shard, unless DIR is a URL; default: %(default)s",
     )
     max_expansion: int = argument(
         "--max-expansion",
@@ -146,20 +153,15 @@ class Options:
 def run(options: Options) -> int:
     """Write token files, and print their numbers of documents and tokens.
 
-    ``data.prepare.prepare`` raises the other errors. Returns the exit status 0.
+    ``data.prepare.prepare`` and ``local_target`` raise the other errors. Returns the exit status 0.
 
     Raises:
-        DataError: an option does not belong to this ``kind``, or names an object store.
+        DataError: an option does not belong to this ``kind``, or a source is in an object store.
     """
     # Imported here because these modules import torch.
     from composer3d.data.examples import Answers, Chat, Examples
     from composer3d.data.prepare import prepare
 
-    if is_url(options.out):
-        raise DataError(
-            f"-o {options.out}: prepare writes to a disk only; copy the finished folder, for "
-            "example with aws s3 sync"
-        )
     for source in filter(is_url, options.sources):
         raise DataError(f"{source}: prepare reads text from a disk only; copy it there first")
     for option, value, its_kind in (
@@ -189,32 +191,36 @@ def run(options: Options) -> int:
     elif options.kind == Chat.kind:
         examples = Chat(options.field or Chat.messages, options.chat_template)
     begin = time.monotonic()
-    written = prepare(
-        options.sources,
-        options.out,
-        tokenizer=options.tokenizer and str(hub.folder(options.tokenizer, hub.TOKENIZER)),
-        train_tokenizer=options.train_tokenizer,
-        eod=options.eod,
-        field=options.field if examples is None else None,
-        processes=options.processes,
-        shard_tokens=options.shard_tokens,
-        split=options.split,
-        examples=examples,
-        max_expansion=options.max_expansion,
-    )
+    with local_target(options.out, MANIFEST) as out:
+        written = prepare(
+            options.sources,
+            str(out),
+            tokenizer=options.tokenizer and str(hub.folder(options.tokenizer, hub.TOKENIZER)),
+            train_tokenizer=options.train_tokenizer,
+            eod=options.eod,
+            field=options.field if examples is None else None,
+            processes=options.processes,
+            shard_tokens=options.shard_tokens,
+            split=options.split,
+            examples=examples,
+            max_expansion=options.max_expansion,
+            keeps_unfinished=not is_url(options.out),
+        )
     seconds = time.monotonic() - begin
     megabytes = (written["source_bytes"] - written["resumed_bytes"]) / 1e6
-    out = one_line(options.out)
+    if is_url(options.out) and options.train_tokenizer is not None:
+        written["trained_tokenizer"] = str(RemotePath(options.out) / TOKENIZER)
+    shown = one_line(options.out)
     print(
-        f"{out}: {written['documents']:,} documents, {written['tokens']:,} tokens of "
+        f"{shown}: {written['documents']:,} documents, {written['tokens']:,} tokens of "
         f"{written['vocab']:,} ({written['dtype']}), {megabytes:,.1f} MB in {seconds:.1f} s "
         f"({megabytes / seconds:.1f} MB/s)"
     )
     if "learned" in written:
         share = written["learned"] / written["tokens"]
-        print(f"{out}: {written['learned']:,} tokens are learned ({share:.1%})")
+        print(f"{shown}: {written['learned']:,} tokens are learned ({share:.1%})")
     for name, count in written.get("splits", {}).items():
-        print(f"{out}/{name}: {count['documents']:,} documents, {count['tokens']:,} tokens")
+        print(f"{shown}/{name}: {count['documents']:,} documents, {count['tokens']:,} tokens")
     if options.train_tokenizer is not None:
         trained = one_line(written["trained_tokenizer"])
         print(f"{trained}: trained on this text, {written['vocab']:,} tokens")

@@ -25,7 +25,7 @@ from composer3d.convert.formats import (
     require_valid_path,
 )
 from composer3d.convert.targets import EMBEDDING, write
-from composer3d.facts.errors import CheckpointError
+from composer3d.facts.errors import CheckpointError, MachineError
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.registry import architecture
@@ -73,6 +73,7 @@ def convert(
     Raises:
         CheckpointError: ``src`` or ``dst`` cannot be used, a number is out of the range of
             ``dtype``, or the copy differs. ``dst`` is not written then.
+        MachineError: the disk of ``dst`` has too little room. Nothing has been written.
     """
     started_s = time.perf_counter()
     _require_absent(dst)
@@ -100,6 +101,7 @@ def convert(
         if to == "hf":
             notes += _lost_fields(source)
 
+        _require_room(staging, sum(map(nbytes, specs.values())))
         digests: dict[str, str] = {}
         progress = cleanup.enter_context(
             # Each tensor is copied, and read again for the proof.
@@ -161,6 +163,16 @@ def _lost_fields(source: Source) -> list[str]:
         for entry in fields(shape)
         if entry.name in shape.training_fields and getattr(shape, entry.name) != entry.default
     ]
+
+
+def _require_room(staging: Path, n_bytes: int) -> None:
+    """Raise MachineError if the disk of ``staging`` has too little room for all tensors."""
+    free = shutil.disk_usage(staging).free
+    if n_bytes > free:
+        raise MachineError(
+            f"{staging} needs {n_bytes:,} bytes, and {free:,} are free there; free some, or give "
+            "another DST; of a URL, TMPDIR names the folder"
+        )
 
 
 def _require_absent(dst: Path) -> None:

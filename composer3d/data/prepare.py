@@ -101,6 +101,7 @@ def prepare(
     split: float | None = None,
     examples: Examples | None = None,
     max_expansion: int = MAX_EXPANSION,
+    keeps_unfinished: bool = True,
 ) -> dict[str, Any]:
     """Write the folder ``out`` of token files (see ``tokens``), whole or not at all.
 
@@ -131,6 +132,8 @@ def prepare(
             then be a folder. None: they have texts, all of which are learned.
         max_expansion: the most bytes of text for each byte of a compressed file or a table, as in
             ``read_documents``.
+        keeps_unfinished: whether a later call may go on after an error or an interrupt. Otherwise
+            nothing is left then.
 
     Returns:
         The facts in ``tokens.json``: the numbers of ``documents`` and ``tokens``, and with
@@ -168,7 +171,17 @@ def prepare(
                 ".jsonl files"
             )
         processes = processes or usable_cores()
-        work = _Work(target, files, field, processes, shard_tokens, split, examples, max_expansion)
+        work = _Work(
+            target,
+            files,
+            field,
+            processes,
+            shard_tokens,
+            split,
+            examples,
+            max_expansion,
+            keeps_unfinished,
+        )
         if train_tokenizer is not None:
             return work.run_with_trained(source, train_tokenizer, eod or train.END)
         assert tokenizer is not None
@@ -218,6 +231,7 @@ class _Work:
     split: float | None
     examples: Examples | None
     max_expansion: int
+    keeps_unfinished: bool
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -232,7 +246,9 @@ class _Work:
             settings["examples"] = settings_of(self.examples, tokenizer)
         with (
             self._reports_unwritable(),
-            Unfinished(self.out, settings, self.files, self.splits) as unfinished,
+            Unfinished(
+                self.out, settings, self.files, self.splits, is_kept=self.keeps_unfinished
+            ) as unfinished,
         ):
             return self._write(unfinished, source, tokenizer)
 
@@ -248,7 +264,12 @@ class _Work:
         with (
             self._reports_unwritable(),
             Unfinished(
-                self.out, settings, self.files, self.splits, keeps_tokenizer=True
+                self.out,
+                settings,
+                self.files,
+                self.splits,
+                keeps_tokenizer=True,
+                is_kept=self.keeps_unfinished,
             ) as unfinished,
         ):
             path = unfinished.folder / TOKENIZER

@@ -94,6 +94,7 @@ class Unfinished:
         splits: the names of the subfolders to make, or "" for the folder itself.
         keeps_tokenizer: whether the folder's tokenizer.json was made here, from the same source
             and settings, and is kept for the next attempt.
+        is_kept: whether there may be a next attempt; otherwise the folder goes in any case.
 
     Attributes:
         folder: the folder.
@@ -113,12 +114,13 @@ class Unfinished:
         splits: Sequence[str],
         *,
         keeps_tokenizer: bool = False,
+        is_kept: bool = True,
     ) -> None:
         self.folder = unfinished_folder(out)
         self.pieces: list[Piece] = []
         self._out, self._splits = out, splits
         self._kept_tokenizer = self.folder / TOKENIZER if keeps_tokenizer else None
-        self._sources = _SourceDigests(sources)
+        self._sources, self._is_kept = _SourceDigests(sources), is_kept
         self._is_published = self._is_other_source = False
 
         self._require_own_folder()
@@ -170,7 +172,7 @@ class Unfinished:
         if not self._is_published:
             is_interrupt = kind is not None and not issubclass(kind, Exception)
             has_tokenizer = self._kept_tokenizer is not None and self._kept_tokenizer.is_file()
-            if self.pieces or (is_interrupt and has_tokenizer):
+            if self._is_kept and (self.pieces or (is_interrupt and has_tokenizer)):
                 parts = f"{len(self.pieces)} finished parts" if self.pieces else "its tokenizer"
                 print(
                     f"{one_line(self.folder)} keeps {parts}; "

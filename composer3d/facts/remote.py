@@ -157,9 +157,19 @@ class RemotePath:
         try:
             with self._words():
                 _system(self.kind).info(self._place)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         return True
+
+    def sizes(self) -> dict[str, int]:
+        """Return what ``files`` returns, or the size of this file under the name ""."""
+        found = self.files()
+        if not found and self.exists():
+            with self._words():
+                entry = _system(self.kind).info(self._place)
+            if entry["type"] == "file":
+                return {"": int(entry["size"])}
+        return found
 
     def read(self, limit: int) -> bytes:
         """Return the content of this file, of at most ``limit`` bytes.
@@ -461,13 +471,13 @@ def whole_file(path: RemotePath, limit: int) -> BinaryIO:
 def local_copy(
     place: Place, report: Callable[[int], None] = lambda n_bytes: None
 ) -> Iterator[Path]:
-    """Yield a folder on a disk: ``place`` itself, or a copy of a folder in an object store.
+    """Yield a path on a disk: ``place`` itself, or a copy of a folder or file in an object store.
 
-    The copy has the name of the folder. It is in a new folder of the system's folder for such
+    The copy has the name of the original. It is in a new folder of the system's folder for such
     things, which TMPDIR names, and goes at the end of the block.
 
     Args:
-        place: the folder.
+        place: the folder, or the file.
         report: is called with the number of bytes of each piece that has been copied.
 
     Raises:
@@ -480,19 +490,70 @@ def local_copy(
     import shutil
     import tempfile
 
-    sizes = place.files()
+    sizes = place.sizes()
     with tempfile.TemporaryDirectory(prefix="composer3d-") as folder:
         needed, free = sum(sizes.values()), shutil.disk_usage(folder).free
         if needed > free:
             reason = f"{needed:,} bytes would be copied to {folder}, and {free:,} are free there"
             raise OSError(errno.ENOSPC, reason, str(place))
         copy = Path(folder, place.name)
-        copy.mkdir()
         for name, size in sizes.items():
-            source, target = place / name, copy / name
+            source, target = (place / name, copy / name) if name else (place, copy)
             target.parent.mkdir(parents=True, exist_ok=True)
             with open(target, "xb") as file:
                 for piece in source.pieces(size):
                     file.write(piece)
                     report(len(piece))
         yield copy
+
+
+def upload(
+    source: Path,
+    place: RemotePath,
+    last: str | None = None,
+    report: Callable[[int], None] = lambda n_bytes: None,
+) -> None:
+    """Copy a file, or a folder with all that is in it, to ``place``, where nothing may be yet.
+
+    If that fails, the files that were sent are removed, as far as possible.
+
+    Args:
+        source: the file or the folder.
+        place: what it becomes.
+        last: the name of the files that readers open first. They are sent after all others, so that
+            an upload that is killed leaves none of them beside missing files.
+        report: is called with the number of bytes of each piece that has been sent.
+
+    Raises:
+        OSError: a file cannot be read or sent, or has a name that no URL here may have; or other
+            files than those of ``source`` have come to ``place`` meanwhile.
+    """
+    if source.is_file():
+        targets = {source: place}
+    else:
+        paths = sorted(path for path in source.rglob("*") if path.is_file())
+        paths.sort(key=lambda path: path.name == last)
+        targets = {path: place / path.relative_to(source).as_posix() for path in paths}
+    sent: dict[RemotePath, int] = {}
+    try:
+        for path, target in targets.items():
+            if path.name == last:
+                _require_only(place, sent)
+            sent[target] = path.stat().st_size
+            with open(path, "rb") as file, target.create() as stream:
+                while piece := file.read(_PIECE_BYTES):
+                    stream.write(piece)
+                    report(len(piece))
+    except BaseException:
+        # A store that cannot be reached now would let each file wait.
+        with suppress(OSError):
+            for target in reversed(sent):
+                target.remove()
+        raise
+
+
+def _require_only(place: RemotePath, sent: dict[RemotePath, int]) -> None:
+    """Raise OSError if a folder holds other files, or files of other sizes, than were sent."""
+    if {place / name: size for name, size in place.files().items()} != sent:
+        reason = "holds other files than were sent: another process writes there"
+        raise OSError(errno.EBUSY, reason, str(place))
