@@ -549,6 +549,8 @@ def upload(
         with suppress(OSError):
             for target in reversed(sent):
                 target.remove()
+            if not place.files():
+                place.remove_tree()  # a disk keeps empty folders
         raise
 
 

@@ -147,7 +147,7 @@ def test_a_failed_upload_leaves_nothing_but_its_source(
 ) -> None:
     with uploads(fail_at=number, cause=OSError(5, "the line is cut")):
         assert cli.main(["convert", str(model), str(place), "--to", "hf"]) == 1
-    assert place.files() == {}
+    assert not place.exists()
     (kept,) = temporary.glob("composer3d-*/made")
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (

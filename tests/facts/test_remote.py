@@ -17,6 +17,7 @@ from composer3d.facts.remote import (
     local_copy,
     place_of,
     same_folder,
+    upload,
     whole_file,
 )
 from tools.object_store import new_folder
@@ -222,3 +223,57 @@ def test_a_name_that_leads_out_of_the_copy_is_refused(
     monkeypatch.setattr(RemotePath, "files", lambda self: {name: 3})
     with pytest.raises(OSError, match="a name that is not read"), local_copy(place):
         pass
+
+
+def test_a_file_is_copied_too(place: RemotePath) -> None:
+    place.write(b"one")
+    assert place.sizes() == {"": 3}
+    with local_copy(place) as path:
+        assert (path.name, path.read_bytes()) == (place.name, b"one")
+    assert not path.exists()
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    folder = tmp_path / "local"
+    (folder / "in").mkdir(parents=True)
+    for name in ("a", "z", "in/a", "in/b"):
+        (folder / name).write_bytes(name.encode())
+    return folder
+
+
+def test_an_upload_sends_all_files_and_those_that_publish_it_last(
+    place: RemotePath, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    counts: list[int] = []
+    create = RemotePath.create
+    monkeypatch.setattr(RemotePath, "create", lambda self: names.append(str(self)) or create(self))
+    upload(local, place, "a", counts.append)
+    assert names == [f"{place}/{name}" for name in ("in/b", "z", "a", "in/a")]
+    assert place.files() == {"a": 1, "z": 1, "in/a": 4, "in/b": 4}
+    assert (place / "in" / "b").read(9) == b"in/b"
+    assert sum(counts) == 10
+    upload(local / "in" / "b", place.parent / "file")
+    assert (place.parent / "file").read(9) == b"in/b"
+
+
+def test_an_upload_that_fails_leaves_nothing(place: RemotePath, local: Path) -> None:
+    def fail(n_bytes: int) -> None:
+        raise KeyError
+
+    for source in (local, local / "a"):
+        with pytest.raises(KeyError):
+            upload(source, place, report=fail)
+        assert not place.exists()
+    (local / "a b").write_bytes(b"")
+    with pytest.raises(OSError, match="a name that is not read"):
+        upload(local, place)
+    assert not place.exists()
+
+
+def test_an_upload_beside_other_files_is_not_published(place: RemotePath, local: Path) -> None:
+    (place / "other").write(b"")
+    with pytest.raises(OSError, match="another process writes there"):
+        upload(local, place, "a")
+    assert place.files() == {"other": 0}
