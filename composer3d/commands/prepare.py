@@ -26,7 +26,6 @@ EXAMPLES = (
     "composer3d prepare corpus/ -o data/train --tokenizer tokenizer.json",
     "composer3d prepare chats.jsonl -o data/chats --tokenizer llama-hf --kind chat",
     "composer3d prepare wiki.parquet -o data/wiki --train-tokenizer 32000",
-    "composer3d prepare corpus/ -o s3://my-bucket/train --tokenizer tokenizer.json",
 )
 
 
