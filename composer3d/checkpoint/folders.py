@@ -33,9 +33,9 @@ from composer3d.checkpoint.metadata import METADATA, METADATA_LIMIT, tensor_spec
 from composer3d.facts.errors import CheckpointError, TrainingError
 from composer3d.facts.remote import Place, RemotePath
 from composer3d.runtime.files import publish, sync
+from composer3d.runtime.run_files import WRITER
 
 _LEFTOVER = re.compile(r"step-[0-9]{8}(\.old)?\.tmp")
-_WRITER = "writer"  # a file in an object store, which says what job writes checkpoints
 _NOTE_BYTES = 4096  # the most of it that is read
 _METADATA_DRAFT = ".tmp"  # torch's ending of the name of metadata that are not whole
 
@@ -188,11 +188,11 @@ class RemoteFolder(CheckpointFolder):
 
     def claim(self) -> None:
         if not self._is_claimed:
-            (self._folder / _WRITER).write(_note())
+            (self._folder / WRITER).write(job_note())
             self._is_claimed = True
 
     def owner(self) -> str:
-        return (self._folder / _WRITER).read(_NOTE_BYTES).decode(errors="replace")
+        return (self._folder / WRITER).read(_NOTE_BYTES).decode(errors="replace")
 
     def begin(self, name: str, assets: Mapping[str, bytes]) -> None:
         self.claim()
@@ -214,13 +214,13 @@ class RemoteFolder(CheckpointFolder):
 
     def publish(self, name: str, manifest: Manifest, guard: Callable[[], None]) -> None:
         guard()
-        self._require_own()
+        self.require_own()
         manifests.write(self._folder / name, manifest)
 
-    def _require_own(self) -> None:
+    def require_own(self) -> None:
         """Raise TrainingError if another job has begun to write here since this one has."""
         owner = self.owner()
-        if owner != _note().decode():
+        if owner != job_note().decode():
             raise TrainingError(
                 f"{self._folder} is written by another job now, {owner}: nothing more is written "
                 "there; start again, under another run.name if that job goes on"
@@ -232,7 +232,7 @@ class RemoteFolder(CheckpointFolder):
             self.remove(name)
 
     def remove(self, name: str) -> None:
-        self._require_own()
+        self.require_own()
         # The manifest goes first, so that half of a checkpoint does not look like a whole one.
         path = self._folder / name
         (path / manifests.FILE).remove()
@@ -243,8 +243,8 @@ class RemoteFolder(CheckpointFolder):
 
 
 @cache
-def _note() -> bytes:
-    """Return what this process writes into the file ``writer``. All objects in it are one job's."""
+def job_note() -> bytes:
+    """Return what this process writes into the file ``writer``, to say which job it is."""
     return f"process {os.getpid()} on {node()} (job {uuid.uuid4().hex})".encode()
 
 

@@ -1,9 +1,11 @@
 """``composer3d report``: write one page about runs. It answers without torch."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from composer3d.commands.arguments import argument, gpus_per_node_option, json_option
@@ -14,6 +16,7 @@ from composer3d.draw import layout_svg, timeline
 from composer3d.draw.layout import make_layout
 from composer3d.facts import hardware, trace
 from composer3d.facts.errors import UserError
+from composer3d.facts.remote import RemotePath, is_url
 from composer3d.facts.tags import COUNTED_TOKENS
 from composer3d.facts.text import one_line, printable
 from composer3d.models.registry import architecture
@@ -25,6 +28,7 @@ from composer3d.recipe.values import FIELDS
 from composer3d.report import folder, page
 from composer3d.report.folder import RunFolder
 from composer3d.report.page import Drawing, Forecast, KeyDifference, Subject
+from composer3d.runtime import run_files
 from composer3d.runtime.files import write_atomic
 
 # Of a pipeline, so that a recipe of somebody else takes seconds: stages whose speed is predicted,
@@ -45,14 +49,17 @@ class Options:
 
     as_json: bool = json_option()
     runs: Sequence[str] = argument(
-        metavar="RUN", nargs="+", help="the folder of a run; several are compared"
+        metavar="RUN",
+        nargs="+",
+        help="the folder of a run, on a disk or the URL of one in an object store (run.sync); "
+        "several are compared",
     )
     out: str | None = argument(
         "-o",
         "--out",
         metavar="FILE.html",
-        help="default: in the folder of the first run, report.html, compare-NAME.html with the "
-        "name of a second run, or compare-N-runs.html",
+        help="default: in the folder of the first run (of a URL: here), report.html, "
+        "compare-NAME.html with the name of a second run, or compare-N-runs.html",
     )
     gpu: str | None = argument(
         "--gpu",
@@ -73,14 +80,41 @@ def run(options: Options) -> int:
             f"composer3d report: {len(options.runs)} runs are more than the {page.MOST_RUNS} that "
             "a page can tell apart; name fewer"
         )
+    with ExitStack() as at_end:
+        return _write(options, [at_end.enter_context(_local(run)) for run in options.runs])
+
+
+@contextmanager
+def _local(run: str) -> Iterator[str]:
+    """Yield the folder of a run, or a copy of one in an object store, without checkpoints."""
+    if not is_url(run):
+        yield run
+        return
+    with TemporaryDirectory(prefix="composer3d-") as temporary:
+        try:
+            place = RemotePath(run)
+            copy = Path(temporary, place.name)
+            copy.mkdir()
+            run_files.fetch(place, copy)
+        except ValueError as error:
+            raise UserError(f"{one_line(run)} {error}") from None
+        except OSError as error:
+            raise UserError(f"{one_line(run)} cannot be copied: {error.strerror}") from None
+        yield str(copy)
+
+
+def _write(options: Options, paths: Sequence[str]) -> int:
+    """Write the report of runs whose folders are on this disk."""
     device = None if options.gpu is None else find_device(options.gpu)
-    folders = [folder.read(path) for path in options.runs]
+    folders = [folder.read(path) for path in paths]
     has_pictures = len(folders) <= 2
     subjects = [
         _subject(found, label, device, options.gpus_per_node, has_pictures=has_pictures)
         for found, label in zip(folders, _labels(folders), strict=True)
     ]
-    path = _path(folders, options.out)
+    # The copy of a run in an object store goes at the end.
+    beside = Path() if is_url(options.runs[0]) else folders[0].path
+    path = _path(folders, beside, options.out)
     differences = _differences(folders) if len(folders) > 1 else None
     text = page.render(subjects, differences)
     try:
@@ -115,13 +149,13 @@ def _labels(folders: list[RunFolder]) -> list[str]:
     return names
 
 
-def _path(folders: list[RunFolder], out: str | None) -> Path:
+def _path(folders: list[RunFolder], beside: Path, out: str | None) -> Path:
     if out is None:
         name = "report.html"
         if len(folders) > 1:
             others = folders[1].name if len(folders) == 2 else f"{len(folders)}-runs"
             name = f"compare-{others}.html"
-        return folders[0].path / name
+        return beside / name
     if not out.endswith(".html"):
         raise UserError(f"-o {one_line(out)}: the report is an HTML file; use a name in .html")
     return Path(out)

@@ -146,6 +146,20 @@ class RemotePath:
                 if len(name) > start and not name.endswith("/")
             }
 
+    def own_files(self) -> dict[str, int]:
+        """Return the size in bytes of each file in this folder, not below it, by its name."""
+        with self._words():
+            system = _system(self.kind)
+            try:
+                entries = system.ls(self._place, detail=True)
+            except FileNotFoundError:
+                return {}
+            return {
+                entry["name"].rpartition("/")[2]: int(entry["size"])
+                for entry in entries
+                if entry["type"] == "file" and entry["name"] != self._place
+            }
+
     def size(self) -> int:
         """Return the size of this file in bytes."""
         with self._words():

@@ -169,6 +169,11 @@ class RunTable:
     rank_logs: bool = key(
         False, "also keep what each rank prints in a file of its own, logs/rank-N.log in the folder"
     )
+    sync: bool = key(
+        False,
+        "also keep the run's files (metrics, events, log, recipe) beside its checkpoints in "
+        "checkpoint.folder, each minute, and fetch them from there on another disk",
+    )
 
     @property
     def folder(self) -> Path:

@@ -14,6 +14,7 @@ from composer3d.convert.start import load_hf
 from composer3d.data import BatchesAhead, Blend, Corpus
 from composer3d.facts import hardware
 from composer3d.facts.errors import PlanError
+from composer3d.facts.remote import RemotePath
 from composer3d.models.contract import Decoder
 from composer3d.models.registry import Architecture, architecture, resolve
 from composer3d.parallel import ShardingPlan, Stages, StepShape, compose
@@ -37,6 +38,7 @@ from composer3d.training.observers.metrics import Metrics, further_metrics
 from composer3d.training.observers.observer import Observers
 from composer3d.training.observers.profiling import make_profiler
 from composer3d.training.observers.replicas import ReplicaCheck
+from composer3d.training.observers.run_copy import RunCopy
 from composer3d.training.observers.stragglers import StragglerWatch
 from composer3d.training.observers.timeline import make_timeline
 from composer3d.training.optimizers import Optimizer, build_stages_optimizer
@@ -93,6 +95,8 @@ def build(
     is_main = mesh.rank == 0
     folder = recipe.run.folder
     claim = claim_folder(folder, claimed)
+    copy = _copy_of_run(recipe) if is_main else None
+    process_group.on_all("run.sync", copy.fetch if copy is not None else lambda: None)
     if claim is not None:
         log.keep_in(folder / log.FILE, claim.is_held)
         versions = f"composer3d {composer3d.__version__}, torch {torch.__version__}"
@@ -121,6 +125,7 @@ def build(
     history = StepHistory(recipe.reliability)
     with log.phase("checkpoint"):
         steps_done = resume(recipe, store, stages, optimizer, loader, history)
+        process_group.on_all("run.sync", copy.begin if copy is not None else lambda: None)
         store.claim()
         if steps_done is None and recipe.model.hf is not None:
             load_hf(recipe.model.hf, stages)
@@ -134,8 +139,13 @@ def build(
     ledger = _open_ledger(folder, claim, steps_done=steps_done or 0)
     _log_choices(recipe, device)
     log_epochs(recipe, loader.loader)
-    observers = _make_observers(
-        recipe, stages, optimizer, loader, corpus, claim, steps_done=steps_done
+    observers = Observers()
+    if copy is not None:
+        # The first one is closed last, and sends what the others have written.
+        observers.add(copy)
+        copy.start()
+    _add_observers(
+        observers, recipe, stages, optimizer, loader, corpus, claim, steps_done=steps_done
     )
     log.say_phases()
     return Run(
@@ -149,6 +159,14 @@ def build(
         observers=observers,
         step=steps_done or 0,
     )
+
+
+def _copy_of_run(recipe: Recipe) -> RunCopy | None:
+    """Return the copy of the run's folder beside its checkpoints, or None if there is none."""
+    place = recipe.checkpoint_folder
+    if recipe.run.sync and isinstance(place, RemotePath):
+        return RunCopy(recipe.run.folder, place)
+    return None
 
 
 def _require_matrices(model_of: Architecture, recipe: Recipe) -> None:
@@ -290,7 +308,8 @@ def describe_attention(recipe: Recipe, device: torch.device) -> str | None:
     return f"{place}; its kernel: {kernel.value}"
 
 
-def _make_observers(
+def _add_observers(
+    observers: Observers,
     recipe: Recipe,
     stages: Stages,
     optimizer: Optimizer,
@@ -299,13 +318,12 @@ def _make_observers(
     claim: Claim | None,
     *,
     steps_done: int | None,
-) -> Observers:
-    """Make what watches the run, in the order in which it sees each step.
+) -> None:
+    """Add what watches the run, in the order in which it sees each step.
 
     Collective over all ranks.
     """
     mesh, folder = stages.mesh, recipe.run.folder
-    observers = Observers()
     # Metrics come first: the line of a step stands before what else is said of it.
     metrics = process_group.on_all(
         "metrics", lambda: _make_metrics(recipe, stages, claim, start_step=steps_done or 0)
@@ -326,7 +344,6 @@ def _make_observers(
             observers.add(timeline)
     if recipe.reliability.digest_every:
         observers.add(ReplicaCheck(recipe, stages, optimizer, corpus, observers))
-    return observers
 
 
 def _tell_start(recipe: Recipe, mesh: Mesh, metrics: Metrics, steps_done: int | None) -> None:

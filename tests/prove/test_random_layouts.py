@@ -22,6 +22,7 @@ UNREAD = {
     *(f"run.{key}" for key in ("name", "device", "out_dir", "timeout_minutes", "deterministic")),
     "run.oversubscribe",
     "run.rank_logs",
+    "run.sync",
     *(f"data.{key}" for key in ("source", "path", "sources", "field", "cache_dir", "cache_gib")),
     "data.other_tokenizer",
     "model.hf",

@@ -213,6 +213,7 @@ DATA = [
     Wrong("copies in a store", TINY + '[data]\nsource = "tokens"\ncache_dir = "s3://bucket/c"\n'),
     Wrong("a bound of no copies", TINY + "[data]\ncache_gib = 8\n"),
     Wrong("copies of no bytes", TINY + '[data]\ncache_dir = "c"\ncache_gib = 0\n'),
+    Wrong("a run beside no checkpoints", TINY + "[run]\nsync = true\n"),
     Wrong("sources of python", TINY + SOURCES),
     Wrong("a weight of nothing", TINY + '[data]\nsource = "text"\n' + SOURCES.replace("0.5", "0")),
     Wrong(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from composer3d import cli
+from composer3d.checkpoint import folders
 from composer3d.commands.train import train_rank
 from composer3d.recipe.resolve import load
 from composer3d.reliability import signals
@@ -93,6 +94,7 @@ def train_as_rank(folder: str, sets: Sequence[str], variables: Mapping[str, str]
     """A task: run the command if this process is alone, or else train as one of its ranks."""
     os.chdir(folder)
     os.environ |= variables
+    folders.job_note.cache_clear()  # this process may have been a rank of another job
     with tempfile.TemporaryFile("w+") as errors:
         os.dup2(errors.fileno(), sys.stderr.fileno())
         if os.environ["WORLD_SIZE"] == "1":

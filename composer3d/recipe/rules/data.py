@@ -123,6 +123,20 @@ def name_fits_into_a_url(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@rule("run.sync", "checkpoint.folder")
+def files_go_beside_checkpoints(recipe: Recipe) -> Iterator[Breach]:
+    """The files of a run are kept in an object store only with its checkpoints.
+
+    Without them, a run that goes on from another disk would begin anew and drop its metrics.
+    """
+    if recipe.run.sync and recipe.checkpoint.folder is None:
+        yield breach(
+            "<run.sync> needs checkpoint.folder, where the files of the run are kept",
+            remove("run.sync", "remove it"),
+            "set checkpoint.folder",
+        )
+
+
 class _End(NamedTuple):
     """The end of the decay of the learning rate."""
 
@@ -174,6 +188,7 @@ RULES: tuple[Rule, ...] = (
     held_out_of_store_has_tokens,
     only_used_with("data.cache_dir", "data.source", ["tokens"]),
     bound_has_copies,
+    files_go_beside_checkpoints,
     validation_has_a_path,
     only_used_with("data.field", "data.source", ["jsonl"]),
     only_used_with("validation.path", "data.source", list(PATHS)),
