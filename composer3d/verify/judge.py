@@ -28,7 +28,8 @@ _NOISE_MULTIPLE = {"float64": 32, "float32": 8}
 # But it explains no more than this share of the number itself, or, in float64, this share of the
 # norm of all gradients: a wrong number could hide below a larger bound.
 _LARGEST_NOISE_BOUND, _LARGEST_NOISE_OF_ALL = 1e-3, 1e-6
-_FLOAT64_ROUNDING = 2.0**-52
+# Twice the rounding of one number, relative to it.
+_ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23}
 # Bounds of scalars in float32. The loss and the clipped norm have few roundings: the loss is a mean
 # over tokens, and clipping sets its norm. The norm before it has the roundings of all gradients.
 _SCALAR_BOUNDS = {"loss": 1e-6, "norm": 1e-5, "clipped": 5e-7}
@@ -373,9 +374,9 @@ def scalar_scale(
             no part of anything; it is measured in nats.
     """
     bound = _scalar_bound(kind, dtype, clips=False)
-    share = _LARGEST_NOISE_OF_ALL if dtype == "float64" else _LARGEST_NOISE_BOUND
     explained = min(
-        _NOISE_MULTIPLE[dtype] * noise, share * (max(1.0, value) if whole is None else whole)
+        _NOISE_MULTIPLE[dtype] * noise,
+        _share_of_all(dtype) * (max(1.0, value) if whole is None else whole),
     )
     return max(abs(value), explained / bound) or 1.0
 
@@ -408,8 +409,9 @@ def _combine_shards(
                 if (shard_step, shard_kind) == (step, kind)
             )
             for name in names:
-                own_noise = noise.get(name, 0.0)
-                scale = _error_scale(norms.get(name, 0.0), own_noise, norm_of_all, dtype)
+                norm = norms.get(name, 0.0)
+                own_noise = _noise_of_tensor(norm, noise.get(name, 0.0), norm_of_all, dtype)
+                scale = _error_scale(norm, own_noise, norm_of_all, dtype)
                 bound = _tensor_bound(kind, dtype, own_noise / scale)
                 held = shards.get((step, kind, name), [])
                 tensors.append(
@@ -467,6 +469,24 @@ def _combine_tensor(
     return _TensorError(step, kind, name, error, bound, noise, shards, boxes, problem)
 
 
+def _noise_of_tensor(norm: float, noise: float, norm_of_all: float, dtype: str) -> float:
+    """Return how far rounding moves a tensor: what was measured, or more if the tensor is zero.
+
+    A tensor is zero up to rounding if it is the gradient of queries that see only one key, for
+    example. Then one process may find zero itself, where a layout finds the rounding of its terms.
+    """
+    explained = _NOISE_MULTIPLE[dtype] * noise
+    is_zero = norm <= explained and norm <= _share_of_all(dtype) * norm_of_all
+    if not is_zero:
+        return noise
+    return max(noise, _ROUNDING[dtype] * norm_of_all / _NOISE_MULTIPLE[dtype])
+
+
+def _share_of_all(dtype: str) -> float:
+    """Return the share of the norm of all gradients up to which rounding explains an error."""
+    return _LARGEST_NOISE_OF_ALL if dtype == "float64" else _LARGEST_NOISE_BOUND
+
+
 def _error_scale(norm: float, noise: float, norm_of_all: float, dtype: str) -> float:
     """Return the number by which the error of a tensor is divided.
 
@@ -480,10 +500,6 @@ def _error_scale(norm: float, noise: float, norm_of_all: float, dtype: str) -> f
         _NOISE_MULTIPLE[dtype] * noise,
         max(_LARGEST_NOISE_BOUND * norm, _LARGEST_NOISE_OF_ALL * norm_of_all),
     )
-    if norm <= explained:
-        # The tensor is zero up to rounding, such as the gradient of a query that sees only one key.
-        # One process may even find zero itself, where a layout finds the rounding of its terms.
-        explained = max(explained, _FLOAT64_ROUNDING * norm_of_all)
     return max(scale, explained / EXACT[dtype])
 
 
@@ -501,7 +517,7 @@ def _is_noisy(stats: ReferenceStats, step: int, dtype: str) -> bool:
 
     If the noise is not a number, they cannot be judged either.
     """
-    share = _LARGEST_NOISE_OF_ALL if dtype == "float64" else _LARGEST_NOISE_BOUND
+    share = _share_of_all(dtype)
     noise = _NOISE_MULTIPLE[dtype] * math.hypot(*stats.noise[step].values())
     return not noise <= share * stats.norms_of_all[step]
 

@@ -387,6 +387,40 @@ def test_rounding_of_what_was_summed_is_no_error(
     assert not off_by(1.01 * most).passed
 
 
+@pytest.mark.parametrize(
+    ("norm", "noise", "of_all", "most"),
+    [
+        (2.0, 1e-8, 4.0, 2e-5),
+        (2.0, 1e-5, 4.0, 8e-5),
+        (2.0, 1.0, 4.0, 2e-3),
+        # Zero but for rounding, also if one process finds zero itself.
+        (1e-19, 1e-19, 4.0, 4 * 2.0**-23),
+        (0.0, 0.0, 4.0, 4 * 2.0**-23),
+        (1e-7, 1e-7, 4.0, 8e-7),
+        # A small gradient that one process finds with its digits is not zero.
+        (1e-9, 1e-16, 4.0, 4e-17 * 2**29),
+    ],
+)
+def test_rounding_in_float32_is_no_error(
+    norm: float, noise: float, of_all: float, most: float
+) -> None:
+    norms = {
+        kind: [{"last.a": norm, "last.b": 0.0, "last.c": 0.0}] for kind in ("gradient", "weight")
+    }
+    stats = STATS._replace(norms=norms, noise=[{"last.a": noise}], norms_of_all=[of_all])
+
+    def passes(error: float) -> bool:
+        shards = [
+            ShardError(0, "gradient", "last.a", (at,), (2,), error**2 / 2, norm**2 / 2, 0.0)
+            for at in (0, 2)
+        ]
+        changed = {rank: {"last.a": shards[rank % 2]} for rank in range(4)}
+        return judged(changed, stats, dtype="float32").passed
+
+    assert passes(0.99 * most)
+    assert not passes(1.01 * most)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_weight_is_right_if_it_is_the_references_or_the_step_from_own_gradients(
     dtype: str,
