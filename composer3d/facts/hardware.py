@@ -67,8 +67,6 @@ class Hardware(NamedTuple):
         matrix_rates: measured FLOP/s of the fastest matrix product, by dtype.
         links: the links; None: not known.
         power_w: the power limit in watts that the rates belong to; 0: not known.
-        sustained_share: the part of ``matrix_rates`` that large products keep in a long run, as far
-            as ``planner.constants`` does not have it for all GPUs of a generation.
         is_fitted: whether the constants of the planner were fitted to training runs on it.
     """
 
@@ -81,7 +79,6 @@ class Hardware(NamedTuple):
     matrix_rates: Mapping[str, float] = MappingProxyType({})
     links: Links | None = None
     power_w: float = 0.0
-    sustained_share: float = 1.0
     is_fitted: bool = False
 
     def matrix_rate(self, dtype_name: str) -> float:
@@ -126,10 +123,6 @@ _A100_LINKS = _links(300, 234.9, 234.9, 8, 200, 32)
 # The ring's 362 GB/s and the switches' 480 were measured on H200, which has the links of H100.
 _H100_LINKS = _links(450, 362.0, 480.0, 8, 400, 64)
 _PCIE_LINKS = _links(64, 40.0, 40.0, 8, 200, 64)
-# Products of B200 reach 1,745 TFLOP/s for a moment. Twelve training runs on one node (SimuMax v1.2,
-# Llama 3 70B and 405B with fewer layers) keep this part of it, beyond what H100 and H200 lose.
-# GB200 is assumed to keep as much.
-_BLACKWELL_SHARE = 0.745
 
 _A100_40GB = Hardware(
     "A100-40GB",
@@ -222,7 +215,6 @@ DEVICES: tuple[Hardware, ...] = (
         {"bfloat16": 1745.0e12, "float16": 1745.0e12, "fp8": 3432.5e12},
         _links(900, 677.0, 845.7, 8, 400, 64),
         1000,
-        sustained_share=_BLACKWELL_SHARE,
     ),
     Hardware(
         "GB200-186GB",
@@ -234,7 +226,6 @@ DEVICES: tuple[Hardware, ...] = (
         {"bfloat16": 1822.0e12, "float16": 1822.0e12, "fp8": 3615.6e12},
         _links(900, 680.0, 850.0, 72, 400, 450),
         1200,
-        sustained_share=_BLACKWELL_SHARE,
     ),
     Hardware(
         "L40S-48GB",

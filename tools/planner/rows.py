@@ -300,6 +300,7 @@ def software_facts(framework: str, notes: str) -> Facts:
         "megatron-core", "megatron core", "nemo", "te", "transformer engine", "megatron-bridge"
     )
     core = te and not automodel
+    alone = says("no overlap")
     compiled = says("compile", "xla", "jax", "maxtext", "liger")
     if says("no flashattention") or (says("megatron-lm") and not says("flash")):
         attention = "unfused"
@@ -321,11 +322,13 @@ def software_facts(framework: str, notes: str) -> Facts:
         dropout=attention == "unfused",
         stops_recompute_early=says("composer", "torchtitan", "nemo automodel"),
         bucket_bytes=2e9 if says("deepspeed", "megatron-deepspeed") else 0.0,
-        step_copies=12.0 if says("internevo", "hybrid zero") else 4.0,
-        overlaps_tp="both" if core else "backward" if says("async", "megatron-lm") else "none",
-        overlaps_sends=te or says("meta internal"),
-        overlaps_gradients=not says("megatron-deepspeed"),
-        overlaps_gathers=core,
+        # Transformer Engine 2 has a cache of them (get_dummy_wgrad); its Adam needs no temporaries.
+        keeps_blank_gradients=core and says("te 2."),
+        step_copies=_step_copies(is_core=core, is_wide=says("internevo", "hybrid zero")),
+        overlaps_tp=_overlap_of_tp(is_core=core and not alone, is_old=says("async", "megatron-lm")),
+        overlaps_sends=(te and not alone) or says("meta internal"),
+        overlaps_gradients=not (alone or says("megatron-deepspeed")),
+        overlaps_gathers=core and not alone,
         gathers_tensors=says("internevo", "hybrid zero"),
         launches_synchronously="cuda_launch_blocking=1" in notes.lower(),
         # Both are of https://github.com/deepseek-ai/DeepEP.
@@ -342,6 +345,14 @@ def software_facts(framework: str, notes: str) -> Facts:
         copies_gradients=says("megatron-deepspeed"),
         gathers_context=says("meta internal"),  # arXiv 2407.21783, section 3.3.2
     )
+
+
+def _step_copies(*, is_core: bool, is_wide: bool) -> float:
+    return 0.0 if is_core else 12.0 if is_wide else 4.0
+
+
+def _overlap_of_tp(*, is_core: bool, is_old: bool) -> Literal["both", "backward", "none"]:
+    return "both" if is_core else "backward" if is_old else "none"
 
 
 # --- the setup ---
@@ -371,6 +382,13 @@ CORRECTIONS = (
         "the cluster of these tables has A800 GPUs, whose NVLink is 200 GB/s in one direction",
     ),
     Correction("InternEvo", "intra_node", "NVLink 200GB/s uni", "as above"),
+    Correction(
+        "SimuMax B200",
+        "framework",
+        "megatron-core 0.14, TE 2.11, torch 2.10, no overlap",
+        "docs/b200/b200_real_repro_guide.md, section 3.3: no collective overlaps, and its launcher "
+        "says neither --overlap-grad-reduce nor --overlap-param-gather",
+    ),
 )
 
 
