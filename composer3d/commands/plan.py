@@ -19,8 +19,10 @@ from composer3d.facts import hardware
 from composer3d.facts.errors import DeviceError, UserError
 from composer3d.facts.text import one_line
 from composer3d.models.registry import is_ours
+from composer3d.planner.intervals import Interval
 from composer3d.planner.memory import GIB, RankMemory
 from composer3d.planner.search import (
+    CLOSE,
     Device,
     Plan,
     ScalePoint,
@@ -139,6 +141,7 @@ def run(options: Options) -> int:
         "gpu_is_fitted": device.hardware.is_fitted,
         "legal": found.legal,
         "fitting": found.fitting,
+        "first_is_close_probability": found.close,
         "layouts": [_as_json(plan) for plan in found.plans],
     }
     table = []
@@ -201,10 +204,15 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         "schedule": recipe.parallel.schedule,
         "activation_checkpoint": recipe.memory.activation_checkpoint,
         "step_time_s": prediction.time.step_s,
+        "step_time_s_80": prediction.interval(prediction.time.step_s),
         "tokens_per_s_per_gpu": prediction.tokens_s,
+        "tokens_per_s_per_gpu_80": prediction.interval(prediction.tokens_s),
         "mfu": plan.mfu,
+        "mfu_80": None if plan.mfu is None else prediction.interval(plan.mfu),
         "peak_gib": prediction.peak_gib,
+        "peak_gib_80": prediction.peak_interval,
         "fits": prediction.fits,
+        "fits_probability": prediction.fits_probability,
         "bound_by": plan.bound_by,
         "lever": plan.lever,
     }
@@ -215,13 +223,22 @@ def _print_search(answer: dict[str, Any], plans: list[Plan], device: Device) -> 
         f"{answer['legal']:,} legal layouts on {answer['gpus']:,} x {device.hardware.name}, "
         f"{answer['fitting']:,} fit"
     )
-    print(f"{_LAYOUT_HEADING}    tokens/s    MFU     GiB  bound by")
+    print(
+        f"{_LAYOUT_HEADING}    tokens/s          (80%)    MFU     GiB        (80%)  fits  bound by"
+    )
     for plan in plans:
         prediction = plan.prediction
+        speeds, sizes = prediction.interval(prediction.tokens_s), prediction.peak_interval
         print(
-            f"{_layout_cells(plan)}{prediction.tokens_s:11,.0f} {_mfu_cell(plan)} "
-            f"{prediction.peak_gib:7.1f}  {plan.bound_by}"
+            f"{_layout_cells(plan)}{prediction.tokens_s:11,.0f}"
+            f"{_range(speeds, ',.0f'):>15} {_mfu_cell(plan)} "
+            f"{prediction.peak_gib:7.1f}{_range(sizes, '.1f'):>13} "
+            f"{_probability(prediction.fits_probability):>5}  {plan.bound_by}"
         )
+    print("80%: four of five measured values are expected in it; fits: the probability of it")
+    close = answer["first_is_close_probability"]
+    if close is not None and answer["fitting"] > 1:
+        print(_closeness(close))
     if plans:
         print("why:", *_reasons(plans[0], device), sep="\n  ")
 
@@ -244,6 +261,26 @@ def _layout_cells(plan: Plan) -> str:
 
 def _mfu_cell(plan: Plan) -> str:
     return f"{plan.mfu:6.1%}" if plan.mfu is not None else "     -"
+
+
+def _mfu_range(plan: Plan) -> str:
+    return "-" if plan.mfu is None else _range(plan.prediction.interval(100 * plan.mfu), ".1f")
+
+
+def _range(interval: Interval, form: str) -> str:
+    low, high = interval
+    return f"{low:{form}}-{high:{form}}"
+
+
+def _probability(share: float) -> str:
+    """Return a probability in percent. One of 0 or 1 is never claimed."""
+    return f"{min(0.99, max(0.01, share)):.0%}"
+
+
+def _closeness(close: float) -> str:
+    words = f"the first layout is within {CLOSE:.0%} of the best with a probability of"
+    doubt = "; the planner cannot tell them apart: measure the first few" if close < 0.5 else ""
+    return f"{words} {_probability(close)}{doubt}"
 
 
 def _reasons(plan: Plan, device: Device) -> list[str]:
@@ -287,14 +324,15 @@ def _scale_json(point: ScalePoint) -> dict[str, Any]:
 
 def _print_scaling(table: list[ScalePoint]) -> None:
     print("the fastest layout as devices grow")
-    print(f"devices  samples{_LAYOUT_HEADING}  efficiency   work    MFU  bound by")
+    print(f"devices  samples{_LAYOUT_HEADING}  efficiency   work    MFU      (80%)  bound by")
     for point in table:
         print(scale_line(point))
     base = next((point.gpus for point in table if point.efficiency is not None), None)
     if base is not None:
         print(
             f"efficiency: tokens/s of a device, relative to {base:,} devices\n"
-            "work: the share of a step that is the model's own work"
+            "work: the share of a step that is the model's own work\n"
+            "80%: four of five measured values are expected in it"
         )
 
 
@@ -308,8 +346,8 @@ def scale_line(point: ScalePoint) -> str:
         return f"{point.gpus:7,}  nothing fits; the closest layout needs {need} on a device"
     return (
         f"{point.gpus:7,}  {plan.recipe.data.global_batch:7,}{_layout_cells(plan)}  "
-        f"{point.efficiency:10.1%} {work_share(plan.prediction):6.1%} {_mfu_cell(plan)}  "
-        f"{plan.bound_by}"
+        f"{point.efficiency:10.1%} {work_share(plan.prediction):6.1%} {_mfu_cell(plan)}"
+        f"{_mfu_range(plan):>11}  {plan.bound_by}"
     )
 
 
@@ -326,6 +364,8 @@ def _memory(recipe: Recipe, device: Device, as_json: bool) -> int:
             "largest_rank": prediction.largest_rank,
             "memory_gib": device.hardware.memory_gib,
             "peak_gib": prediction.peak_gib,
+            "peak_gib_80": prediction.peak_interval,
+            "fits_probability": prediction.fits_probability,
             "ranks": ranks,
         }
         print(json.dumps(answer))
@@ -338,7 +378,9 @@ def _memory(recipe: Recipe, device: Device, as_json: bool) -> int:
     word = "fits" if prediction.fits else "does not fit"
     print(
         f"the recipe {word} {device.hardware.memory_gib:.0f} GiB of {device.hardware.name}; "
-        f"pipeline rank {prediction.largest_rank} needs most"
+        f"pipeline rank {prediction.largest_rank} needs most, "
+        f"{_range(prediction.peak_interval, '.1f')} GiB with 80%; "
+        f"probability that it fits: {_probability(prediction.fits_probability)}"
     )
     return 0 if prediction.fits else 1
 

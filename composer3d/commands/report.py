@@ -143,6 +143,7 @@ def _as_json(subject: Subject) -> dict[str, Any]:
         "validation_loss": last("validation_loss"),
         "tokens_per_s": curves.of("tokens_per_s").median,
         "predicted_tokens_per_s": forecast.tokens_per_s,
+        "predicted_tokens_per_s_80": forecast.tokens_80,
         "problems": subject.run.problems,
     }
 
@@ -203,6 +204,8 @@ def _forecast(run: RunFolder, device: hardware.Hardware | None, per_node: int) -
     return Forecast(
         tokens_per_s=found.tokens_s * run.recipe.world_size,
         memory_gib=peak_gib if predicts_memory else None,
+        tokens_80=found.interval(found.tokens_s * run.recipe.world_size),
+        memory_80=found.memory_interval(peak_gib),
         note=f"Predicted as composer3d plan does, for {row.name}. What was measured is the median "
         "over the logged steps.",
     )

@@ -30,9 +30,9 @@ _STATIC_POWER = 0.2  # memory, links and leakage, of the power limit
 # Of a product in 16 bits at full clock: what H100 may draw beyond its static power, by its fastest
 # product. What H100 loses by its limit is a fitted constant, ``matrix_share_hopper``. Blackwell has
 # much the same silicon (TSMC 4N and 4NP); its factor is of 15 runs on one node of 8 B200
-# (tools/planner_intervals.py); with 1.0 they are predicted 2% faster.
+# (tools/planner_intervals.py); with 1.0 they are predicted 3% faster.
 _JOULES_PER_FLOP = (1 - _STATIC_POWER) * 700 / 794.5e12
-_ENERGY = {"hopper": 1.0, "blackwell": 1.12}
+_ENERGY = {"hopper": 1.0, "blackwell": 1.08}
 _ALIGNED = 8  # elements of a row that matrix units need: 16 bytes
 # Batched products with other rows run on vector units in float32, at this share of their peak.
 _VECTOR_SHARE = 0.75

@@ -30,7 +30,8 @@ CLUSTER_RECIPES = [
 KEYS = {
     "pp", "virtual_stages", "dp_replicate", "dp_shard", "cp", "tp", "ep", "micro_batch", "schedule",
     "activation_checkpoint", "step_time_s", "tokens_per_s_per_gpu", "mfu", "peak_gib", "fits",
-    "bound_by",
+    "bound_by", "step_time_s_80", "tokens_per_s_per_gpu_80", "mfu_80", "peak_gib_80",
+    "fits_probability",
 }  # fmt: skip
 
 
@@ -51,6 +52,12 @@ def test_layouts_are_ranked_and_the_fastest_is_written_as_a_recipe(
         assert prod(layout[axis] for axis in axes) == 16
         assert layout["fits"]
         assert 0.2 < layout["mfu"] < 0.7
+        for key in ("step_time_s", "tokens_per_s_per_gpu", "mfu", "peak_gib"):
+            low, high = layout[f"{key}_80"]
+            assert 0.8 < low / layout[key] < 0.98
+            assert 1.02 < high / layout[key] < 1.25
+        assert layout["fits_probability"] > 0.5
+    assert 0 < answer["first_is_close_probability"] <= 1
     check_predictions(answer, predictions)
 
     recipe = load(str(out), world_size=16).recipe
@@ -124,6 +131,8 @@ def test_the_table_of_scale_says_why_and_has_progress(
     assert cli.main(["plan", "quickstart", "--gpus", "8", "--scale"]) == 0
     text = capsys.readouterr().out
     assert "legal layouts on 8 x H100-80GB SXM" in text
+    assert "the first layout is within 3% of the best with a probability of" in text
+    assert "80%: four of five measured values are expected in it" in text
     assert "bound by" in text
     assert "the fastest layout as devices grow" in text
     assert notes["plan"] == {"memory of each layout", "time of each layout"}

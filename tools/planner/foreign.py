@@ -104,8 +104,8 @@ class ForeignSoftware(Software):
     Attributes:
         loss_copies: the copies of the logits, in bytes per logit, that the loss holds at its peak.
         fuses_weight_gradients: whether the product that makes a weight's gradient adds to the sum.
-        keeps_blank_gradients: whether autograd gets an empty tensor in place of a weight's gradient,
-            which was added to the sum already: one for each shape of weights, kept until the end.
+        keeps_blank_gradients: whether autograd gets an empty tensor in place of a weight's
+            gradient, which is in the sum already: one for each shape of weights, always kept.
         dropout: whether residual streams have dropout.
         step_copies: temporaries of the optimizer's step, in bytes per updated parameter.
         bucket_bytes: buffers in which gradients are copied for their reduction.

@@ -9,7 +9,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,7 @@ from composer3d.facts.files import read_plain
 from composer3d.facts.schedules import balanced_cut, micro_batch_requirement
 from composer3d.models import registry
 from composer3d.planner.constants import Constants
-from composer3d.planner.memory import GIB
+from composer3d.planner.memory import GIB, RankMemory
 from composer3d.planner.pipeline import length_s
 from composer3d.planner.predict import sizes_of_shape
 from composer3d.planner.setup import (
@@ -94,6 +94,11 @@ class Row:
     recompute_is_stated: bool
 
     @property
+    def generation(self) -> str:
+        """The generation of its GPU."""
+        return self.setup.machine.hardware.generation
+
+    @property
     def layout_class(self) -> str:
         """``pp`` with a pipeline, else ``tp`` with tensor parallelism, else ``fsdp``."""
         layout = self.setup.layout
@@ -152,7 +157,11 @@ def tokens_s(row: Row, constants: Constants, length: LengthOf = length_s) -> flo
 
 def memory_gib(row: Row, constants: Constants) -> float:
     """Predict the memory that the row's metric counts."""
-    ranks = predict_memory(row.setup, constants)
+    return memory_of(row, predict_memory(row.setup, constants))
+
+
+def memory_of(row: Row, ranks: Sequence[RankMemory]) -> float:
+    """Return the memory that the row's metric counts, of predicted ranks."""
     if row.metric == "device":
         return max(rank.device_bytes for rank in ranks) / GIB
     if row.metric == "reserved":
