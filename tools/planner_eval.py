@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Compare the planner's predictions with published training runs.
 
-    python tools/planner_eval.py CSV... [--json] [--table] [--holdout] [--worst 20]
+    python tools/planner_eval.py CSV... [--json] [--table] [--holdout] [--calibrate ID] [--worst 20]
 
 CSV has the columns of the published measurements. ``--json`` prints one object as the last line of
 standard output, and ``--table`` a table for a page, with a row for each run. ``--holdout`` fits the
 constants again without each family of sources, and reports the errors on that family, with the
 intervals that the errors on the other families give; only the first file is fitted to. It takes
-minutes and needs numpy, which torch brings.
+minutes and needs numpy, which torch brings. ``--calibrate`` predicts the other runs on the GPU of
+the run ID as ``composer3d plan --calibrate`` does.
 """
 
 import argparse
@@ -15,14 +16,17 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from math import log1p
+from math import exp, log1p
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from composer3d.facts.calibration import Observation
 from composer3d.facts.errors import UserError
+from composer3d.facts.text import one_line
+from composer3d.planner.calibrate import Calibration
 from composer3d.planner.constants import SHIPPED, Constants
 from composer3d.planner.intervals import (
     SHIPPED_SPREADS,
@@ -77,6 +81,7 @@ class Outcome(NamedTuple):
         decision: whether "fits" can be judged: the row says what it recomputed.
         tokens_spread, memory_spread: of which spreads each prediction has how much.
         spreads: the spreads that make its intervals.
+        left_spread: the spread of tokens/s after a calibration; None: there was none.
     """
 
     row: Row
@@ -87,11 +92,15 @@ class Outcome(NamedTuple):
     tokens_spread: Mapping[str, float]
     memory_spread: Mapping[str, float]
     spreads: Spreads = SHIPPED_SPREADS
+    left_spread: float | None = None
 
     @property
     def tokens_interval(self) -> Interval:
         """The 80% interval of predicted tokens/s, as shares of the prediction."""
-        return around(1.0, spread(self.tokens_spread, self.spreads), self.spreads.quantile)
+        width = self.left_spread
+        if width is None:
+            width = spread(self.tokens_spread, self.spreads)
+        return around(1.0, width, self.spreads.quantile)
 
     @property
     def memory_interval(self) -> Interval:
@@ -450,12 +459,35 @@ def holdout(rows: Sequence[Row], others: Sequence[Row]) -> list[Outcome]:
     return result
 
 
+def calibrated(outcomes: Sequence[Outcome], name: str) -> list[Outcome]:
+    """Predict the other runs on a machine after one run on it.
+
+    Raises:
+        UserError: no such run is there, or its tokens/s are not given.
+    """
+    known = next((o for o in outcomes if o.row.id == name), None)
+    if known is None or known.tokens_error is None:
+        raise UserError(f"--calibrate {one_line(name, 80)}: no run with tokens/s has this id")
+    calibration = Calibration((Observation(log1p(known.tokens_error), known.tokens_spread),))
+    found = []
+    for outcome in outcomes:
+        if outcome is known or outcome.row.gpu != known.row.gpu or outcome.tokens_error is None:
+            continue
+        run = outcome.tokens_spread
+        error = (1 + outcome.tokens_error) / exp(calibration.expected(run)) - 1
+        found.append(outcome._replace(tokens_error=error, left_spread=calibration.spread(run)))
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("csv", nargs="+", help="published runs, with the columns of published.csv")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.add_argument("--table", action="store_true", help="print a table of all runs")
     parser.add_argument("--holdout", action="store_true", help="fit without each family in turn")
+    parser.add_argument(
+        "--calibrate", metavar="ID", help="learn from a run, and predict the others"
+    )
     parser.add_argument("--worst", type=int, default=20, help="rows to list (20)")
     arguments = parser.parse_args(argv)
     try:
@@ -473,6 +505,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         outcomes, failed = evaluate(rows, SHIPPED)
     skipped += failed
+    if arguments.calibrate is not None:
+        try:
+            outcomes = calibrated(outcomes, arguments.calibrate)
+        except UserError as error:
+            print(*error.lines, sep="\n", file=sys.stderr)
+            return error.status
     if arguments.json:
         print(json.dumps(answer(outcomes, skipped)))
     elif arguments.table:

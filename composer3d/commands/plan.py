@@ -16,9 +16,11 @@ from composer3d.commands.arguments import (
     set_option,
 )
 from composer3d.facts import hardware
+from composer3d.facts.calibration import MOST_OBSERVATIONS, Observation, toml_of
 from composer3d.facts.errors import DeviceError, UserError
 from composer3d.facts.text import one_line
 from composer3d.models.registry import is_ours
+from composer3d.planner.calibrate import observe
 from composer3d.planner.intervals import Interval
 from composer3d.planner.memory import GIB, RankMemory
 from composer3d.planner.search import (
@@ -35,6 +37,7 @@ from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.progress import Progress
 
+_MOST_TOKENS_S = 1e15
 _SCALING = (8, 64, 512, 2048)
 _OWN_ARCHITECTURE = (
     "The architecture is your own: parameters and messages are those of your model; activations "
@@ -54,6 +57,7 @@ EXAMPLES = (
     "composer3d plan llama3-8b-8-fsdp --gpu H100",
     "composer3d plan llama3-8b-8-fsdp --gpus 16 --write fastest.toml",
     "composer3d plan llama3-8b-8-fsdp --gpu A100-80GB --memory",
+    "composer3d plan llama3-8b-8-fsdp --gpu H100 --calibrate 75000 --keep mine.toml",
 )
 
 
@@ -84,6 +88,17 @@ class Options:
         action="store_true",
         help="also plan for 8, 64, 512 and 2048 devices, up to --gpus",
     )
+    calibrate: float | None = argument(
+        "--calibrate",
+        metavar="TOKENS_PER_S",
+        type=float,
+        help="what a run of the recipe, as it is, reached on this device: tokens/s of all ranks",
+    )
+    keep: str | None = argument(
+        "--keep",
+        metavar="FILE.toml",
+        help="make FILE.toml, a row for --gpu that remembers what --calibrate says",
+    )
     write: str | None = argument(
         "--write", metavar="FILE", help="make FILE, a recipe with the fastest layout"
     )
@@ -112,6 +127,11 @@ def run(options: Options) -> int:
         print(_OWN_ARCHITECTURE)
     elif resolved.recipe.optim.train is not None and not options.as_json:
         print(_FROZEN)
+    calibrated = None
+    if options.calibrate is not None:
+        device, calibrated = _calibrated(resolved.recipe, device, options)
+    elif options.keep is not None:
+        raise UserError("--keep keeps what --calibrate TOKENS_PER_S says; give both")
     if not device.hardware.is_fitted and not options.as_json and not options.memory:
         print(_NOT_FITTED.format(name=device.hardware.name))
     if options.memory:
@@ -154,15 +174,62 @@ def run(options: Options) -> int:
                 report=lambda what: progress.advance(note=f"{what}, of each layout"),
             )
         answer["scaling"] = [_scale_json(point) for point in table]
+    if calibrated is not None:
+        answer["calibration"] = calibrated
     if options.as_json:
         print(json.dumps(answer))
         return 0 if found.fitting else 1
+    if calibrated is not None:
+        print(_calibration_words(calibrated))
     _print_search(answer, found.plans, device)
     if table:
         _print_scaling(table)
     if options.write is not None and found.fitting:
         print(f"the fastest layout is written to {one_line(options.write)}")
     return 0 if found.fitting else 1
+
+
+def _calibrated(recipe: Recipe, device: Device, options: Options) -> tuple[Device, dict[str, Any]]:
+    """Return the device with what a run of the recipe says of it, and what has changed by that."""
+    measured = options.calibrate
+    if measured is None or not 0 < measured < _MOST_TOKENS_S:
+        raise UserError(f"--calibrate {measured:g}: give the tokens/s of all ranks, above 0")
+    before = price(recipe, device).prediction
+    observation = observe(device.setup(recipe), measured / recipe.world_size)
+    row = device.hardware
+    if len(row.calibration) >= MOST_OBSERVATIONS:
+        raise UserError(
+            f"{row.name} has {MOST_OBSERVATIONS} calibrations already, as many as it may"
+        )
+    device = replace(device, hardware=row._replace(calibration=(*row.calibration, observation)))
+    after = price(recipe, device).prediction
+    if options.keep is not None:
+        _keep(options.gpu, row, observation, Path(options.keep))
+    return device, {
+        "measured_tokens_per_s": measured,
+        "predicted_tokens_per_s": before.tokens_s * recipe.world_size,
+        "predicted_tokens_per_s_80": before.interval(before.tokens_s * recipe.world_size),
+        "now_tokens_per_s": after.tokens_s * recipe.world_size,
+        "now_tokens_per_s_80": after.interval(after.tokens_s * recipe.world_size),
+    }
+
+
+def _calibration_words(calibrated: dict[str, Any]) -> str:
+    before = _range(calibrated["predicted_tokens_per_s_80"], ",.0f")
+    after = _range(calibrated["now_tokens_per_s_80"], ",.0f")
+    return (
+        f"calibrated: {calibrated['measured_tokens_per_s']:,.0f} tokens/s were measured; predicted "
+        f"were {calibrated['predicted_tokens_per_s']:,.0f} ({before}), and now "
+        f"{calibrated['now_tokens_per_s']:,.0f} ({after})"
+    )
+
+
+def _keep(gpu: str, row: hardware.Hardware, observation: Observation, path: Path) -> None:
+    """Make a file with the row of the device, and with the observation at its end."""
+    text = f"base = {json.dumps(row.name)}\n"
+    if gpu.endswith(".toml"):
+        text = hardware.text_of_row(gpu)
+    _make_file("--keep", path, text.rstrip("\n") + "\n" + toml_of(observation))
 
 
 def _larger_batch(batch: int, world_size: int, gpus: int) -> int:
@@ -394,8 +461,17 @@ def _write(resolved: Resolved, recipe: Recipe, path: Path) -> None:
             if getattr(before, entry.name) != getattr(after, entry.name):
                 origins[f"{table}.{entry.name}"] = "composer3d plan"
     text = replace(resolved, recipe=recipe, origins=origins).to_toml()
+    _make_file("--write", path, text)
+
+
+def _make_file(option: str, path: Path, text: str) -> None:
+    """Make a file. One that is there is never replaced.
+
+    Raises:
+        UserError: the file is there, or cannot be written.
+    """
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise UserError(f"--write {path}: the file cannot be made ({error.strerror})") from None
+        raise UserError(f"{option} {path}: the file cannot be made ({error.strerror})") from None

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
+from composer3d.facts.calibration import Observation, observations
 from composer3d.facts.errors import DeviceError
 from composer3d.facts.files import read_plain
 from composer3d.facts.text import in_quotes, short_json
@@ -68,6 +69,8 @@ class Hardware(NamedTuple):
         links: the links; None: not known.
         power_w: the power limit in watts that the rates belong to; 0: not known.
         is_fitted: whether the constants of the planner were fitted to training runs on it.
+        is_measured: whether its matrix rates were measured on the very machine.
+        calibration: what runs on the machine measured.
     """
 
     name: str
@@ -80,6 +83,8 @@ class Hardware(NamedTuple):
     links: Links | None = None
     power_w: float = 0.0
     is_fitted: bool = False
+    is_measured: bool = False
+    calibration: tuple[Observation, ...] = ()
 
     def matrix_rate(self, dtype_name: str) -> float:
         """Return the FLOP/s of the fastest matrix product, measured or estimated from the peak.
@@ -322,7 +327,21 @@ _MOST_DOMAIN = 1 << 20  # devices
 _DTYPES = ("bfloat16", "float16", "float32", "tf32", "fp8")
 _REQUIRED = ("name", "memory_gib", "memory_gb_s", "nvlink_gb_s", "nic_gbit")
 _OPTIONAL = ("generation", "ring_gb_s", "all_reduce_gb_s", "domain", "host_gb_s", "peak_tflops",
-             "matrix_tflops", "power_w", "latency_us", "nic_latency_us")  # fmt: skip
+             "matrix_tflops", "power_w", "latency_us", "nic_latency_us",
+             "calibration")  # fmt: skip
+
+
+def text_of_row(path: str) -> str:
+    """Return the text of a file with a row.
+
+    Raises:
+        DeviceError: it cannot be read.
+    """
+    try:
+        return read_plain(path, limit=_ROW_BYTES).decode()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DeviceError(f"{path} cannot be read as a row of hardware ({reason})") from None
 
 
 def read_row(path: str) -> Hardware:
@@ -334,16 +353,19 @@ def read_row(path: str) -> Hardware:
     (measured bus bandwidth; absent: 0.8 of nvlink_gb_s), ``domain``, ``host_gb_s``, ``power_w``,
     and ``latency_us`` and ``nic_latency_us`` (of a small all-reduce inside a node and between
     nodes, for each doubling of its ranks; absent: those of NCCL on usual GPUs).
-    ``composer3d doctor --write`` makes such a file. Nothing in it is trusted.
+    ``composer3d doctor --write`` makes such a file. A file may have ``base`` in place of them all,
+    the name of a device of the table. At the end of either, ``[[calibration]]`` has what runs
+    measured, which ``composer3d plan --calibrate`` adds. Nothing in it is trusted.
 
     Raises:
         DeviceError: the file cannot be read, or a key is missing, unknown or out of range.
     """
     try:
-        values = parse_toml(read_plain(path, limit=_ROW_BYTES))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DeviceError(f"{path} cannot be read as a row of hardware ({reason})") from None
+        values = parse_toml(text_of_row(path).encode())
+    except ValueError as error:
+        raise DeviceError(f"{path} cannot be read as a row of hardware ({error})") from None
+    if "base" in values:
+        return _row_of_ours(values, path)
     problems = [f"{path}: the key '{key}' is missing" for key in _REQUIRED if key not in values]
     known = (*_REQUIRED, *_OPTIONAL)
     problems += [
@@ -405,8 +427,24 @@ def read_row(path: str) -> Hardware:
             number("nic_gbit"),
             number("host_gb_s", 32),
         )._replace(latency_s=seconds("latency_us"), nic_latency_s=seconds("nic_latency_us")),
-        _positive(values.get("power_w", 1), "power_w", path),
+        number("power_w") if "power_w" in values else 0.0,
+        is_measured="matrix_tflops" in values,
+        calibration=observations(values.get("calibration", []), path),
     )
+
+
+def _row_of_ours(values: Mapping[str, Any], path: str) -> Hardware:
+    """Return the row of the table that ``base`` names, with what runs on a machine measured."""
+    others = values.keys() - {"base", "calibration"}
+    if others:
+        known = in_quotes(min(others), 80)
+        raise DeviceError(f"{path}: beside base, a row has calibration alone, not {known}")
+    base = values["base"]
+    row = by_name(base) if isinstance(base, str) else None
+    if row is None:
+        known = ", ".join(device.name for device in DEVICES)
+        raise DeviceError(f"{path}: base = {short_json(base)} must be a device: {known} or CPU")
+    return row._replace(calibration=observations(values.get("calibration", []), path))
 
 
 def _positive(value: Any, key: str, path: str) -> float:

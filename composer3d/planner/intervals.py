@@ -84,7 +84,7 @@ MEANING: dict[str, Spread] = {
     "unseen": Spread(
         0.05,
         0.5,
-        "of a device of a generation without rows",
+        "of a device of a generation without rows, whose products doctor has not measured",
         "the first predictions of A100 and H100, 7% and 4% wrong, and of B200, 31%",
     ),
     "quantile": Spread(
@@ -134,8 +134,6 @@ _QUANTILE_80 = 1.2816  # of a normal distribution: 80% of it are nearer to its c
 _MOST_COMPARED = 32
 _DRAWS = 1000
 _AXES = ("tp", "cp", "ep", "dp")
-# Those of a draw that are the same for all layouts of a job, so that they cancel in a comparison.
-_OF_JOB = ("source", "nodes", "kin", "unseen")
 # Generations with published runs, if not on this very device.
 _SEEN = ("ampere", "hopper", "blackwell")
 
@@ -147,7 +145,7 @@ def shares(setup: Setup, time: StepTime) -> dict[str, float]:
     """
     hardware, layout = setup.machine.hardware, setup.layout
     step_s = time.step_s
-    found = {axis: time.exposed_s.get(axis, 0.0) / step_s for axis in _AXES}
+    found = {axis: min(1.0, time.exposed_s.get(axis, 0.0) / step_s) for axis in _AXES}
     found |= {
         "source": 1.0,
         "layout": 1.0,
@@ -159,17 +157,19 @@ def shares(setup: Setup, time: StepTime) -> dict[str, float]:
         "unseen": 0.0,
     }
     if not hardware.is_fitted:
-        found["kin" if hardware.generation in _SEEN else "unseen"] = 1.0
+        is_kin = hardware.generation in _SEEN or hardware.is_measured
+        found["kin" if is_kin else "unseen"] = 1.0
     return found
 
 
 def spread(found: Mapping[str, float], spreads: Spreads = SHIPPED_SPREADS) -> float:
     """Return the spread of a prediction of time, as a share, from its ``shares``."""
     values = spreads.as_dict()
-    return sqrt(sum((share * values[_name(part)]) ** 2 for part, share in found.items()))
+    return sqrt(sum((share * values[name_of(part)]) ** 2 for part, share in found.items()))
 
 
-def _name(part: str) -> str:
+def name_of(part: str) -> str:
+    """Return the name of the spread of a part: the axes share one."""
     return "collectives" if part in _AXES else part
 
 
@@ -241,7 +241,7 @@ def close_probability(
     common = [part for part in (*_AXES, "bubble", "host") if any(c.shares[part] for c in chosen)]
     hits = 0
     for _ in range(_DRAWS):
-        errors = [(part, scale * values[_name(part)] * draw.gauss(0, 1)) for part in common]
+        errors = [(part, scale * values[name_of(part)] * draw.gauss(0, 1)) for part in common]
         real = [
             speed + sum(one.shares[part] * error for part, error in errors) + draw.gauss(0, width)
             for speed, one, width in zip(speeds, chosen, own, strict=True)

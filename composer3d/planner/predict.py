@@ -12,6 +12,7 @@ from composer3d.facts.hardware import Hardware
 from composer3d.models.registry import architecture
 from composer3d.models.shape import DecoderShape
 from composer3d.models.table import NORMS_OVER_HEADS, Row
+from composer3d.planner.calibrate import learned
 from composer3d.planner.constants import SHIPPED, Constants
 from composer3d.planner.intervals import (
     SHIPPED_SPREADS,
@@ -20,7 +21,6 @@ from composer3d.planner.intervals import (
     around,
     fits_probability,
     shares,
-    spread,
 )
 from composer3d.planner.matrices import newton_schulz_flops
 from composer3d.planner.memory import GIB, RankMemory, predict_memory
@@ -102,7 +102,7 @@ def predict(setup: Setup, constants: Constants = SHIPPED) -> Prediction:
         PlanError: the schedule cannot run with these numbers.
         DeviceError: the device has no rate for the type of the products.
     """
-    time = predict_time(setup, constants)
+    time, time_spread = learned(setup, predict_time(setup, constants))
     memory = tuple(predict_memory(setup, constants))
     return Prediction(
         time=time,
@@ -112,14 +112,15 @@ def predict(setup: Setup, constants: Constants = SHIPPED) -> Prediction:
         fits_probability=fits_probability(
             max(map(_needed_gib, memory)), setup.machine.hardware.memory_gib
         ),
-        time_spread=spread(shares(setup, time)),
+        time_spread=time_spread,
     )
 
 
 def predict_speed(setup: Setup) -> Candidate:
     """Predict the tokens per second and device alone, as ``predict`` does, and how sure it is."""
-    time = predict_time(setup)
-    return Candidate(_tokens_s(setup, time), shares(setup, time))
+    predicted = predict_time(setup)
+    time, _ = learned(setup, predicted)
+    return Candidate(_tokens_s(setup, time), shares(setup, predicted))
 
 
 def _tokens_s(setup: Setup, time: StepTime) -> float:

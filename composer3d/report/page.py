@@ -163,6 +163,7 @@ class Forecast(NamedTuple):
         memory_gib: the peak of the largest rank; None if it cannot be predicted.
         note: for which device, or why there is none.
         tokens_80, memory_80: the 80% intervals of both.
+        offer: how to plan with what the run measured; empty: it is not offered.
     """
 
     tokens_per_s: float | None
@@ -170,6 +171,7 @@ class Forecast(NamedTuple):
     note: str
     tokens_80: Interval | None = None
     memory_80: Interval | None = None
+    offer: str = ""
 
 
 class Subject(NamedTuple):
@@ -473,6 +475,8 @@ def _plan(subjects: Sequence[Subject]) -> list[str]:
         curves, forecast = subject.run.curves, subject.forecast
         name = f"{subject.label}: " if len(subjects) > 1 else ""
         notes.append(f'<p class="note">{escape(name + forecast.note)}</p>')
+        if forecast.offer:
+            notes.append(f'<p class="note">{escape(name + forecast.offer)}</p>')
         peak = curves.of("memory_gib").most
         measured = {
             "tokens/s of all ranks": (

@@ -240,6 +240,50 @@ def test_a_device_of_the_user_on_which_all_fit_or_none(
     assert "unknown key 'speed'" in error
 
 
+def test_a_run_calibrates_the_plans_of_its_machine(
+    ask: Ask, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A slow run moves predictions down, and a row keeps that; a second one moves them further."""
+    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    plan = ("plan", "quickstart", "--gpu")
+    _, before = ask(*plan, "H100")
+    recipe = load(ROOT / "recipes" / "quickstart.toml", check_files=False).recipe
+    row = hardware.by_name("H100")
+    assert row is not None
+    tokens_s = price(recipe, Device(hardware=row)).prediction.tokens_s
+    speed = f"{0.8 * tokens_s * recipe.world_size:.1f}"
+    _, once = ask(*plan, "H100", "--calibrate", speed, "--keep", str(first))
+    _, kept = ask(*plan, str(first))
+    _, twice = ask(*plan, str(first), "--calibrate", speed, "--keep", str(second))
+    _, again = ask(*plan, str(second))
+    assert kept["layouts"] == once["layouts"]
+    assert again["layouts"] == twice["layouts"]
+    speeds = [one["layouts"][0]["tokens_per_s_per_gpu"] for one in (before, once, twice)]
+    assert speeds == sorted(speeds, reverse=True)
+    widths = [
+        high / low
+        for low, high in (
+            one["layouts"][0]["tokens_per_s_per_gpu_80"] for one in (before, once, twice)
+        )
+    ]
+    assert widths == sorted(widths, reverse=True)
+    said = once["calibration"]
+    # Almost all of this step is the host's, which is unsure: the run is believed.
+    assert said["now_tokens_per_s"] == pytest.approx(said["measured_tokens_per_s"], rel=0.02)
+
+    text = first.read_text()
+    for wrong, message in (
+        (("--calibrate", "-1"), "above 0"),
+        (("--calibrate", "nan"), "above 0"),
+        (("--calibrate", "1e9"), "of all devices together"),
+        (("--keep", str(second)), "give both"),
+        (("--calibrate", speed, "--keep", str(first)), "cannot be made"),
+    ):
+        assert cli.main([*plan, "H100", *wrong]) == 2
+        assert message in capsys.readouterr().err
+    assert first.read_text() == text
+
+
 def test_an_unknown_device_lists_those_that_are_known(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
