@@ -73,8 +73,8 @@ class Options:
         "--gpu",
         metavar="NAME|FILE",
         default="H100",
-        help="a device, such as A100-80GB, H100, H200, B200, GB200, MI300X or CPU, or a TOML file "
-        "with a row of your own; default: %(default)s",
+        help="a device, such as A100-80GB, H100, H200, H20, B200, GB200, MI300X or CPU, or a TOML "
+        "file with a row of your own; default: %(default)s",
     )
     gpus_per_node: int = gpus_per_node_option()
     top: int = argument(

@@ -8,8 +8,9 @@ device says.
 ``memory_bytes_s`` and the NVLink and PCIe figures are the datasheets'. The measured rates are those
 of Bekman's "Machine Learning Engineering" (github.com/stas00/ml-engineering at 744d01e18b): the
 largest matrix product that was found (compute/accelerator, "Maximum Achievable Matmul FLOPS"), and
-the bus bandwidth of nccl-tests (network). A rate that nobody published is absent, and the planner
-says so and takes the share of the peak that the A100 reaches.
+the bus bandwidth of nccl-tests (network). Those of H20 are a user's, in torch (issue 77 of
+github.com/zzc0721/torch-performance-test-data). A rate that nobody published is absent, and the
+planner says so and takes a usual share of the peak.
 """
 
 import re
@@ -210,6 +211,16 @@ DEVICES: tuple[Hardware, ...] = (
         _PCIE_LINKS,
         600,
     ),
+    _H100_SXM._replace(  # with 0.15 of the peak, and the links of H100
+        name="H20-96GB",
+        aliases=("H20",),
+        memory_gib=95.0,
+        peaks=_peaks(half=148.0, tf32=74.0, fp32=44.0, fp8=296.0),
+        memory_bytes_s=4.0e12,
+        matrix_rates={"bfloat16": 142.25e12, "float16": 142.09e12},
+        power_w=400,
+        is_fitted=False,
+    ),
     Hardware(
         "B200-180GB SXM",
         ("B200",),
@@ -250,7 +261,7 @@ DEVICES: tuple[Hardware, ...] = (
         _peaks(half=1307.4, tf32=653.7, fp32=163.4, fp8=2614.9),
         "cdna3",
         5.3e12,
-        {},
+        {"bfloat16": 668.4e12, "float16": 668.4e12},
         _links(448, 300.0, 300.0, 8, 400, 64),
         750,
     ),

@@ -26,6 +26,7 @@ from composer3d.facts.hardware import CPU, DEVICES, by_name, find, peak_flops, r
         ("NVIDIA GB200", "GB200-186GB"),
         ("NVIDIA L40S", "L40S-48GB"),
         ("AMD Instinct MI300X", "MI300X-192GB"),
+        ("NVIDIA H20", "H20-96GB"),
         ("H200-141GB SXM", "H200-141GB SXM"),
     ],
 )
@@ -87,6 +88,7 @@ def test_a_person_may_shorten_a_name() -> None:
         ("A100", "A100-40GB"),
         ("H100-96GB-HBM2e", "H100-96GB HBM2e"),
         ("MI300X", "MI300X-192GB"),
+        ("H20", "H20-96GB"),
         ("cpu", "CPU"),
     ):
         found = by_name(name)

@@ -10,7 +10,7 @@ import pytest
 
 from composer3d.facts.errors import UserError
 from composer3d.planner.intervals import Interval, spread
-from tools import planner_eval
+from tools import planner_eval, planner_table
 from tools.planner.rows import family_of, read, software_facts, tokens_s
 from tools.planner.spreads import Error, estimate
 from tools.prove.paths import ROOT
@@ -119,6 +119,39 @@ def test_the_table_of_the_page_is_what_the_command_prints(
     page = (ROOT / "docs" / "plan.md").read_text()
     assert "\npython tools/planner_eval.py tools/planner/published_moe.csv --table\n" in page
     assert "\n".join(["", *planner_eval.table(of_experts), ""]) in page
+
+
+def test_the_page_of_all_runs_is_what_the_command_writes() -> None:
+    rows = [row for path in planner_table.FILES for row in read(path)[0]]
+    assert len(planner_table.FILES) == 3
+    outcomes, _ = planner_eval.evaluate(rows, planner_eval.SHIPPED)
+    assert planner_table.PAGE.read_text() == planner_table.page(outcomes)
+
+
+def test_a_page_has_what_others_predict_and_quotes_text(tmp_path: Path) -> None:
+    columns = f"{COLUMNS},predicted_by,predicted_tok_s_gpu,predicted_mem_gib"
+    other = {"predicted_by": "Them", "predicted_tok_s_gpu": "4180", "predicted_mem_gib": "60"}
+    evil = {"model": "a|b<script>`", "mem_gib": "50", "mem_metric": "allocated"}
+    rows, _ = read(write(tmp_path, {**ROW, **other, **evil}, columns=columns))
+    text = planner_table.page(planner_eval.evaluate(rows, planner_eval.SHIPPED)[0])
+    assert "| Them: +10.0% time, +20.0% memory |" in text
+    assert r"| a\|b\<script\>\` |" in text
+
+
+def test_a_run_calibrates_the_others_on_its_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(ROOT / "tools" / "planner" / "published_b200.csv")
+    outcomes, _ = planner_eval.evaluate(read(path)[0], planner_eval.SHIPPED)
+    before = planner_eval.tokens_coverage(outcomes)
+    assert before.share == 1
+    medians = []
+    for known in outcomes:
+        others = planner_eval.calibrated(outcomes, known.row.id)
+        assert len(others) == 11
+        medians.append(planner_eval.summary([o.tokens_error or 0.0 for o in others]).median)
+        assert (planner_eval.tokens_coverage(others).width or 1) < 0.8 * (before.width or 0)
+    assert sum(m is not None and m <= 0.05 for m in medians) == 11
+    assert planner_eval.main([path, "--calibrate", "nobody"]) == 2
+    assert "nobody: no run with tokens/s has this id" in capsys.readouterr().err
 
 
 def test_a_preset_has_the_sizes_of_our_table(tmp_path: Path) -> None:

@@ -64,6 +64,20 @@ class Skipped(NamedTuple):
     reason: str
 
 
+class Other(NamedTuple):
+    """What somebody else's planner predicted of a run, and published.
+
+    Attributes:
+        name: whose.
+        tokens_s: tokens per second and device; None: not given.
+        memory_gib: the peak that the row's metric counts; None: not given.
+    """
+
+    name: str
+    tokens_s: float | None
+    memory_gib: float | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One published run.
@@ -78,6 +92,7 @@ class Row:
         ran_out_of_memory: whether the run did not fit.
         recompute_is_stated: whether the row says what backward repeats. If not, nothing is
             assumed, and whether it fits cannot be judged.
+        other: what somebody else predicted; None: nothing.
     """
 
     place: str
@@ -92,6 +107,7 @@ class Row:
     metric: MemoryMetric
     ran_out_of_memory: bool
     recompute_is_stated: bool
+    other: Other | None = None
 
     @property
     def generation(self) -> str:
@@ -242,7 +258,14 @@ def _row(values: _Values) -> Row | Skipped:
         metric=_metric(values.text("mem_metric")),
         ran_out_of_memory=ran_out,
         recompute_is_stated=_states_recompute(values.text("recompute")),
+        other=_other(values),
     )
+
+
+def _other(values: _Values) -> Other | None:
+    name = values.text("predicted_by")
+    numbers = (values.number(f"predicted_{what}") for what in ("tok_s_gpu", "mem_gib"))
+    return Other(name, *(number or None for number in numbers)) if name else None
 
 
 def family_of(source: str) -> str:
