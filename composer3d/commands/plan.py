@@ -16,11 +16,15 @@ from composer3d.commands.arguments import (
     set_option,
 )
 from composer3d.facts import hardware
+from composer3d.facts.calibration import MOST_OBSERVATIONS, Observation, toml_of
 from composer3d.facts.errors import DeviceError, UserError
 from composer3d.facts.text import one_line
 from composer3d.models.registry import is_ours
+from composer3d.planner.calibrate import observe
+from composer3d.planner.intervals import Interval
 from composer3d.planner.memory import GIB, RankMemory
 from composer3d.planner.search import (
+    CLOSE,
     Device,
     Plan,
     ScalePoint,
@@ -33,6 +37,7 @@ from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.progress import Progress
 
+_MOST_TOKENS_S = 1e15
 _SCALING = (8, 64, 512, 2048)
 _OWN_ARCHITECTURE = (
     "The architecture is your own: parameters and messages are those of your model; activations "
@@ -52,6 +57,7 @@ EXAMPLES = (
     "composer3d plan llama3-8b-8-fsdp --gpu H100",
     "composer3d plan llama3-8b-8-fsdp --gpus 16 --write fastest.toml",
     "composer3d plan llama3-8b-8-fsdp --gpu A100-80GB --memory",
+    "composer3d plan llama3-8b-8-fsdp --gpu H100 --calibrate 75000 --keep mine.toml",
 )
 
 
@@ -67,8 +73,8 @@ class Options:
         "--gpu",
         metavar="NAME|FILE",
         default="H100",
-        help="a device, such as A100-80GB, H100, H200, B200, GB200, MI300X or CPU, or a TOML file "
-        "with a row of your own; default: %(default)s",
+        help="a device, such as A100-80GB, H100, H200, H20, B200, GB200, MI300X or CPU, or a TOML "
+        "file with a row of your own; default: %(default)s",
     )
     gpus_per_node: int = gpus_per_node_option()
     top: int = argument(
@@ -81,6 +87,17 @@ class Options:
         "--scale",
         action="store_true",
         help="also plan for 8, 64, 512 and 2048 devices, up to --gpus",
+    )
+    calibrate: float | None = argument(
+        "--calibrate",
+        metavar="TOKENS_PER_S",
+        type=float,
+        help="what a run of the recipe, as it is, reached on this device: tokens/s of all ranks",
+    )
+    keep: str | None = argument(
+        "--keep",
+        metavar="FILE.toml",
+        help="make FILE.toml, a row for --gpu that remembers what --calibrate says",
     )
     write: str | None = argument(
         "--write", metavar="FILE", help="make FILE, a recipe with the fastest layout"
@@ -110,6 +127,11 @@ def run(options: Options) -> int:
         print(_OWN_ARCHITECTURE)
     elif resolved.recipe.optim.train is not None and not options.as_json:
         print(_FROZEN)
+    calibrated = None
+    if options.calibrate is not None:
+        device, calibrated = _calibrated(resolved.recipe, device, options)
+    elif options.keep is not None:
+        raise UserError("--keep keeps what --calibrate TOKENS_PER_S says; give both")
     if not device.hardware.is_fitted and not options.as_json and not options.memory:
         print(_NOT_FITTED.format(name=device.hardware.name))
     if options.memory:
@@ -139,6 +161,7 @@ def run(options: Options) -> int:
         "gpu_is_fitted": device.hardware.is_fitted,
         "legal": found.legal,
         "fitting": found.fitting,
+        "first_is_close_probability": found.close,
         "layouts": [_as_json(plan) for plan in found.plans],
     }
     table = []
@@ -151,15 +174,62 @@ def run(options: Options) -> int:
                 report=lambda what: progress.advance(note=f"{what}, of each layout"),
             )
         answer["scaling"] = [_scale_json(point) for point in table]
+    if calibrated is not None:
+        answer["calibration"] = calibrated
     if options.as_json:
         print(json.dumps(answer))
         return 0 if found.fitting else 1
+    if calibrated is not None:
+        print(_calibration_words(calibrated))
     _print_search(answer, found.plans, device)
     if table:
         _print_scaling(table)
     if options.write is not None and found.fitting:
         print(f"the fastest layout is written to {one_line(options.write)}")
     return 0 if found.fitting else 1
+
+
+def _calibrated(recipe: Recipe, device: Device, options: Options) -> tuple[Device, dict[str, Any]]:
+    """Return the device with what a run of the recipe says of it, and what has changed by that."""
+    measured = options.calibrate
+    if measured is None or not 0 < measured < _MOST_TOKENS_S:
+        raise UserError(f"--calibrate {measured:g}: give the tokens/s of all ranks, above 0")
+    before = price(recipe, device).prediction
+    observation = observe(device.setup(recipe), measured / recipe.world_size)
+    row = device.hardware
+    if len(row.calibration) >= MOST_OBSERVATIONS:
+        raise UserError(
+            f"{row.name} has {MOST_OBSERVATIONS} calibrations already, as many as it may"
+        )
+    device = replace(device, hardware=row._replace(calibration=(*row.calibration, observation)))
+    after = price(recipe, device).prediction
+    if options.keep is not None:
+        _keep(options.gpu, row, observation, Path(options.keep))
+    return device, {
+        "measured_tokens_per_s": measured,
+        "predicted_tokens_per_s": before.tokens_s * recipe.world_size,
+        "predicted_tokens_per_s_80": before.interval(before.tokens_s * recipe.world_size),
+        "now_tokens_per_s": after.tokens_s * recipe.world_size,
+        "now_tokens_per_s_80": after.interval(after.tokens_s * recipe.world_size),
+    }
+
+
+def _calibration_words(calibrated: dict[str, Any]) -> str:
+    before = _range(calibrated["predicted_tokens_per_s_80"], ",.0f")
+    after = _range(calibrated["now_tokens_per_s_80"], ",.0f")
+    return (
+        f"calibrated: {calibrated['measured_tokens_per_s']:,.0f} tokens/s were measured; predicted "
+        f"were {calibrated['predicted_tokens_per_s']:,.0f} ({before}), and now "
+        f"{calibrated['now_tokens_per_s']:,.0f} ({after})"
+    )
+
+
+def _keep(gpu: str, row: hardware.Hardware, observation: Observation, path: Path) -> None:
+    """Make a file with the row of the device, and with the observation at its end."""
+    text = f"base = {json.dumps(row.name)}\n"
+    if gpu.endswith(".toml"):
+        text = hardware.text_of_row(gpu)
+    _make_file("--keep", path, text.rstrip("\n") + "\n" + toml_of(observation))
 
 
 def _larger_batch(batch: int, world_size: int, gpus: int) -> int:
@@ -201,10 +271,15 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         "schedule": recipe.parallel.schedule,
         "activation_checkpoint": recipe.memory.activation_checkpoint,
         "step_time_s": prediction.time.step_s,
+        "step_time_s_80": prediction.interval(prediction.time.step_s),
         "tokens_per_s_per_gpu": prediction.tokens_s,
+        "tokens_per_s_per_gpu_80": prediction.interval(prediction.tokens_s),
         "mfu": plan.mfu,
+        "mfu_80": None if plan.mfu is None else prediction.interval(plan.mfu),
         "peak_gib": prediction.peak_gib,
+        "peak_gib_80": prediction.peak_interval,
         "fits": prediction.fits,
+        "fits_probability": prediction.fits_probability,
         "bound_by": plan.bound_by,
         "lever": plan.lever,
     }
@@ -215,13 +290,22 @@ def _print_search(answer: dict[str, Any], plans: list[Plan], device: Device) -> 
         f"{answer['legal']:,} legal layouts on {answer['gpus']:,} x {device.hardware.name}, "
         f"{answer['fitting']:,} fit"
     )
-    print(f"{_LAYOUT_HEADING}    tokens/s    MFU     GiB  bound by")
+    print(
+        f"{_LAYOUT_HEADING}    tokens/s          (80%)    MFU     GiB        (80%)  fits  bound by"
+    )
     for plan in plans:
         prediction = plan.prediction
+        speeds, sizes = prediction.interval(prediction.tokens_s), prediction.peak_interval
         print(
-            f"{_layout_cells(plan)}{prediction.tokens_s:11,.0f} {_mfu_cell(plan)} "
-            f"{prediction.peak_gib:7.1f}  {plan.bound_by}"
+            f"{_layout_cells(plan)}{prediction.tokens_s:11,.0f}"
+            f"{_range(speeds, ',.0f'):>15} {_mfu_cell(plan)} "
+            f"{prediction.peak_gib:7.1f}{_range(sizes, '.1f'):>13} "
+            f"{_probability(prediction.fits_probability):>5}  {plan.bound_by}"
         )
+    print("80%: four of five measured values are expected in it; fits: the probability of it")
+    close = answer["first_is_close_probability"]
+    if close is not None and answer["fitting"] > 1:
+        print(_closeness(close))
     if plans:
         print("why:", *_reasons(plans[0], device), sep="\n  ")
 
@@ -244,6 +328,26 @@ def _layout_cells(plan: Plan) -> str:
 
 def _mfu_cell(plan: Plan) -> str:
     return f"{plan.mfu:6.1%}" if plan.mfu is not None else "     -"
+
+
+def _mfu_range(plan: Plan) -> str:
+    return "-" if plan.mfu is None else _range(plan.prediction.interval(100 * plan.mfu), ".1f")
+
+
+def _range(interval: Interval, form: str) -> str:
+    low, high = interval
+    return f"{low:{form}}-{high:{form}}"
+
+
+def _probability(share: float) -> str:
+    """Return a probability in percent. One of 0 or 1 is never claimed."""
+    return f"{min(0.99, max(0.01, share)):.0%}"
+
+
+def _closeness(close: float) -> str:
+    words = f"the first layout is within {CLOSE:.0%} of the best with a probability of"
+    doubt = "; the planner cannot tell them apart: measure the first few" if close < 0.5 else ""
+    return f"{words} {_probability(close)}{doubt}"
 
 
 def _reasons(plan: Plan, device: Device) -> list[str]:
@@ -287,14 +391,15 @@ def _scale_json(point: ScalePoint) -> dict[str, Any]:
 
 def _print_scaling(table: list[ScalePoint]) -> None:
     print("the fastest layout as devices grow")
-    print(f"devices  samples{_LAYOUT_HEADING}  efficiency   work    MFU  bound by")
+    print(f"devices  samples{_LAYOUT_HEADING}  efficiency   work    MFU      (80%)  bound by")
     for point in table:
         print(scale_line(point))
     base = next((point.gpus for point in table if point.efficiency is not None), None)
     if base is not None:
         print(
             f"efficiency: tokens/s of a device, relative to {base:,} devices\n"
-            "work: the share of a step that is the model's own work"
+            "work: the share of a step that is the model's own work\n"
+            "80%: four of five measured values are expected in it"
         )
 
 
@@ -308,8 +413,8 @@ def scale_line(point: ScalePoint) -> str:
         return f"{point.gpus:7,}  nothing fits; the closest layout needs {need} on a device"
     return (
         f"{point.gpus:7,}  {plan.recipe.data.global_batch:7,}{_layout_cells(plan)}  "
-        f"{point.efficiency:10.1%} {work_share(plan.prediction):6.1%} {_mfu_cell(plan)}  "
-        f"{plan.bound_by}"
+        f"{point.efficiency:10.1%} {work_share(plan.prediction):6.1%} {_mfu_cell(plan)}"
+        f"{_mfu_range(plan):>11}  {plan.bound_by}"
     )
 
 
@@ -326,6 +431,8 @@ def _memory(recipe: Recipe, device: Device, as_json: bool) -> int:
             "largest_rank": prediction.largest_rank,
             "memory_gib": device.hardware.memory_gib,
             "peak_gib": prediction.peak_gib,
+            "peak_gib_80": prediction.peak_interval,
+            "fits_probability": prediction.fits_probability,
             "ranks": ranks,
         }
         print(json.dumps(answer))
@@ -338,7 +445,9 @@ def _memory(recipe: Recipe, device: Device, as_json: bool) -> int:
     word = "fits" if prediction.fits else "does not fit"
     print(
         f"the recipe {word} {device.hardware.memory_gib:.0f} GiB of {device.hardware.name}; "
-        f"pipeline rank {prediction.largest_rank} needs most"
+        f"pipeline rank {prediction.largest_rank} needs most, "
+        f"{_range(prediction.peak_interval, '.1f')} GiB with 80%; "
+        f"probability that it fits: {_probability(prediction.fits_probability)}"
     )
     return 0 if prediction.fits else 1
 
@@ -352,8 +461,17 @@ def _write(resolved: Resolved, recipe: Recipe, path: Path) -> None:
             if getattr(before, entry.name) != getattr(after, entry.name):
                 origins[f"{table}.{entry.name}"] = "composer3d plan"
     text = replace(resolved, recipe=recipe, origins=origins).to_toml()
+    _make_file("--write", path, text)
+
+
+def _make_file(option: str, path: Path, text: str) -> None:
+    """Make a file. One that is there is never replaced.
+
+    Raises:
+        UserError: the file is there, or cannot be written.
+    """
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise UserError(f"--write {path}: the file cannot be made ({error.strerror})") from None
+        raise UserError(f"{option} {path}: the file cannot be made ({error.strerror})") from None

@@ -1,6 +1,7 @@
 """``composer3d report``: write one page about runs. It answers without torch."""
 
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, dataclass
@@ -134,6 +135,8 @@ def _write(options: Options, paths: Sequence[str]) -> int:
             print(f"  {n_all} reports of lost ranks; the page has the newest")
         for problem in subject.run.problems:
             print(f"  {printable(problem)}")
+        if subject.forecast.offer:
+            print(f"  {subject.forecast.offer}")
     print(f"wrote {one_line(path)}")
     return 0
 
@@ -177,6 +180,7 @@ def _as_json(subject: Subject) -> dict[str, Any]:
         "validation_loss": last("validation_loss"),
         "tokens_per_s": curves.of("tokens_per_s").median,
         "predicted_tokens_per_s": forecast.tokens_per_s,
+        "predicted_tokens_per_s_80": forecast.tokens_80,
         "problems": subject.run.problems,
     }
 
@@ -237,8 +241,24 @@ def _forecast(run: RunFolder, device: hardware.Hardware | None, per_node: int) -
     return Forecast(
         tokens_per_s=found.tokens_s * run.recipe.world_size,
         memory_gib=peak_gib if predicts_memory else None,
+        tokens_80=found.interval(found.tokens_s * run.recipe.world_size),
+        memory_80=found.memory_interval(peak_gib),
         note=f"Predicted as composer3d plan does, for {row.name}. What was measured is the median "
         "over the logged steps.",
+        offer=_offer(run, row if device is None else None),
+    )
+
+
+def _offer(run: RunFolder, row: hardware.Hardware | None) -> str:
+    """Return the command that plans with what a run measured; empty if nothing was measured."""
+    speed = run.curves.of("tokens_per_s").median
+    if speed is None or speed <= 0 or row is None:
+        return ""
+    recipe = shlex.quote(one_line(run.path / "recipe.toml"))
+    name = shlex.quote(row.name)
+    return (
+        f"plans of this machine get surer with: composer3d plan {recipe} --gpu {name} "
+        f"--calibrate {speed:.0f} --keep machine.toml"
     )
 
 

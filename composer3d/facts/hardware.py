@@ -8,8 +8,9 @@ device says.
 ``memory_bytes_s`` and the NVLink and PCIe figures are the datasheets'. The measured rates are those
 of Bekman's "Machine Learning Engineering" (github.com/stas00/ml-engineering at 744d01e18b): the
 largest matrix product that was found (compute/accelerator, "Maximum Achievable Matmul FLOPS"), and
-the bus bandwidth of nccl-tests (network). A rate that nobody published is absent, and the planner
-says so and takes the share of the peak that the A100 reaches.
+the bus bandwidth of nccl-tests (network). Those of H20 are a user's, in torch (issue 77 of
+github.com/zzc0721/torch-performance-test-data). A rate that nobody published is absent, and the
+planner says so and takes a usual share of the peak.
 """
 
 import re
@@ -17,6 +18,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
+from composer3d.facts.calibration import Observation, observations
 from composer3d.facts.errors import DeviceError
 from composer3d.facts.files import read_plain
 from composer3d.facts.text import in_quotes, short_json
@@ -67,9 +69,9 @@ class Hardware(NamedTuple):
         matrix_rates: measured FLOP/s of the fastest matrix product, by dtype.
         links: the links; None: not known.
         power_w: the power limit in watts that the rates belong to; 0: not known.
-        sustained_share: the part of ``matrix_rates`` that large products keep in a long run, as far
-            as ``planner.constants`` does not have it for all GPUs of a generation.
         is_fitted: whether the constants of the planner were fitted to training runs on it.
+        is_measured: whether its matrix rates were measured on the very machine.
+        calibration: what runs on the machine measured.
     """
 
     name: str
@@ -81,8 +83,9 @@ class Hardware(NamedTuple):
     matrix_rates: Mapping[str, float] = MappingProxyType({})
     links: Links | None = None
     power_w: float = 0.0
-    sustained_share: float = 1.0
     is_fitted: bool = False
+    is_measured: bool = False
+    calibration: tuple[Observation, ...] = ()
 
     def matrix_rate(self, dtype_name: str) -> float:
         """Return the FLOP/s of the fastest matrix product, measured or estimated from the peak.
@@ -126,10 +129,6 @@ _A100_LINKS = _links(300, 234.9, 234.9, 8, 200, 32)
 # The ring's 362 GB/s and the switches' 480 were measured on H200, which has the links of H100.
 _H100_LINKS = _links(450, 362.0, 480.0, 8, 400, 64)
 _PCIE_LINKS = _links(64, 40.0, 40.0, 8, 200, 64)
-# Products of B200 reach 1,745 TFLOP/s for a moment. Twelve training runs on one node (SimuMax v1.2,
-# Llama 3 70B and 405B with fewer layers) keep this part of it, beyond what H100 and H200 lose.
-# GB200 is assumed to keep as much.
-_BLACKWELL_SHARE = 0.745
 
 _A100_40GB = Hardware(
     "A100-40GB",
@@ -212,6 +211,16 @@ DEVICES: tuple[Hardware, ...] = (
         _PCIE_LINKS,
         600,
     ),
+    _H100_SXM._replace(  # with 0.15 of the peak, and the links of H100
+        name="H20-96GB",
+        aliases=("H20",),
+        memory_gib=95.0,
+        peaks=_peaks(half=148.0, tf32=74.0, fp32=44.0, fp8=296.0),
+        memory_bytes_s=4.0e12,
+        matrix_rates={"bfloat16": 142.25e12, "float16": 142.09e12},
+        power_w=400,
+        is_fitted=False,
+    ),
     Hardware(
         "B200-180GB SXM",
         ("B200",),
@@ -222,7 +231,6 @@ DEVICES: tuple[Hardware, ...] = (
         {"bfloat16": 1745.0e12, "float16": 1745.0e12, "fp8": 3432.5e12},
         _links(900, 677.0, 845.7, 8, 400, 64),
         1000,
-        sustained_share=_BLACKWELL_SHARE,
     ),
     Hardware(
         "GB200-186GB",
@@ -234,7 +242,6 @@ DEVICES: tuple[Hardware, ...] = (
         {"bfloat16": 1822.0e12, "float16": 1822.0e12, "fp8": 3615.6e12},
         _links(900, 680.0, 850.0, 72, 400, 450),
         1200,
-        sustained_share=_BLACKWELL_SHARE,
     ),
     Hardware(
         "L40S-48GB",
@@ -254,7 +261,7 @@ DEVICES: tuple[Hardware, ...] = (
         _peaks(half=1307.4, tf32=653.7, fp32=163.4, fp8=2614.9),
         "cdna3",
         5.3e12,
-        {},
+        {"bfloat16": 668.4e12, "float16": 668.4e12},
         _links(448, 300.0, 300.0, 8, 400, 64),
         750,
     ),
@@ -331,7 +338,21 @@ _MOST_DOMAIN = 1 << 20  # devices
 _DTYPES = ("bfloat16", "float16", "float32", "tf32", "fp8")
 _REQUIRED = ("name", "memory_gib", "memory_gb_s", "nvlink_gb_s", "nic_gbit")
 _OPTIONAL = ("generation", "ring_gb_s", "all_reduce_gb_s", "domain", "host_gb_s", "peak_tflops",
-             "matrix_tflops", "power_w", "latency_us", "nic_latency_us")  # fmt: skip
+             "matrix_tflops", "power_w", "latency_us", "nic_latency_us",
+             "calibration")  # fmt: skip
+
+
+def text_of_row(path: str) -> str:
+    """Return the text of a file with a row.
+
+    Raises:
+        DeviceError: it cannot be read.
+    """
+    try:
+        return read_plain(path, limit=_ROW_BYTES).decode()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DeviceError(f"{path} cannot be read as a row of hardware ({reason})") from None
 
 
 def read_row(path: str) -> Hardware:
@@ -343,16 +364,19 @@ def read_row(path: str) -> Hardware:
     (measured bus bandwidth; absent: 0.8 of nvlink_gb_s), ``domain``, ``host_gb_s``, ``power_w``,
     and ``latency_us`` and ``nic_latency_us`` (of a small all-reduce inside a node and between
     nodes, for each doubling of its ranks; absent: those of NCCL on usual GPUs).
-    ``composer3d doctor --write`` makes such a file. Nothing in it is trusted.
+    ``composer3d doctor --write`` makes such a file. A file may have ``base`` in place of them all,
+    the name of a device of the table. At the end of either, ``[[calibration]]`` has what runs
+    measured, which ``composer3d plan --calibrate`` adds. Nothing in it is trusted.
 
     Raises:
         DeviceError: the file cannot be read, or a key is missing, unknown or out of range.
     """
     try:
-        values = parse_toml(read_plain(path, limit=_ROW_BYTES))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DeviceError(f"{path} cannot be read as a row of hardware ({reason})") from None
+        values = parse_toml(text_of_row(path).encode())
+    except ValueError as error:
+        raise DeviceError(f"{path} cannot be read as a row of hardware ({error})") from None
+    if "base" in values:
+        return _row_of_ours(values, path)
     problems = [f"{path}: the key '{key}' is missing" for key in _REQUIRED if key not in values]
     known = (*_REQUIRED, *_OPTIONAL)
     problems += [
@@ -414,8 +438,24 @@ def read_row(path: str) -> Hardware:
             number("nic_gbit"),
             number("host_gb_s", 32),
         )._replace(latency_s=seconds("latency_us"), nic_latency_s=seconds("nic_latency_us")),
-        _positive(values.get("power_w", 1), "power_w", path),
+        number("power_w") if "power_w" in values else 0.0,
+        is_measured="matrix_tflops" in values,
+        calibration=observations(values.get("calibration", []), path),
     )
+
+
+def _row_of_ours(values: Mapping[str, Any], path: str) -> Hardware:
+    """Return the row of the table that ``base`` names, with what runs on a machine measured."""
+    others = values.keys() - {"base", "calibration"}
+    if others:
+        known = in_quotes(min(others), 80)
+        raise DeviceError(f"{path}: beside base, a row has calibration alone, not {known}")
+    base = values["base"]
+    row = by_name(base) if isinstance(base, str) else None
+    if row is None:
+        known = ", ".join(device.name for device in DEVICES)
+        raise DeviceError(f"{path}: base = {short_json(base)} must be a device: {known} or CPU")
+    return row._replace(calibration=observations(values.get("calibration", []), path))
 
 
 def _positive(value: Any, key: str, path: str) -> float:

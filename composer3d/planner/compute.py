@@ -7,6 +7,7 @@ work costs its memory traffic.
 
 from typing import NamedTuple
 
+from composer3d.facts.hardware import Hardware
 from composer3d.planner.constants import Constants
 from composer3d.planner.setup import Latents, Setup
 
@@ -26,6 +27,12 @@ _BACKWARD_ELEMENTWISE = 1.9
 _LAUNCH_S = 6e-6  # the host's time for one kernel
 _SYNCHRONOUS_LAUNCH_S = 30e-6
 _STATIC_POWER = 0.2  # memory, links and leakage, of the power limit
+# Of a product in 16 bits at full clock: what H100 may draw beyond its static power, by its fastest
+# product. What H100 loses by its limit is a fitted constant, ``matrix_share_hopper``. Blackwell has
+# much the same silicon (TSMC 4N and 4NP); its factor is of 15 runs on one node of 8 B200
+# (tools/planner_intervals.py); with 1.0 they are predicted 3% faster.
+_JOULES_PER_FLOP = (1 - _STATIC_POWER) * 700 / 794.5e12
+_ENERGY = {"hopper": 1.0, "blackwell": 1.08}
 _ALIGNED = 8  # elements of a row that matrix units need: 16 bytes
 # Batched products with other rows run on vector units in float32, at this share of their peak.
 _VECTOR_SHARE = 0.75
@@ -137,7 +144,7 @@ def rates(setup: Setup, constants: Constants) -> ComputeRates:
     is_new = machine.hardware.generation in _NEW_UNITS
     share = constants.matrix_share_hopper if is_new else constants.matrix_share_ampere
     clock = _clock_share(machine.power_share)
-    share *= clock * machine.hardware.sustained_share
+    share *= clock * _product_share(machine.hardware)
     precision = setup.precision
     head_type = "bfloat16" if precision.matrix == "fp8" else precision.matrix
     weight_type = precision.weight_products or precision.matrix
@@ -159,6 +166,20 @@ def _clock_share(power_share: float) -> float:
     voltage can fall, too.
     """
     return ((power_share - _STATIC_POWER) / (1 - _STATIC_POWER)) ** 0.5 if power_share < 1 else 1.0
+
+
+def _product_share(hardware: Hardware) -> float:
+    """Return what the power limit leaves of the rate of large products, as on H100 at 700 W.
+
+    A product of the same silicon takes the same energy for each FLOP. So a device with more FLOP/s
+    for each watt than H100 must lower its clock further than it.
+    """
+    energy = _ENERGY.get(hardware.generation)
+    if energy is None or not hardware.power_w or "bfloat16" not in hardware.peaks:
+        return 1.0
+    needed_w = energy * _JOULES_PER_FLOP * hardware.matrix_rate("bfloat16")
+    left_w = (1 - _STATIC_POWER) * hardware.power_w
+    return min(1.0, left_w / needed_w) ** 0.5
 
 
 def product_s(

@@ -12,7 +12,16 @@ from composer3d.facts.hardware import Hardware
 from composer3d.models.registry import architecture
 from composer3d.models.shape import DecoderShape
 from composer3d.models.table import NORMS_OVER_HEADS, Row
+from composer3d.planner.calibrate import learned
 from composer3d.planner.constants import SHIPPED, Constants
+from composer3d.planner.intervals import (
+    SHIPPED_SPREADS,
+    Candidate,
+    Interval,
+    around,
+    fits_probability,
+    shares,
+)
 from composer3d.planner.matrices import newton_schulz_flops
 from composer3d.planner.memory import GIB, RankMemory, predict_memory
 from composer3d.planner.schedule import keeps_gradients_of_loss
@@ -51,12 +60,29 @@ class Prediction:
         memory: the peak of each pipeline rank, by kind.
         tokens_s: tokens per second and device.
         fits: whether the allocated memory and the contexts fit the device.
+        fits_probability: how sure that is.
+        time_spread: the spread of the errors of ``time`` and ``tokens_s``, as a share.
     """
 
     time: StepTime
     memory: tuple[RankMemory, ...]
     tokens_s: float
     fits: bool
+    fits_probability: float
+    time_spread: float
+
+    def interval(self, value: float) -> Interval:
+        """Return the 80% interval of a time, a rate or an MFU that was predicted."""
+        return around(value, self.time_spread, SHIPPED_SPREADS.quantile)
+
+    def memory_interval(self, value: float) -> Interval:
+        """Return the 80% interval of a peak that was predicted."""
+        return around(value, SHIPPED_SPREADS.ours, SHIPPED_SPREADS.memory_quantile)
+
+    @property
+    def peak_interval(self) -> Interval:
+        """The 80% interval of ``peak_gib``."""
+        return self.memory_interval(self.peak_gib)
 
     @property
     def largest_rank(self) -> int:
@@ -76,16 +102,25 @@ def predict(setup: Setup, constants: Constants = SHIPPED) -> Prediction:
         PlanError: the schedule cannot run with these numbers.
         DeviceError: the device has no rate for the type of the products.
     """
-    time = predict_time(setup, constants)
+    time, time_spread = learned(setup, predict_time(setup, constants))
     memory = tuple(predict_memory(setup, constants))
     return Prediction(
-        time=time, memory=memory, tokens_s=_tokens_s(setup, time), fits=fits(setup, memory)
+        time=time,
+        memory=memory,
+        tokens_s=_tokens_s(setup, time),
+        fits=fits(setup, memory),
+        fits_probability=fits_probability(
+            max(map(_needed_gib, memory)), setup.machine.hardware.memory_gib
+        ),
+        time_spread=time_spread,
     )
 
 
-def predict_speed(setup: Setup) -> float:
-    """Predict the tokens per second and device alone, as ``predict`` does."""
-    return _tokens_s(setup, predict_time(setup))
+def predict_speed(setup: Setup) -> Candidate:
+    """Predict the tokens per second and device alone, as ``predict`` does, and how sure it is."""
+    predicted = predict_time(setup)
+    time, _ = learned(setup, predicted)
+    return Candidate(_tokens_s(setup, time), shares(setup, predicted))
 
 
 def _tokens_s(setup: Setup, time: StepTime) -> float:

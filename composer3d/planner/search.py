@@ -6,6 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 from composer3d.facts.hardware import Hardware
+from composer3d.planner.intervals import Candidate, close_probability
 from composer3d.planner.layouts import Choices, layouts
 from composer3d.planner.memory import memory_of_ranks, predict_memory
 from composer3d.planner.predict import (
@@ -20,6 +21,7 @@ from composer3d.planner.predict import (
 from composer3d.planner.setup import Setup
 from composer3d.recipe.schema import Recipe
 
+CLOSE = 0.03
 # With more layouts than this, those that fit and have the fewest ranks in tp, pp and cp are timed.
 _MOST_TIMED = 4000
 
@@ -86,11 +88,14 @@ class Search(NamedTuple):
         plans: those that fit, the fastest first; if none fits, those that come closest.
         legal: the number of legal layouts.
         fitting: the number of those that fit.
+        close: the probability that the first one is at most ``CLOSE`` slower than the best of those
+            that fit; None: none fits.
     """
 
     plans: list[Plan]
     legal: int
     fitting: int
+    close: float | None
 
 
 def search(
@@ -118,16 +123,17 @@ def search(
         found.append((variant, setup))
     if not fitting:
         too_large.sort(key=lambda item: _largest_bytes(item[1]))
-        return Search([price(variant, device) for variant, _ in too_large[:top]], legal, 0)
+        return Search([price(variant, device) for variant, _ in too_large[:top]], legal, 0, None)
 
     fitting.sort(key=lambda item: item[1].layout.tp * item[1].layout.pp * item[1].layout.cp)
-    timed = []
+    timed: list[tuple[Candidate, int]] = []
     for index, (_, setup) in enumerate(fitting[:_MOST_TIMED]):
         report("time")
         timed.append((predict_speed(setup), index))
-    timed.sort(key=lambda item: -item[0])
+    timed.sort(key=lambda item: -item[0].tokens_s)
     plans = [price(fitting[index][0], device) for _, index in timed[:top]]
-    return Search(plans, legal, len(fitting))
+    close = close_probability([candidate for candidate, _ in timed], CLOSE)
+    return Search(plans, legal, len(fitting), close)
 
 
 def _largest_bytes(setup: Setup) -> float:

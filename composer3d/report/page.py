@@ -13,6 +13,7 @@ from typing import NamedTuple
 from composer3d.draw.svg import for_page
 from composer3d.facts.markup import escape
 from composer3d.facts.tags import COUNTED_TOKENS
+from composer3d.planner.intervals import Interval
 from composer3d.report.chart import LEFT, RIGHT, WIDTH, Level, Line, Mark, draw, number
 from composer3d.report.folder import RunEvent, RunFolder
 
@@ -161,11 +162,16 @@ class Forecast(NamedTuple):
         tokens_per_s: of all ranks; None if it cannot be predicted.
         memory_gib: the peak of the largest rank; None if it cannot be predicted.
         note: for which device, or why there is none.
+        tokens_80, memory_80: the 80% intervals of both.
+        offer: how to plan with what the run measured; empty: it is not offered.
     """
 
     tokens_per_s: float | None
     memory_gib: float | None
     note: str
+    tokens_80: Interval | None = None
+    memory_80: Interval | None = None
+    offer: str = ""
 
 
 class Subject(NamedTuple):
@@ -469,19 +475,27 @@ def _plan(subjects: Sequence[Subject]) -> list[str]:
         curves, forecast = subject.run.curves, subject.forecast
         name = f"{subject.label}: " if len(subjects) > 1 else ""
         notes.append(f'<p class="note">{escape(name + forecast.note)}</p>')
+        if forecast.offer:
+            notes.append(f'<p class="note">{escape(name + forecast.offer)}</p>')
         peak = curves.of("memory_gib").most
         measured = {
-            "tokens/s of all ranks": (curves.of("tokens_per_s").median, forecast.tokens_per_s),
+            "tokens/s of all ranks": (
+                curves.of("tokens_per_s").median,
+                forecast.tokens_per_s,
+                forecast.tokens_80,
+            ),
             "peak memory of a rank, GiB": (
                 None if peak is None else peak.value,
                 forecast.memory_gib,
+                forecast.memory_80,
             ),
         }
-        for words, (found, predicted) in measured.items():
-            if found is not None and predicted:
+        for words, (found, predicted, interval) in measured.items():
+            if found is not None and predicted and interval:
                 share = f"{found / predicted:.0%}"
-                rows.append((name + words, number(found), number(predicted), share))
-    heads = ("", "measured", "predicted", "measured / predicted")
+                between = " to ".join(map(number, interval))
+                rows.append((name + words, number(found), number(predicted), between, share))
+    heads = ("", "measured", "predicted", "80% interval", "measured / predicted")
     table = [_table(heads, rows)] if rows else []
     return ["<h2>Against the plan</h2>", *table, *notes]
 

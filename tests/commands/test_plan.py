@@ -30,7 +30,8 @@ CLUSTER_RECIPES = [
 KEYS = {
     "pp", "virtual_stages", "dp_replicate", "dp_shard", "cp", "tp", "ep", "micro_batch", "schedule",
     "activation_checkpoint", "step_time_s", "tokens_per_s_per_gpu", "mfu", "peak_gib", "fits",
-    "bound_by",
+    "bound_by", "step_time_s_80", "tokens_per_s_per_gpu_80", "mfu_80", "peak_gib_80",
+    "fits_probability",
 }  # fmt: skip
 
 
@@ -51,6 +52,12 @@ def test_layouts_are_ranked_and_the_fastest_is_written_as_a_recipe(
         assert prod(layout[axis] for axis in axes) == 16
         assert layout["fits"]
         assert 0.2 < layout["mfu"] < 0.7
+        for key in ("step_time_s", "tokens_per_s_per_gpu", "mfu", "peak_gib"):
+            low, high = layout[f"{key}_80"]
+            assert 0.8 < low / layout[key] < 0.98
+            assert 1.02 < high / layout[key] < 1.25
+        assert layout["fits_probability"] > 0.5
+    assert 0 < answer["first_is_close_probability"] <= 1
     check_predictions(answer, predictions)
 
     recipe = load(str(out), world_size=16).recipe
@@ -124,6 +131,8 @@ def test_the_table_of_scale_says_why_and_has_progress(
     assert cli.main(["plan", "quickstart", "--gpus", "8", "--scale"]) == 0
     text = capsys.readouterr().out
     assert "legal layouts on 8 x H100-80GB SXM" in text
+    assert "the first layout is within 3% of the best with a probability of" in text
+    assert "80%: four of five measured values are expected in it" in text
     assert "bound by" in text
     assert "the fastest layout as devices grow" in text
     assert notes["plan"] == {"memory of each layout", "time of each layout"}
@@ -229,6 +238,50 @@ def test_a_device_of_the_user_on_which_all_fit_or_none(
     error = capsys.readouterr().err
     assert "the key 'memory_gb_s' is missing" in error
     assert "unknown key 'speed'" in error
+
+
+def test_a_run_calibrates_the_plans_of_its_machine(
+    ask: Ask, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A slow run moves predictions down, and a row keeps that; a second one moves them further."""
+    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    plan = ("plan", "quickstart", "--gpu")
+    _, before = ask(*plan, "H100")
+    recipe = load(ROOT / "recipes" / "quickstart.toml", check_files=False).recipe
+    row = hardware.by_name("H100")
+    assert row is not None
+    tokens_s = price(recipe, Device(hardware=row)).prediction.tokens_s
+    speed = f"{0.8 * tokens_s * recipe.world_size:.1f}"
+    _, once = ask(*plan, "H100", "--calibrate", speed, "--keep", str(first))
+    _, kept = ask(*plan, str(first))
+    _, twice = ask(*plan, str(first), "--calibrate", speed, "--keep", str(second))
+    _, again = ask(*plan, str(second))
+    assert kept["layouts"] == once["layouts"]
+    assert again["layouts"] == twice["layouts"]
+    speeds = [one["layouts"][0]["tokens_per_s_per_gpu"] for one in (before, once, twice)]
+    assert speeds == sorted(speeds, reverse=True)
+    widths = [
+        high / low
+        for low, high in (
+            one["layouts"][0]["tokens_per_s_per_gpu_80"] for one in (before, once, twice)
+        )
+    ]
+    assert widths == sorted(widths, reverse=True)
+    said = once["calibration"]
+    # Almost all of this step is the host's, which is unsure: the run is believed.
+    assert said["now_tokens_per_s"] == pytest.approx(said["measured_tokens_per_s"], rel=0.02)
+
+    text = first.read_text()
+    for wrong, message in (
+        (("--calibrate", "-1"), "above 0"),
+        (("--calibrate", "nan"), "above 0"),
+        (("--calibrate", "1e9"), "of all devices together"),
+        (("--keep", str(second)), "give both"),
+        (("--calibrate", speed, "--keep", str(first)), "cannot be made"),
+    ):
+        assert cli.main([*plan, "H100", *wrong]) == 2
+        assert message in capsys.readouterr().err
+    assert first.read_text() == text
 
 
 def test_an_unknown_device_lists_those_that_are_known(

@@ -1,6 +1,7 @@
 """``composer3d report``: what it prints and writes, and what it refuses."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,19 @@ def test_it_writes_a_page_beside_the_run(run: Path, capsys: pytest.CaptureFixtur
     assert (run / "report.html").read_text().startswith("<!doctype html>")
 
 
+def test_it_offers_to_plan_with_what_the_run_measured(
+    run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The command that it prints works, and makes the file."""
+    assert cli.main(["report", str(run)]) == 0
+    (offer,) = re.findall(r"surer with: composer3d (plan .*)", capsys.readouterr().out)
+    kept = tmp_path / "machine.toml"
+    command = shlex.split(offer.replace("machine.toml", str(kept)))
+    assert cli.main(command) == 0
+    assert "calibrated: " in capsys.readouterr().out
+    assert "[[calibration]]" in kept.read_text()
+
+
 def test_json_has_the_final_numbers(run: Path, ask: Ask) -> None:
     out = run.parent / "own.html"
     _, answer = ask("report", str(run), "-o", str(out), "--gpu", "H100")
@@ -35,7 +49,8 @@ def test_json_has_the_final_numbers(run: Path, ask: Ask) -> None:
     assert found["step"] == 40
     assert found["loss"] == pytest.approx(2.406, abs=0.001)
     assert found["validation_loss"] == 3.5
-    assert found["predicted_tokens_per_s"] > 0
+    low, high = found["predicted_tokens_per_s_80"]
+    assert 0 < low < found["predicted_tokens_per_s"] < high
     assert out.exists()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from composer3d.facts.calibration import PARTS, Observation, toml_of
 from composer3d.facts.errors import DeviceError
 from composer3d.facts.hardware import CPU, DEVICES, by_name, find, peak_flops, read_row
 
@@ -25,6 +26,7 @@ from composer3d.facts.hardware import CPU, DEVICES, by_name, find, peak_flops, r
         ("NVIDIA GB200", "GB200-186GB"),
         ("NVIDIA L40S", "L40S-48GB"),
         ("AMD Instinct MI300X", "MI300X-192GB"),
+        ("NVIDIA H20", "H20-96GB"),
         ("H200-141GB SXM", "H200-141GB SXM"),
     ],
 )
@@ -86,6 +88,7 @@ def test_a_person_may_shorten_a_name() -> None:
         ("A100", "A100-40GB"),
         ("H100-96GB-HBM2e", "H100-96GB HBM2e"),
         ("MI300X", "MI300X-192GB"),
+        ("H20", "H20-96GB"),
         ("cpu", "CPU"),
     ):
         found = by_name(name)
@@ -117,6 +120,24 @@ bfloat16 = 800
 """
 
 
+KEPT = 'base = "H100"\n[[calibration]]\nerror = 0.1\nshares = { tp = 0.5 }\n'
+
+
+def test_a_row_keeps_what_runs_measured(tmp_path: Path) -> None:
+    path = tmp_path / "row.toml"
+    seen = Observation(0.1 / 3, {**dict.fromkeys(PARTS, 0.0), "tp": 1 / 7})
+    path.write_text('base = "H100"\n' + toml_of(seen) + toml_of(seen))
+    row = read_row(str(path))
+    assert row._replace(calibration=()) == by_name("H100")
+    assert row.calibration == (seen, seen)
+    path.write_text(GOOD_ROW + toml_of(seen))
+    row = read_row(str(path))
+    assert row.calibration == (seen,)
+    # Its products were measured, and a limit of its power that nobody gave is not one.
+    assert row.is_measured
+    assert row.power_w == 0
+
+
 def test_a_row_of_the_user(tmp_path: Path) -> None:
     path = tmp_path / "row.toml"
     path.write_text(GOOD_ROW)
@@ -146,6 +167,16 @@ def test_a_row_of_the_user(tmp_path: Path) -> None:
         ("nic_gbit = 400", "nic_gbit = 400\ndomain = 8.5", "domain = 8.5 must be a whole number"),
         ("nic_gbit = 400", "nic_gbit = 400\ndomain = true", "domain = true must be a whole"),
         ("nic_gbit = 400", f"nic_gbit = {'[' * 30000}", "cannot be read as a row of hardware"),
+        ('name = "Mine"', 'base = "H100"', "beside base, a row has calibration alone, not '"),
+        (GOOD_ROW, 'base = "abacus"', 'base = "abacus" must be a device: A100-40GB'),
+        (GOOD_ROW, "base = 3", "base = 3 must be a device"),
+        (GOOD_ROW, KEPT.replace("0.1", "1e9"), "calibration.error = 1000000000.0 must be a number"),
+        (GOOD_ROW, KEPT.replace("0.1", "nan"), "calibration.error = NaN must be a number"),
+        (GOOD_ROW, KEPT.replace("0.5", "-1"), "calibration.shares.tp = -1 must be a number from 0"),
+        (GOOD_ROW, KEPT.replace("tp", "luck"), "unknown part 'luck' in calibration.shares; use tp"),
+        (GOOD_ROW, KEPT.replace("error", "mistake"), "must have the keys error and shares"),
+        (GOOD_ROW, KEPT.replace("{ tp = 0.5 }", "4"), "shares must be a table of numbers"),
+        (GOOD_ROW, 'base = "H100"\ncalibration = 3', "calibration must be at most 16 tables"),
     ],
 )
 def test_broken_rows_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:

@@ -220,6 +220,27 @@ def test_a_lower_power_limit_lowers_the_clock() -> None:
     assert 0.7 < share < 0.7**0.5
 
 
+@pytest.mark.parametrize(
+    ("gpu", "low", "high"),
+    [("H100", 1.0, 1.0), ("B200", 0.74, 0.82), ("GB200", 0.8, 0.88), ("H100-80GB PCIe", 0.75, 0.85),
+     ("A100-80GB", 1.0, 1.0)],
+)  # fmt: skip
+def test_more_flops_for_each_watt_than_h100_lower_the_clock(
+    gpu: str, low: float, high: float
+) -> None:
+    """The measured products of B200 have a median of 0.485 of its peak, 0.63 of its fastest."""
+    hardware = device(gpu)
+    setup = big(zero=0)
+    setup = replace(setup, machine=setup.machine._replace(hardware=hardware))
+    rate = compute.rates(setup, FREE)
+    is_old = hardware.generation == "ampere"
+    fitted = FREE.matrix_share_ampere if is_old else FREE.matrix_share_hopper
+    share = rate.matrix / hardware.matrix_rate("bfloat16") / fitted
+    assert low - 1e-9 <= share <= high + 1e-9
+    # Attention never draws as much.
+    assert rate.attention == hardware.matrix_rate("bfloat16")
+
+
 def test_reductions_run_behind_the_other_stages_of_a_rank() -> None:
     def visible_s(stages_per_rank: int, schedule: str) -> float:
         setup = big(

@@ -104,6 +104,8 @@ class ForeignSoftware(Software):
     Attributes:
         loss_copies: the copies of the logits, in bytes per logit, that the loss holds at its peak.
         fuses_weight_gradients: whether the product that makes a weight's gradient adds to the sum.
+        keeps_blank_gradients: whether autograd gets an empty tensor in place of a weight's
+            gradient, which is in the sum already: one for each shape of weights, always kept.
         dropout: whether residual streams have dropout.
         step_copies: temporaries of the optimizer's step, in bytes per updated parameter.
         bucket_bytes: buffers in which gradients are copied for their reduction.
@@ -118,6 +120,7 @@ class ForeignSoftware(Software):
 
     loss_copies: float = 12.0
     fuses_weight_gradients: bool = False
+    keeps_blank_gradients: bool = False
     dropout: bool = False
     step_copies: float = 8.0
     bucket_bytes: float = 0.0

@@ -79,6 +79,8 @@ def _rank(setup: ForeignSetup, constants: Constants, rank: int) -> RankMemory:
     buffers = software.bucket_bytes if layout.batch_ranks > 1 else 0.0
     if layout.tp > 1 and layout.sequence_parallel:
         buffers += 2.0 * setup.tokens * sizes.dim
+    if software.keeps_blank_gradients:
+        buffers += precision.weights * block
     activations = constants.activation_share * _activations(setup, rank, stages)
     logits = 0.0
     if is_last:

@@ -9,7 +9,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,7 @@ from composer3d.facts.files import read_plain
 from composer3d.facts.schedules import balanced_cut, micro_batch_requirement
 from composer3d.models import registry
 from composer3d.planner.constants import Constants
-from composer3d.planner.memory import GIB
+from composer3d.planner.memory import GIB, RankMemory
 from composer3d.planner.pipeline import length_s
 from composer3d.planner.predict import sizes_of_shape
 from composer3d.planner.setup import (
@@ -64,6 +64,20 @@ class Skipped(NamedTuple):
     reason: str
 
 
+class Other(NamedTuple):
+    """What somebody else's planner predicted of a run, and published.
+
+    Attributes:
+        name: whose.
+        tokens_s: tokens per second and device; None: not given.
+        memory_gib: the peak that the row's metric counts; None: not given.
+    """
+
+    name: str
+    tokens_s: float | None
+    memory_gib: float | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One published run.
@@ -78,6 +92,7 @@ class Row:
         ran_out_of_memory: whether the run did not fit.
         recompute_is_stated: whether the row says what backward repeats. If not, nothing is
             assumed, and whether it fits cannot be judged.
+        other: what somebody else predicted; None: nothing.
     """
 
     place: str
@@ -92,6 +107,12 @@ class Row:
     metric: MemoryMetric
     ran_out_of_memory: bool
     recompute_is_stated: bool
+    other: Other | None = None
+
+    @property
+    def generation(self) -> str:
+        """The generation of its GPU."""
+        return self.setup.machine.hardware.generation
 
     @property
     def layout_class(self) -> str:
@@ -152,7 +173,11 @@ def tokens_s(row: Row, constants: Constants, length: LengthOf = length_s) -> flo
 
 def memory_gib(row: Row, constants: Constants) -> float:
     """Predict the memory that the row's metric counts."""
-    ranks = predict_memory(row.setup, constants)
+    return memory_of(row, predict_memory(row.setup, constants))
+
+
+def memory_of(row: Row, ranks: Sequence[RankMemory]) -> float:
+    """Return the memory that the row's metric counts, of predicted ranks."""
     if row.metric == "device":
         return max(rank.device_bytes for rank in ranks) / GIB
     if row.metric == "reserved":
@@ -233,7 +258,14 @@ def _row(values: _Values) -> Row | Skipped:
         metric=_metric(values.text("mem_metric")),
         ran_out_of_memory=ran_out,
         recompute_is_stated=_states_recompute(values.text("recompute")),
+        other=_other(values),
     )
+
+
+def _other(values: _Values) -> Other | None:
+    name = values.text("predicted_by")
+    numbers = (values.number(f"predicted_{what}") for what in ("tok_s_gpu", "mem_gib"))
+    return Other(name, *(number or None for number in numbers)) if name else None
 
 
 def family_of(source: str) -> str:
@@ -300,6 +332,7 @@ def software_facts(framework: str, notes: str) -> Facts:
         "megatron-core", "megatron core", "nemo", "te", "transformer engine", "megatron-bridge"
     )
     core = te and not automodel
+    alone = says("no overlap")
     compiled = says("compile", "xla", "jax", "maxtext", "liger")
     if says("no flashattention") or (says("megatron-lm") and not says("flash")):
         attention = "unfused"
@@ -321,11 +354,13 @@ def software_facts(framework: str, notes: str) -> Facts:
         dropout=attention == "unfused",
         stops_recompute_early=says("composer", "torchtitan", "nemo automodel"),
         bucket_bytes=2e9 if says("deepspeed", "megatron-deepspeed") else 0.0,
-        step_copies=12.0 if says("internevo", "hybrid zero") else 4.0,
-        overlaps_tp="both" if core else "backward" if says("async", "megatron-lm") else "none",
-        overlaps_sends=te or says("meta internal"),
-        overlaps_gradients=not says("megatron-deepspeed"),
-        overlaps_gathers=core,
+        # Transformer Engine 2 has a cache of them (get_dummy_wgrad); its Adam needs no temporaries.
+        keeps_blank_gradients=core and says("te 2."),
+        step_copies=_step_copies(is_core=core, is_wide=says("internevo", "hybrid zero")),
+        overlaps_tp=_overlap_of_tp(is_core=core and not alone, is_old=says("async", "megatron-lm")),
+        overlaps_sends=(te and not alone) or says("meta internal"),
+        overlaps_gradients=not (alone or says("megatron-deepspeed")),
+        overlaps_gathers=core and not alone,
         gathers_tensors=says("internevo", "hybrid zero"),
         launches_synchronously="cuda_launch_blocking=1" in notes.lower(),
         # Both are of https://github.com/deepseek-ai/DeepEP.
@@ -342,6 +377,14 @@ def software_facts(framework: str, notes: str) -> Facts:
         copies_gradients=says("megatron-deepspeed"),
         gathers_context=says("meta internal"),  # arXiv 2407.21783, section 3.3.2
     )
+
+
+def _step_copies(*, is_core: bool, is_wide: bool) -> float:
+    return 0.0 if is_core else 12.0 if is_wide else 4.0
+
+
+def _overlap_of_tp(*, is_core: bool, is_old: bool) -> Literal["both", "backward", "none"]:
+    return "both" if is_core else "backward" if is_old else "none"
 
 
 # --- the setup ---
@@ -371,6 +414,13 @@ CORRECTIONS = (
         "the cluster of these tables has A800 GPUs, whose NVLink is 200 GB/s in one direction",
     ),
     Correction("InternEvo", "intra_node", "NVLink 200GB/s uni", "as above"),
+    Correction(
+        "SimuMax B200",
+        "framework",
+        "megatron-core 0.14, TE 2.11, torch 2.10, no overlap",
+        "docs/b200/b200_real_repro_guide.md, section 3.3: no collective overlaps, and its launcher "
+        "says neither --overlap-grad-reduce nor --overlap-param-gather",
+    ),
 )
 
 

@@ -1,0 +1,145 @@
+"""Moves predictions by what runs on the same machine measured. No torch here.
+
+Each part of a prediction has an error of its own, with a known spread (``intervals``). A run
+measures their weighted sum, and its own chance. So the expected error of each part follows, as does
+the spread that is left: parts that made up most of the run's spread are known now, the others are
+as unknown as before. This is the conditional distribution of normal errors.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import exp, log, sqrt
+
+from composer3d.facts.calibration import MOST_ERROR, PARTS, Observation
+from composer3d.facts.errors import UserError
+from composer3d.planner.intervals import SHIPPED_SPREADS, Spreads, name_of, shares
+from composer3d.planner.setup import Setup
+from composer3d.planner.time import StepTime, predict_time
+
+_AXES = ("tp", "cp", "ep", "dp")
+_OF_LAYOUT = ("layout", "experts")
+# What a machine's runs have in common.
+_OF_MACHINE = tuple(part for part in PARTS if part not in _OF_LAYOUT)
+# These make all parts of a step longer or shorter.
+_OF_ALL = ("source", "nodes", "kin", "unseen")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What some runs on a machine say of its other runs.
+
+    Attributes:
+        observed: the runs.
+        spreads: those of errors before any run was seen.
+    """
+
+    observed: tuple[Observation, ...]
+    spreads: Spreads = SHIPPED_SPREADS
+
+    @cached_property
+    def _variances(self) -> dict[str, float]:
+        values = self.spreads.as_dict()
+        return {part: values[name_of(part)] ** 2 for part in PARTS}
+
+    def _shared(self, one: Mapping[str, float], other: Mapping[str, float]) -> float:
+        """Return the covariance of the errors of two runs on the machine."""
+        return sum(one[part] * other[part] * self._variances[part] for part in _OF_MACHINE)
+
+    def _own(self, run: Mapping[str, float]) -> float:
+        return sum(run[part] ** 2 * self._variances[part] for part in _OF_LAYOUT)
+
+    def _solve(self, right: Sequence[float]) -> list[float]:
+        """Multiply by the inverse of the covariances of the observed runs."""
+        rows = [
+            [
+                self._shared(one.shares, other.shares) + (self._own(one.shares) if i == j else 0.0)
+                for j, other in enumerate(self.observed)
+            ]
+            + [right[i]]
+            for i, one in enumerate(self.observed)
+        ]
+        return _eliminate(rows)
+
+    @cached_property
+    def _weights(self) -> list[float]:
+        return self._solve([observation.error for observation in self.observed])
+
+    def error_of(self, part: str) -> float:
+        """Return the expected log(predicted / measured) of a part, as tokens per second."""
+        return self._variances[part] * sum(
+            weight * observation.shares[part]
+            for weight, observation in zip(self._weights, self.observed, strict=True)
+        )
+
+    def expected(self, run: Mapping[str, float]) -> float:
+        """Return the expected log(predicted / measured) of another run."""
+        return sum(run[part] * self.error_of(part) for part in _OF_MACHINE if run[part])
+
+    def spread(self, run: Mapping[str, float]) -> float:
+        """Return the spread that the error of another run has left."""
+        known = [self._shared(run, observation.shares) for observation in self.observed]
+        explained = sum(a * b for a, b in zip(known, self._solve(known), strict=True))
+        return sqrt(max(0.0, self._shared(run, run) - explained) + self._own(run))
+
+    def moved(self, time: StepTime) -> StepTime:
+        """Return a predicted time with the expected error of each part taken out."""
+        # Too many tokens/s are too short a time.
+        factor = {part: exp(self.error_of(part)) for part in (*_AXES, "bubble", "host")}
+        all_of_it = exp(sum(map(self.error_of, _OF_ALL)))
+        exposed = {axis: seconds * factor[axis] for axis, seconds in time.exposed_s.items()}
+        bubble_s, overhead_s = time.bubble_s * factor["bubble"], time.overhead_s * factor["host"]
+        added_s = sum(exposed.values()) - sum(time.exposed_s.values())
+        added_s += bubble_s - time.bubble_s + overhead_s - time.overhead_s
+        return replace(
+            time,
+            step_s=all_of_it * (time.step_s + added_s),
+            compute_s=all_of_it * time.compute_s,
+            recompute_s=all_of_it * time.recompute_s,
+            bubble_s=all_of_it * bubble_s,
+            exposed_s={axis: all_of_it * seconds for axis, seconds in exposed.items()},
+            optimizer_s=all_of_it * time.optimizer_s,
+            overhead_s=all_of_it * overhead_s,
+        )
+
+
+def _eliminate(rows: list[list[float]]) -> list[float]:
+    """Solve a positive definite system by Gauss's method; each row ends with its right side."""
+    size = len(rows)
+    for pivot in range(size):
+        for row in rows[pivot + 1 :]:
+            factor = row[pivot] / rows[pivot][pivot]
+            for column in range(pivot, size + 1):
+                row[column] -= factor * rows[pivot][column]
+    found = [0.0] * size
+    for pivot in reversed(range(size)):
+        known = sum(rows[pivot][column] * found[column] for column in range(pivot + 1, size))
+        found[pivot] = (rows[pivot][size] - known) / rows[pivot][pivot]
+    return found
+
+
+def observe(setup: Setup, tokens_s: float) -> Observation:
+    """Return what a run says that reached ``tokens_s`` tokens per second and device.
+
+    Raises:
+        UserError: it is so far from the prediction that it must be another unit or another run.
+    """
+    time = predict_time(setup)
+    predicted = setup.step_tokens / (time.step_s * setup.layout.world_size)
+    error = log(predicted / tokens_s)
+    if abs(error) > MOST_ERROR:
+        devices = setup.layout.world_size
+        raise UserError(
+            f"{tokens_s * devices:,.6g} tokens/s of {devices:,} devices are {1 / exp(error):.3g} "
+            f"times the predicted {predicted * devices:,.6g}; give those of all devices together, "
+            "of a run of this recipe on this device"
+        )
+    return Observation(error, shares(setup, time))
+
+
+def learned(setup: Setup, time: StepTime) -> tuple[StepTime, float]:
+    """Return a predicted time and its spread, after the runs that the row of the device has."""
+    observed = setup.machine.hardware.calibration
+    calibration = Calibration(observed)
+    run = shares(setup, time)
+    return calibration.moved(time) if observed else time, calibration.spread(run)
