@@ -107,7 +107,10 @@ def _local(run: str) -> Iterator[str]:
 def _write(options: Options, paths: Sequence[str]) -> int:
     """Write the report of runs whose folders are on this disk."""
     device = None if options.gpu is None else find_device(options.gpu)
-    folders = [folder.read(path) for path in paths]
+    folders = [
+        folder.read(path, is_copy=is_url(run))
+        for run, path in zip(options.runs, paths, strict=True)
+    ]
     has_pictures = len(folders) <= 2
     subjects = [
         _subject(found, label, device, options.gpus_per_node, has_pictures=has_pictures)
@@ -250,9 +253,12 @@ def _forecast(run: RunFolder, device: hardware.Hardware | None, per_node: int) -
 
 
 def _offer(run: RunFolder, row: hardware.Hardware | None) -> str:
-    """Return the command that plans with what a run measured; empty if nothing was measured."""
+    """Return the command that plans with what a run measured; or an empty text.
+
+    There is none if nothing was measured, or if the folder, with its recipe, is a copy that goes.
+    """
     speed = run.curves.of("tokens_per_s").median
-    if speed is None or speed <= 0 or row is None:
+    if speed is None or speed <= 0 or row is None or run.is_copy:
         return ""
     recipe = shlex.quote(one_line(run.path / "recipe.toml"))
     name = shlex.quote(row.name)

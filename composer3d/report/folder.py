@@ -68,6 +68,7 @@ class RunFolder:
 
     Attributes:
         path: the folder.
+        is_copy: whether it is a copy of one in an object store, and goes.
         curves: its metrics.
         recipe_toml: the text of ``recipe.toml``; empty if there is none.
         recipe: the recipe; None if ``recipe_problem`` says why not.
@@ -82,6 +83,7 @@ class RunFolder:
     """
 
     path: Path
+    is_copy: bool = False
     curves: series.Curves = field(default_factory=series.Curves)
     recipe_toml: str = ""
     recipe: Recipe | None = None
@@ -118,13 +120,17 @@ class RunFolder:
         return [event for event in self.events if event.kind == "bad steps"]
 
 
-def read(path: str) -> RunFolder:
+def read(path: str, *, is_copy: bool = False) -> RunFolder:
     """Read the folder of a run.
+
+    Args:
+        path: the folder.
+        is_copy: as in ``RunFolder``.
 
     Raises:
         UserError: it is not the folder of a run, or its metrics cannot be read.
     """
-    run = RunFolder(Path(path))
+    run = RunFolder(Path(path), is_copy)
     if not os.path.isdir(path):
         raise UserError(f"{one_line(path)}: there is no such folder; name the folder of a run")
     names = (series.FILE, "recipe.toml")

@@ -64,6 +64,7 @@ def test_a_run_goes_on_from_disk_to_disk_with_all_its_files(
     assert cli.main(["report", str(place), "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     told = json.loads(line)
+    assert "--calibrate" not in Path("report.html").read_text()  # the recipe in the copy goes
     assert told["report"] == "report.html"
     assert told["runs"][0]["step"] == 12
     assert cli.main(["report", f"{store}/other"]) == 2
