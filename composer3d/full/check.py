@@ -112,7 +112,7 @@ def check_structure(
     structure.left_out = [f"{one}: {one.left_out}" for one in lost if one.left_out]
     texts = [str(one) for one in lost if not one.left_out]
     structure.add("predicates", texts, len(PREDICATES))
-    for check in (_check_groups, _check_job, _check_peers):
+    for check in (_check_job, _check_groups, _check_peers):
         if plant is None or structure.passed:
             check(pool, full, structure, plant)
     structure.seconds = time.monotonic() - begin
@@ -273,6 +273,7 @@ def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> 
     for witness in witnesses.values():
         structure.add("gradients", _wrong_gradients(small, witness), len(witness.gradients))
         structure.add("groups", _wrong_group_of_axis(small, witness), 0)
+        structure.add("collectives", _wrong_reductions(small, witness), 0)
     structure.add("messages", _wrong_messages(small, first), sum(1 for _ in expected.messages(small)))
 
 
@@ -292,6 +293,30 @@ def _unlike(one: Any, other: Any) -> Iterator[str]:
             f"rank {one.rank} calls {len(one.calls):,} collectives, and rank {other.rank} "
             f"{len(other.calls):,}"
         )
+
+
+def _wrong_reductions(small: Recipe, witness: Any) -> Iterator[str]:
+    """Say which collectives do not sum, but for the maxima of logits."""
+    over_tp = places.members("tp", witness.rank, small.mesh)
+    counted = Counter(
+        (call.reduction, call.operation, witness.groups[call.group])
+        for call in witness.calls
+        if call.reduction not in ("", "sum")
+    )
+    actions = witness.taped.tape.actions
+    micro_batches = 1 + max((action.micro_batch for action in actions), default=0)
+    wanted: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
+    if small.mesh.tp > 1:
+        number = expected.maxima(small, witness.rank) * micro_batches
+        wanted["maximum", "all_reduce", over_tp] = number
+    for key in sorted({*counted, *wanted}):
+        if counted[key] != wanted[key]:
+            reduction, operation, ranks = key
+            yield (
+                f"rank {witness.rank}: {counted[key]} {operation} over "
+                f"{_name(small, witness.rank, ranks)} take the {reduction}, and should be "
+                f"{wanted[key]}"
+            )
 
 
 def _calls(witness: Any) -> list[tuple[Any, ...]]:

@@ -48,6 +48,16 @@ def traffic(recipe: Recipe, rank: int) -> Traffic:
     return dict(found)
 
 
+def maxima(recipe: Recipe, rank: int) -> int:
+    """Return how many collectives of a micro-batch take a maximum: that of logits, over tp.
+
+    All others sum.
+    """
+    pp_rank = rank // (recipe.mesh.world_size // recipe.mesh.pp)
+    counts = [one.count for one in flows(recipe, pp_rank) if one.purpose == "maxima of logits"]
+    return sum(counts) // recipe.micro_batches
+
+
 class Message(NamedTuple):
     """A message of a step between two pipeline ranks.
 
