@@ -144,7 +144,9 @@ def _run_full(options: Options) -> int:
 def _run_here(options: Options) -> int:
     """Prove the recipe's mesh as one rank of this job. Rank 0 prints the verdict."""
     if options.layouts is not None or options.full:
-        raise UserError("verify --here proves the recipe's own layout: leave out --layouts and --full")
+        raise UserError(
+            "verify --here proves the recipe's own layout: leave out --layouts and --full"
+        )
     if not environment.is_rank():
         raise UserError(
             "verify --here is one rank of a job: start it as the training, with torchrun "

@@ -141,7 +141,7 @@ def _check_job(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> No
             yield witness.taped
 
     reports = report_all(pool, full, tape)
-    for pp_rank, witness in sorted(seen.items()):
+    for _, witness in sorted(seen.items()):
         texts = _wrong_gradients(full, witness)
         structure.add("gradients", texts, len(witness.gradients))
         structure.add("groups", _wrong_group_of_axis(full, witness), 0)
@@ -187,20 +187,20 @@ def _wrong_traffic(full: Recipe, report: StageReport, witness: Any) -> Iterator[
                 ranks = places.members("world", rank, full.mesh)
             before = counted.get((ranks, name), expected.Usage(0, 0))
             counted[ranks, name] = expected.Usage(
-                before.count + usage.count, before.sent_bytes + usage.sent_bytes
+                before.calls + usage.count, before.sent_bytes + usage.sent_bytes
             )
     planned = expected.traffic(full, rank)
     for key in sorted({*counted, *planned}, key=lambda one: (len(one[0]), one)):
         got = counted.get(key, expected.Usage(0, 0))
         want = planned.get(key, expected.Usage(0, 0))
         # Bytes of a call are whole numbers, and the planner's are those of all calls.
-        is_equal = abs(got.sent_bytes - want.sent_bytes) <= 0.5 * max(1, want.count)
-        if got.count != want.count or not is_equal:
+        is_equal = abs(got.sent_bytes - want.sent_bytes) <= 0.5 * max(1, want.calls)
+        if got.calls != want.calls or not is_equal:
             ranks, name = key
             yield (
-                f"pipeline rank {report.stage}: {got.count:,} {name} of {got.sent_bytes:,.0f} bytes "
-                f"over {_name(full, rank, ranks)}, and should be {want.count:,} of "
-                f"{want.sent_bytes:,.0f}"
+                f"pipeline rank {report.stage}: {got.calls:,} {name} of "
+                f"{got.sent_bytes:,.0f} bytes over {_name(full, rank, ranks)}, and should be "
+                f"{want.calls:,} of {want.sent_bytes:,.0f}"
             )
 
 
@@ -274,7 +274,10 @@ def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> 
         structure.add("gradients", _wrong_gradients(small, witness), len(witness.gradients))
         structure.add("groups", _wrong_group_of_axis(small, witness), 0)
         structure.add("collectives", _wrong_reductions(small, witness), 0)
-    structure.add("messages", _wrong_messages(small, first), sum(1 for _ in expected.messages(small)))
+        structure.add("messages", _unmet_in_ring(small, witness), 0)
+    structure.add(
+        "messages", _wrong_messages(small, first), sum(1 for _ in expected.messages(small))
+    )
 
 
 def _unlike(one: Any, other: Any) -> Iterator[str]:
@@ -347,7 +350,9 @@ def _wrong_messages(small: Recipe, first: Mapping[int, Any]) -> Iterator[str]:
         )
         for message in sorted({*counted, *wanted}):
             if counted[message] != wanted[message]:
-                words = f"{message.kind} of stage {message.stage}, micro-batch {message.micro_batch}"
+                words = (
+                    f"{message.kind} of stage {message.stage}, micro-batch {message.micro_batch}"
+                )
                 yield (
                     f"{words}: {which} {counted[message]} times from pipeline rank "
                     f"{message.sender} to {message.receiver}, and should be {wanted[message]} times"
@@ -367,11 +372,33 @@ def _unmet(small: Recipe, sent: Any, received: Any) -> Iterator[str]:
             yield f"messages {ends} are not received as they are sent"
         others = sum(call.content is None for call in out)
         if others != ties[sender, receiver]:
-            yield f"{others} messages {ends} are of no micro-batch: expected {ties[sender, receiver]}"
+            wanted = ties[sender, receiver]
+            yield f"{others} messages {ends} are of no micro-batch, and should be {wanted}"
         for call in out:
             if call.content is not None and call.elements != elements:
-                yield f"a message {ends} has {call.elements:,} elements, expected {elements:,}"
+                yield f"a message {ends} has {call.elements:,} elements, not {elements:,}"
                 break
+
+
+def _unmet_in_ring(small: Recipe, witness: Any) -> Iterator[str]:
+    """Compare what a rank sends within its stage with what it receives there.
+
+    All ranks of a ring do the same, so what one sends so many places on, it must receive from as
+    many places back.
+    """
+    stage_ranks = small.world_size // small.mesh.pp
+    halves: dict[tuple[int, ...], dict[str, Counter[Any]]] = {}
+    for call in witness.calls:
+        ranks = witness.groups[call.group]
+        if call.operation in ("send", "recv") and len({r // stage_ranks for r in ranks}) == 1:
+            half = halves.setdefault(ranks, {"send": Counter(), "recv": Counter()})
+            half[call.operation][call.steps, call.dtype, call.elements] += 1
+    for ranks, half in halves.items():
+        if half["send"] != half["recv"]:
+            yield (
+                f"rank {witness.rank} does not receive over {_name(small, witness.rank, ranks)} "
+                "what ranks that do as it does would send to it"
+            )
 
 
 def _messages_of(small: Recipe, witness: Any, which: str) -> dict[tuple[int, int], list[Any]]:
@@ -395,4 +422,3 @@ def _witnesses(pool: Pool, jobs: Sequence[Any], plant: Any) -> Iterator[Any]:
         some = list(jobs[begin : begin + width])
         arguments = {"jobs": some, "plant": plant}
         yield from run_workers(pool, "composer3d.full.witness:see_one_of", arguments, len(some))
-

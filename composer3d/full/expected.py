@@ -19,7 +19,7 @@ from composer3d.recipe.schema import Recipe
 class Usage(NamedTuple):
     """Calls of an operation, and the bytes that a rank sends in all of them."""
 
-    count: int
+    calls: int
     sent_bytes: float
 
 
@@ -37,7 +37,7 @@ def traffic(recipe: Recipe, rank: int) -> Traffic:
 
     def add(operation: str, axis: str, count: int, sent_bytes: float) -> None:
         key = places.members(axis, rank, recipe.mesh), operation
-        found[key] = Usage(found[key].count + count, found[key].sent_bytes + sent_bytes)
+        found[key] = Usage(found[key].calls + count, found[key].sent_bytes + sent_bytes)
 
     for flow in flows(recipe, pp_rank):
         if flow.axis == "pp":
@@ -77,9 +77,7 @@ class Message(NamedTuple):
 
 def messages(recipe: Recipe) -> Iterator[Message]:
     """Yield each message that the stages of one pipeline must send in a step, in no order."""
-    rank_of = {
-        stage: rank for rank, held in enumerate(stages_by_rank(recipe)) for stage in held
-    }
+    rank_of = {stage: rank for rank, held in enumerate(stages_by_rank(recipe)) for stage in held}
     for stage in range(len(rank_of) - 1):
         before, after = rank_of[stage], rank_of[stage + 1]
         if before == after:

@@ -1,10 +1,10 @@
 """Follows gradients through a step: over which ranks each was summed, and what it was scaled by.
 
-A gradient is born when backward adds it to ``.grad`` of a parameter. From there until the optimizer
-reads it, everything that happens to it is linear: it is copied, cut, joined, added and summed over
-ranks. So its way is a list of sums and a factor. It is written down on the storages that hold it, by
-range, because FSDP keeps the gradients of a unit in one buffer. An operator that this module does
-not know ends a way, and the gradient of the optimizer then has none.
+A gradient is born when backward adds it to ``.grad`` of a parameter. Until the optimizer reads it,
+all that happens to it is linear: it is copied, cut, joined, added and summed over ranks. So its way
+is a list of sums and a factor. It is written down on the storages that hold it, by range, because
+FSDP keeps the gradients of a unit in one buffer. An operator that this module does not know ends a
+way, and the gradient of the optimizer then has none.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -224,9 +224,9 @@ def _write(tensor: Tensor, paths: Paths) -> None:
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor in its storage, and the one after its last."""
     size = tensor.element_size()
-    first = tensor.storage_offset() * size
+    first = int(tensor.storage_offset()) * size
     if not prod(tensor.shape):
         # A rank without rows still has a gradient: the way of the buffer that it is cut from.
         return first, first + 1
     steps = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return first, first + (1 + steps) * size
+    return first, first + (1 + int(steps)) * size

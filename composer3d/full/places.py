@@ -93,7 +93,7 @@ def some_ranks(sizes: MeshTable, most: int) -> list[int]:
 
 
 def corner(sizes: MeshTable, pp_rank: int, number: int) -> int:
-    """Return a rank of a pipeline rank: the first (0), middle (2) or last (-1) on all other axes."""
+    """Return a rank of a pipeline rank: first (0), middle (2) or last (-1) on all other axes."""
     places = {axis: _coordinate(_size(axis, sizes), number) for axis in _DENSE if axis != "pp"}
     return rank_at(sizes, pp=pp_rank, **places)
 

@@ -174,8 +174,25 @@ def _n_stages(recipe: Recipe) -> int:
     return recipe.mesh.pp * recipe.parallel.stages_per_rank if recipe.mesh.pp > 1 else 1
 
 
-def _tp_rows(rows: int, recipe: Recipe) -> int:
-    return rows // recipe.mesh.tp
+def _shards_of(rows: Callable[[Recipe], int]) -> Callable[[Recipe], Hashable]:
+    """Return the predicate how FSDP cuts the rows of a tensor that a rank of tp has."""
+    return lambda recipe: _cut(rows(recipe), _shards(recipe))
+
+
+def _rows_of_stream(recipe: Recipe) -> int:
+    return recipe.model.dim
+
+
+def _rows_of_queries(recipe: Recipe) -> int:
+    return recipe.model.n_heads * recipe.model.head_width // recipe.mesh.tp
+
+
+def _rows_of_ffn(recipe: Recipe) -> int:
+    return recipe.model.ffn // recipe.mesh.tp
+
+
+def _rows_of_vocabulary(recipe: Recipe) -> int:
+    return ceil(recipe.model.vocab / recipe.mesh.tp)
 
 
 def _rows_of_keys(recipe: Recipe) -> int:
@@ -185,7 +202,7 @@ def _rows_of_keys(recipe: Recipe) -> int:
 
 
 def _together(one: str, other: str) -> Callable[[Recipe], Hashable]:
-    """Return the predicate that two axes have several ranks each."""
+    """Return the predicate that two axes have several ranks each; they may be one axis."""
 
     def of(recipe: Recipe) -> Hashable:
         sizes = (getattr(recipe.mesh, one), getattr(recipe.mesh, other))
@@ -283,13 +300,13 @@ def _model_field(name: str) -> Callable[[Recipe], Hashable]:
 PREDICATES: Mapping[str, Predicate] = {
     # Axes.
     **{
-        f"ranks of {axis}": Predicate(
-            lambda r, axis=axis: "several" if getattr(r.mesh, axis) > 1 else None, f"mesh.{axis}"
-        )
+        f"ranks of {axis}": Predicate(_together(axis, axis), f"mesh.{axis}")
         for axis in (*AXES, "ep")
     },
     **{
-        f"{one} together with {other}": Predicate(_together(one, other), f"mesh.{one}, mesh.{other}")
+        f"{one} together with {other}": Predicate(
+            _together(one, other), f"mesh.{one}, mesh.{other}"
+        )
         for place, one in enumerate((*AXES, "ep"))
         for other in (*AXES, "ep")[place + 1 :]
     },
@@ -312,19 +329,13 @@ PREDICATES: Mapping[str, Predicate] = {
         "model.vocab, mesh.tp",
     ),
     **{
-        f"shards of {what}": Predicate(
-            lambda r, rows=rows: _cut(rows(r), _shards(r)), f"{key}, mesh.dp_shard, mesh.cp, mesh.tp"
-        )
+        f"shards of {what}": Predicate(_shards_of(rows), f"{key}, mesh.dp_shard, mesh.cp, mesh.tp")
         for what, key, rows in (
-            ("the residual stream", "model.dim", lambda r: r.model.dim),
-            (
-                "queries",
-                "model.n_heads",
-                lambda r: _tp_rows(r.model.n_heads * r.model.head_width, r),
-            ),
+            ("the residual stream", "model.dim", _rows_of_stream),
+            ("queries", "model.n_heads", _rows_of_queries),
             ("keys", "model.n_kv_heads", _rows_of_keys),
-            ("the feed-forward layer", "model.ffn", lambda r: _tp_rows(r.model.ffn, r)),
-            ("the vocabulary", "model.vocab", lambda r: ceil(r.model.vocab / r.mesh.tp)),
+            ("the feed-forward layer", "model.ffn", _rows_of_ffn),
+            ("the vocabulary", "model.vocab", _rows_of_vocabulary),
         )
     },
     "what latent attention sends": Predicate(_latents, "model.kv_rank, mesh.cp"),

@@ -156,9 +156,7 @@ class _Watcher(Recorder):
         elif message.operation == "all_to_all":
             elements = 0
         self.calls.append(
-            Call(
-                message.operation, reduction, number, str(message.dtype), elements, steps, content
-            )
+            Call(message.operation, reduction, number, str(message.dtype), elements, steps, content)
         )
 
     def _content_of(self, message: Tensor) -> Content | None:
@@ -259,7 +257,7 @@ def wrong_groups(
     """
     if plant is not None:
         plant()
-    found = []
+    found: list[str] = []
     for rank in ranks:
         with fake_world(rank, recipe.world_size):
             found += _wrong_groups_of(recipe, rank, meshes=rank == ranks[0])
@@ -278,11 +276,10 @@ def _wrong_groups_of(recipe: Recipe, rank: int, *, meshes: bool) -> Iterator[str
     if meshes:
         of_code = [(mesh.device_mesh, False)] + [(mesh.sparse, True)] * has_experts
         for device_mesh, of_experts in of_code:
-            ranks = device_mesh.mesh
-            expected = torch.empty_like(ranks)
+            arranged = torch.empty_like(device_mesh.mesh)
             for index, place in enumerate(places.arrangement(sizes, of_experts=of_experts)):
-                expected[place] = index
-            if not torch.equal(ranks, expected):
+                arranged[place] = index
+            if not torch.equal(device_mesh.mesh, arranged):
                 yield f"the mesh {device_mesh.mesh_dim_names} has ranks at other places"
     groups: dict[str, dist.ProcessGroup | None] = dict(mesh.groups(has_experts=has_experts))
     groups["stage"] = mesh.stage_group

@@ -385,8 +385,10 @@ def reduction_of_argument(argument: Any) -> str | None:
     None: the argument is no reduction.
     """
     if isinstance(argument, dist.ReduceOp):
-        return _REDUCTIONS.get(int(cast(Any, argument.op)), "other reduction")
-    if type(argument) is torch.ScriptObject and argument._type().name() == "ReduceOp":
+        return _REDUCTIONS.get(int(cast(Any, argument).op), "other reduction")
+    if type(argument) is not torch.ScriptObject:
+        return None
+    if cast(Any, argument)._type().name() == "ReduceOp":
         return _REDUCTIONS.get(cast(Any, argument).op(), "other reduction")
     return None
 

@@ -1,6 +1,7 @@
 """Twenty faults that only show at scale: a small layout has nothing to see."""
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,7 @@ def _instead_of_cached(name: str) -> Callable[[Callable[..., Any]], Plant]:
     """Make a fault of a function that stands in the place of a cached property of ``Mesh``."""
 
     def decorate(wrong: Callable[..., Any]) -> Plant:
+        @wraps(wrong)
         def plant() -> None:
             right = _cached(name).func
 
@@ -59,7 +61,6 @@ def _instead_of_cached(name: str) -> Callable[[Callable[..., Any]], Plant]:
 
             setattr(Mesh, name, property(planted))
 
-        plant.__name__, plant.__doc__ = wrong.__name__, wrong.__doc__
         return plant
 
     return decorate
@@ -105,7 +106,9 @@ def pair_pipeline_ranks_by_two(right: Any, groups: Sequence[Sequence[int]]) -> A
     mine = next((each for each in groups if own in each), None)
     if mine is None or groups[0][0] == 0:
         return right(groups)
-    return right([(first - 1, second - 1) if first else (first, second) for first, second in groups])
+    return right(
+        [(first - 1, second - 1) if first else (first, second) for first, second in groups]
+    )
 
 
 @_shows("mesh.cp=3 data.seq_len=252", "mesh.cp=2")
@@ -208,7 +211,9 @@ def sum_norms_over_pairs(right: Any, self: stages.Stages) -> None:
 
 @_shows("mesh.pp=16 model.n_layers=16 data.global_batch=32", "mesh.pp=2 model.n_layers=4")
 @fault_of(stage_cut, stage_cut.cut_into_stages)
-def leave_a_stage_empty(right: Any, model: Any, held: Any, rank: int, *others: Any, **named: Any) -> Any:
+def leave_a_stage_empty(
+    right: Any, model: Any, held: Any, rank: int, *others: Any, **named: Any
+) -> Any:
     """Pipeline: with 16 stages, the last but one has no block."""
     found = right(model, held, rank, *others, **named)
     for stage in found:
@@ -251,8 +256,10 @@ def exchange_with_every_rank(
 def forget_replicas_of_experts(right: Any, mesh: Mesh, *arguments: Any) -> Any:
     """Experts: gradients are not summed over replicas, of which a small layout has none."""
     found = right(mesh, *arguments)
-    return found if found is None or found.experts is None else found._replace(
-        experts=mesh.sparse["efsdp"]
+    return (
+        found
+        if found is None or found.experts is None
+        else found._replace(experts=mesh.sparse["efsdp"])
     )
 
 
@@ -263,9 +270,7 @@ def sum_the_loss_over_a_node(right: Any, self: Mesh, *values: Any) -> Any:
     if self.world_size <= 8:
         return right(self, *values)
     whole, first = dist.all_reduce, self.rank // 8 * 8
-    dist.all_reduce = lambda tensor: whole(
-        tensor, group=dist.new_group([*range(first, first + 8)])
-    )
+    dist.all_reduce = lambda tensor: whole(tensor, group=dist.new_group([*range(first, first + 8)]))
     result = right(self, *values)
     dist.all_reduce = whole
     return result

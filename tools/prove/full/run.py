@@ -33,7 +33,7 @@ from tools.prove.proof import add_names, make_parser
 _LEAST = 0.95
 
 # Of tools/prove/faults, by their names.
-PLANTED = """
+_NAMES = """
     repeat_own_shard_of_the_sequence gather_the_sequence_backwards keep_own_part_of_the_sum
     reduce_scatter_twice drop_sum_of_gradients sum_gradients_twice drop_sum_of_outputs
     reduce_over_the_wrong_group take_own_mean_in_wide_norms keep_own_gradient_of_means
@@ -56,7 +56,8 @@ PLANTED = """
     leave_out_a_replica send_the_part_of_the_owner double_the_divisor divide_by_own_tokens
     count_tokens_on_every_tp_rank norm_of_the_first_rank clip_by_own_norm
     keep_the_gradient_of_the_embedding divide_depths_by_own_counts
-""".split()
+"""
+PLANTED = frozenset(_NAMES.split())
 
 _DATA = "mesh.dp_replicate=2 mesh.dp_shard=2"
 _TP = "mesh.dp_shard=2 mesh.tp=2"
@@ -148,7 +149,7 @@ def _cases() -> Iterator[Case]:
         large = _load(fault.recipe, fault.large)
         yield Case("clean", f"no fault at {fault.large}", large, None, is_fault=False)
     for path, layout, calls in BY_RULE:
-        recipe = _load(path, layout)
+        recipe = _load(path, f"data.global_batch=8 {layout}")
         for call in calls:
             operation, group = call.split()
             ways = (*(OF_MESSAGES if operation == "message" else ANY), HALF)
