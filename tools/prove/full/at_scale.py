@@ -1,4 +1,4 @@
-"""Twenty faults that only show at scale: a small layout has nothing to see."""
+"""Faults that only show at scale: a small layout has nothing to see."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps

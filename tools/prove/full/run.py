@@ -76,7 +76,7 @@ BY_RULE = (
     ),
     (RECIPE, "mesh.dp_shard=2 mesh.cp=2 parallel.cp_method=ulysses", ("all_to_all cp",)),
     (RECIPE, "mesh.dp_shard=2 mesh.cp=3 data.seq_len=252", ("message cp",)),
-    (RECIPE, "mesh.pp=3 mesh.dp_shard=2 model.n_layers=3", ("message pp",)),
+    (RECIPE, "mesh.pp=3 mesh.dp_shard=2 model.n_layers=3 data.global_batch=16", ("message pp",)),
     (
         MOE_RECIPE,
         _EP,
