@@ -78,7 +78,7 @@ class _Range(NamedTuple):
 
 
 def begin(name: str, gradient: Tensor) -> None:
-    """Begin the way of a parameter's gradient, which backward has made or added to."""
+    """Begin the way of a parameter's gradient of any shape, which backward has made or added to."""
     before = paths_of(gradient).get(name)
     if before is not None and before.sums:
         path = before._replace(problem="backward adds to what was summed over ranks before")
@@ -88,7 +88,7 @@ def begin(name: str, gradient: Tensor) -> None:
 
 
 def paths_of(tensor: Tensor) -> Paths:
-    """Return the ways of the gradients that a tensor holds, by name of the parameter."""
+    """Return the ways of the gradients that a tensor of any shape holds, by parameter."""
     found: Paths = {}
     first, end = _extent(tensor)
     for one in vars(tensor.untyped_storage()).get(_ATTRIBUTE, ()):

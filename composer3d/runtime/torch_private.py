@@ -398,7 +398,8 @@ def messages_of_stage(
 ) -> Iterator[tuple[tuple[int, int, str], list[Tensor]]]:
     """Yield what messages between stages carry, with the tensors that are sent or received.
 
-    A content is the stage that sends it, a micro-batch, and "activations" or "gradients".
+    A content is the stage that sends it, a micro-batch, and "activations" or "gradients". Tensors
+    are shards of a micro-batch of the residual stream, (B, T, C).
 
     Args:
         stages: of this rank.
