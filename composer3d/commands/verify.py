@@ -17,6 +17,7 @@ from composer3d.commands.arguments import (
 from composer3d.facts.errors import UserError
 from composer3d.facts.files import MIB, read_plain
 from composer3d.facts.text import one_line
+from composer3d.full.verdict import verify_full
 from composer3d.recipe.draft import key_of_override, split_overrides
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.runtime import environment
@@ -30,6 +31,7 @@ _STRANGE = frozenset(("model.architecture", "model.hf"))
 EXAMPLES = (
     "composer3d verify debug-2-dp",
     "composer3d verify llama3-70b-64-fsdp-tp --set mesh.tp=4",
+    "composer3d verify llama3-405b-16384-4d --full",
     "torchrun --nproc-per-node 2 -m composer3d verify debug-2-dp --here",
 )
 
@@ -56,6 +58,12 @@ class Options:
         metavar="FILE",
         help="prove many layouts: each line of FILE has key=value overrides",
     )
+    full: bool = argument(
+        "--full",
+        action="store_true",
+        help="also check the structure of the full-size job on tensors without data: groups, "
+        "collectives, messages, sums of gradients, and that the small model decides as it does",
+    )
     here: bool = argument(
         "--here",
         action="store_true",
@@ -77,6 +85,8 @@ def run(options: Options) -> int:
     """
     if options.here:
         return _run_here(options)
+    if options.full:
+        return _run_full(options)
     begin = time.monotonic()
     lines = [""] if options.layouts is None else _read_layouts(options.layouts)
     verdicts = []
@@ -116,10 +126,27 @@ def run(options: Options) -> int:
     return 2 if options.layouts is None and verdicts[0].refused else 1
 
 
+def _run_full(options: Options) -> int:
+    """Prove the recipe's layout, and check the structure of its full-size job."""
+    if options.layouts is not None:
+        raise UserError("verify --full is about the recipe's own layout: leave out --layouts")
+    full = load(options.recipe, options.sets, check_files=False, may_import=True).recipe
+    with Pool() as pool, temporary_folder("composer3d-verify-") as folder:
+        verdict = verify_full(pool, folder, full, dtype=options.dtype, steps=options.steps)
+    print(verdict, flush=True)
+    if options.as_json:
+        print(json.dumps(verdict.as_json()))
+    if verdict.passed:
+        return 0
+    return 2 if verdict.proof.refused else 1
+
+
 def _run_here(options: Options) -> int:
     """Prove the recipe's mesh as one rank of this job. Rank 0 prints the verdict."""
-    if options.layouts is not None:
-        raise UserError("verify --here proves the recipe's own layout: leave out --layouts")
+    if options.layouts is not None or options.full:
+        raise UserError(
+            "verify --here proves the recipe's own layout: leave out --layouts and --full"
+        )
     if not environment.is_rank():
         raise UserError(
             "verify --here is one rank of a job: start it as the training, with torchrun "

@@ -213,12 +213,16 @@ class CollectiveCounter:
         yield
         self._axis = before
 
+    def axis(self, message: Message) -> str:
+        """Return the axis for which a message counts."""
+        return self._axis or self._axis_of(message)
+
     def see(self, operator: Any, arguments: Sequence[Any]) -> None:
         """Count the call of an operator, if it is a collective."""
         message = message_of(operator, arguments)
         if message is None or message.group.size() == 1:
             return
-        axis = self._axis or self._axis_of(message)
+        axis = self.axis(message)
         self.groups.setdefault(axis, set()).add(message.group)
         operations = self.traffic.setdefault(axis, {})
         usage = operations.setdefault(message.operation, Usage())

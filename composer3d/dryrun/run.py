@@ -4,7 +4,7 @@ This module imports no torch; the worker processes do.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from composer3d.dryrun.replay import TapedStage
@@ -41,23 +41,39 @@ def dry_run(recipe: Recipe, *, skew: float = 1.0) -> DryRun:
     """
     check_skew(recipe, skew)
     begin = time.monotonic()
+    with Pool() as pool:
+        reports = report_all(pool, recipe, lambda ranks: _tape(pool, recipe, ranks, skew))
+    seconds = time.monotonic() - begin
+    return DryRun(world_size=recipe.world_size, seconds=seconds, stages=tuple(reports))
+
+
+def report_all(
+    pool: Pool, recipe: Recipe, tape: Callable[[Sequence[int]], Iterable[TapedStage]]
+) -> list[StageReport]:
+    """Return the report of every pipeline rank, of which only some run.
+
+    Args:
+        pool: starts the process that compares what pipeline ranks hold.
+        recipe: the whole recipe.
+        tape: runs some pipeline ranks.
+
+    Raises what ``dry_run`` raises.
+    """
     pp = recipe.mesh.pp
     stages: list[StageReport | None] = [None] * pp
     orders = [_rank_actions(recipe, rank) for rank in range(pp)]
-    with Pool() as pool:
-        representatives = _representatives(pool, recipe)
-        while None in stages:
-            missing = [rank for rank in range(pp) if stages[rank] is None]
-            # One run for each kind of rank. It may lack an action of another rank of its kind, and
-            # then that one runs as well.
-            first_of = {representatives[rank]: rank for rank in reversed(missing)}
-            for taped in _tape(pool, recipe, sorted(first_of.values()), skew):
-                for rank in missing:
-                    if representatives[rank] == representatives[taped.stage]:
-                        stages[rank] = taped.report(rank, orders[rank])
-                assert stages[taped.stage] is not None  # it has run all of its own actions
-    reports = tuple(report for report in stages if report is not None)
-    return DryRun(world_size=recipe.world_size, seconds=time.monotonic() - begin, stages=reports)
+    representatives = _representatives(pool, recipe)
+    while None in stages:
+        missing = [rank for rank in range(pp) if stages[rank] is None]
+        # One run for each kind of rank. It may lack an action of another rank of its kind, and
+        # then that one runs as well.
+        first_of = {representatives[rank]: rank for rank in reversed(missing)}
+        for taped in tape(sorted(first_of.values())):
+            for rank in missing:
+                if representatives[rank] == representatives[taped.stage]:
+                    stages[rank] = taped.report(rank, orders[rank])
+            assert stages[taped.stage] is not None  # it has run all of its own actions
+    return [report for report in stages if report is not None]
 
 
 def run_ranks(
@@ -86,10 +102,15 @@ def _rank_actions(recipe: Recipe, pp_rank: int) -> list[Action]:
 
 
 def _tape(pool: Pool, recipe: Recipe, ranks: Sequence[int], skew: float) -> Iterator[TapedStage]:
-    at_once = min(usable_cores(), _MOST_AT_ONCE)
-    for first in range(0, len(ranks), at_once):
-        jobs = [(recipe, rank) for rank in ranks[first : first + at_once]]
+    width = at_once()
+    for first in range(0, len(ranks), width):
+        jobs = [(recipe, rank) for rank in ranks[first : first + width]]
         yield from _run(pool, "tape_one_of", {"jobs": jobs, "skew": skew}, len(jobs))
+
+
+def at_once() -> int:
+    """Return how many pipeline ranks run at the same time on this machine."""
+    return min(usable_cores(), _MOST_AT_ONCE)
 
 
 def _representatives(pool: Pool, recipe: Recipe) -> list[int]:
@@ -102,12 +123,15 @@ def _representatives(pool: Pool, recipe: Recipe) -> list[int]:
 
 
 def _run(pool: Pool, function: str, arguments: dict[str, Any], processes: int) -> list[Any]:
+    return run_workers(pool, f"composer3d.dryrun.stage:{function}", arguments, processes)
+
+
+def run_workers(pool: Pool, task: str, arguments: dict[str, Any], processes: int) -> list[Any]:
+    """Run ``task`` (``module:function``) in worker processes, and return what each returns.
+
+    Raises what ``dry_run`` raises.
+    """
     try:
-        return pool.run(
-            f"composer3d.dryrun.stage:{function}",
-            arguments,
-            world_size=processes,
-            limit_s=_LIMIT_S,
-        )
+        return pool.run(task, arguments, world_size=processes, limit_s=_LIMIT_S)
     except WorkerError as error:
         raise (error.user_error or error) from None

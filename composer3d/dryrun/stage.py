@@ -27,6 +27,7 @@ from composer3d.checkpoint.optimizer_state import optimizer_state
 from composer3d.data import Batch
 from composer3d.dryrun.collectives import (
     CollectiveCounter,
+    Message,
     axis_names,
     is_collective,
     tensors_in,
@@ -146,8 +147,16 @@ def tape_one_of(jobs: Sequence[tuple[Recipe, int]], skew: float) -> TapedStage:
     return tape_stage(recipe, pp_rank, skew)
 
 
-def tape_stage(recipe: Recipe, pp_rank: int, skew: float, *, run_all: bool = False) -> TapedStage:
-    """Run a step as the first rank of pipeline rank ``pp_rank``.
+def tape_stage(
+    recipe: Recipe,
+    pp_rank: int,
+    skew: float,
+    *,
+    run_all: bool = False,
+    recorder: "Recorder | None" = None,
+    rank: int | None = None,
+) -> TapedStage:
+    """Run a step as a rank of pipeline rank ``pp_rank``.
 
     Without a pipeline, at most three micro-batches are run, unless ``run_all``. The batch in memory
     is whole.
@@ -159,24 +168,27 @@ def tape_stage(recipe: Recipe, pp_rank: int, skew: float, *, run_all: bool = Fal
         pp_rank: a pipeline rank.
         skew: as in ``routing.rows_of_experts``.
         run_all: run all micro-batches.
+        recorder: sees the step; None: a ``Recorder`` of its own.
+        rank: one of the ranks of the pipeline rank; None: the first.
 
     Raises what ``compose`` raises.
     """
-    ledger = MemoryLedger(offload=recipe.memory.cpu_offload)
-    recorder = Recorder(ledger)
+    recorder = recorder or Recorder(MemoryLedger(offload=recipe.memory.cpu_offload))
+    ledger = recorder.ledger
     micro_batches = recipe.micro_batches
     if recipe.mesh.pp == 1 and not run_all:
         micro_batches = min(micro_batches, _FIRST_MIDDLE_LAST)
-    first = first_rank(recipe, pp_rank)
-    with compose_without_data(recipe, first, skew, recorder, micro_batches=micro_batches) as rank:
-        collectives = CollectiveCounter(axis_names(rank.stages.mesh))
+    rank = first_rank(recipe, pp_rank) if rank is None else rank
+    with compose_without_data(recipe, rank, skew, recorder, micro_batches=micro_batches) as own:
+        collectives = CollectiveCounter(axis_names(own.stages.mesh))
         recording = _Recording(recorder, collectives)
         with (
             recorder.counting(collectives),
             around_pipeline_start(recorder.starting_pipeline),
-            recording.of_actions(rank.stages),
+            recording.of_actions(own.stages),
+            recorder.watching(own.stages),
         ):
-            rank.take_a_step(before_update=partial(_mark_all_gradients, rank.stages, ledger))
+            own.take_a_step(before_update=partial(_end_gradients, own.stages, recorder))
         recording.mark(None)
         recording.tape.end = ledger.now
         return TapedStage(
@@ -384,9 +396,11 @@ def _batch(recipe: Recipe, documents_BT: Tensor | None) -> Batch:
     return Batch(tokens_BT, labels_BT, positions_BT, documents_BT, ahead_B2KT)
 
 
-def _mark_all_gradients(stages: Stages, ledger: MemoryLedger) -> None:
+def _end_gradients(stages: Stages, recorder: "Recorder") -> None:
     gradients = (parameter.grad for parameter in stages.parameters())
-    ledger.mark((local_shard(grad) for grad in gradients if grad is not None), Kind.GRADIENTS)
+    shards = (local_shard(grad) for grad in gradients if grad is not None)
+    recorder.ledger.mark(shards, Kind.GRADIENTS)
+    recorder.see_gradients(stages)
 
 
 def fix_routing(
@@ -464,7 +478,7 @@ _TELL_KIND = frozenset(
 
 
 @dataclass(frozen=True)
-class _Traits:
+class Traits:
     """What the recorder needs to know of an operator.
 
     Attributes:
@@ -501,9 +515,19 @@ class Recorder(DispatchMode):
         self.ledger = ledger
         self.without_data = fake_tensors()
         self._collectives: CollectiveCounter | None = None
-        self._traits: dict[Any, _Traits] = {}
+        self._traits: dict[Any, Traits] = {}
         self.ignores = False
         self._votes = False
+
+    @property
+    def counts(self) -> bool:
+        """Whether operators and collectives count at the moment."""
+        return self._collectives is not None and not self.ignores
+
+    def axis(self, message: Message) -> str:
+        """Return the axis for which a message counts."""
+        assert self._collectives is not None
+        return self._collectives.axis(message)
 
     @contextmanager
     def counting(self, collectives: CollectiveCounter | None) -> Iterator[None]:
@@ -519,6 +543,13 @@ class Recorder(DispatchMode):
         with self.counting(None):
             yield
         self._votes = False
+
+    def watching(self, stages: Stages) -> AbstractContextManager[None]:
+        """Return a context around the one step of ``stages``, for what watches more than this."""
+        return nullcontext()
+
+    def see_gradients(self, stages: Stages) -> None:
+        """Is called when all gradients of the step are there, before the optimizer reads them."""
 
     @contextmanager
     def ignoring(self) -> Iterator[None]:
@@ -570,17 +601,18 @@ class Recorder(DispatchMode):
             result = operator(*arguments, **keywords)
             _forget_values(operator, arguments)
         if not self.ignores:
-            self._see(operator, traits, arguments, keywords, result)
+            self.see(operator, traits, arguments, keywords, result)
         return result
 
-    def _see(
+    def see(
         self,
         operator: Any,
-        traits: _Traits,
+        traits: Traits,
         arguments: tuple[Any, ...],
         keywords: Mapping[str, Any],
         result: Any,
     ) -> None:
+        """Count the call of an operator that has run."""
         ledger = self.ledger
         if self._collectives is not None:
             self.operators += traits.makes_tensors
@@ -626,10 +658,10 @@ class Recorder(DispatchMode):
             ledger.mark(new, kind)
 
 
-def _traits_of(operator: Any) -> _Traits:
+def _traits_of(operator: Any) -> Traits:
     returned = [entry.alias_info for entry in operator._schema.returns]
     name = operator.name().partition(".")[0]
-    return _Traits(
+    return Traits(
         name=name,
         body=body_of(operator),
         makes_tensors=any(alias is None for alias in returned),

@@ -376,6 +376,55 @@ def group_of_argument(argument: Any) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, cast(Any, dist.ProcessGroup).unbox(argument))
 
 
+_REDUCTIONS = {0: "sum", 1: "average", 2: "product", 3: "minimum", 4: "maximum"}
+
+
+def reduction_of_argument(argument: Any) -> str | None:
+    """Return the name of the reduction that an operator of c10d has as an argument.
+
+    None: the argument is no reduction.
+    """
+    if isinstance(argument, dist.ReduceOp):
+        return _REDUCTIONS.get(int(cast(Any, argument).op), "other reduction")
+    if type(argument) is not torch.ScriptObject:
+        return None
+    if cast(Any, argument)._type().name() == "ReduceOp":
+        return _REDUCTIONS.get(cast(Any, argument).op(), "other reduction")
+    return None
+
+
+def messages_of_stage(
+    stages: Sequence[PipelineStage], after: Any
+) -> Iterator[tuple[tuple[int, int, str], list[Tensor]]]:
+    """Yield what messages between stages carry, with the tensors that are sent or received.
+
+    A content is the stage that sends it, a micro-batch, and "activations" or "gradients". Tensors
+    are shards of a micro-batch of the residual stream, (B, T, C).
+
+    Args:
+        stages: of this rank.
+        after: an action (``facts.schedules``) that has run: yields what it has made, to be sent.
+            None: yields the buffers of all that is received.
+    """
+    for stage in stages:
+        number = stage.stage_index
+        if after is None:
+            for kind, infos, step in (
+                ("activations", stage.args_recv_info, -1),
+                ("gradients", stage.grad_recv_info, 1),
+            ):
+                for micro_batch, received in infos.items():
+                    buffers = [one.buffer for one in received if one.buffer is not None]
+                    yield (number + step, micro_batch, kind), buffers
+        elif number == after.stage and after.kind == "F":
+            outputs, _ = stage.fwd_cache[after.micro_batch]
+            yield (number, after.micro_batch, "activations"), list(outputs)
+        elif number == after.stage and after.kind in ("B", "I"):
+            inputs = stage.bwd_cache.get(after.micro_batch) or ()
+            tensors = [grad for grad in inputs if grad is not None]
+            yield (number, after.micro_batch, "gradients"), tensors
+
+
 def watch_resizes(see: Callable[[UntypedStorage], None]) -> AbstractContextManager[None]:
     """Return a context that calls ``see`` after each ``resize_`` of a storage.
 
@@ -418,10 +467,14 @@ def around_pipeline_work(
     """
     with ExitStack() as replaced:
         for stage in stages:
+            outer = dict(vars(stage))
             for name, function in _watched_methods(stage, context).items():
                 setattr(stage, name, function)
-                # The instance no longer hides the method of its class.
-                replaced.callback(delattr, stage, name)
+                if name in outer:  # of a context around this one
+                    replaced.callback(setattr, stage, name, outer[name])
+                else:
+                    # The instance no longer hides the method of its class.
+                    replaced.callback(delattr, stage, name)
         wait = schedules._wait_batch_p2p
 
         def wait_inside(work: list[dist.Work]) -> None:
@@ -534,6 +587,16 @@ def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[N
         yield
     finally:
         setattr(owner, name, method)
+
+
+def gathered_by_shard(unit: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Return the shards of a unit of FSDP, each with its ``gathered_parameters``."""
+    return [
+        (parameter.sharded_param, parameter._unsharded_param)
+        for group in unit._get_fsdp_state()._fsdp_param_groups
+        for parameter in group.fsdp_params
+        if hasattr(parameter, "_unsharded_param")
+    ]
 
 
 def gathered_parameters(unit: FSDPModule) -> list[nn.Parameter]:

@@ -85,13 +85,29 @@ def verify_layout(
     return _prove_all(pool, folder, full, small_recipes, dtype, steps, worker_arguments)
 
 
+def prove_recipes(
+    pool: Pool,
+    folder: Path,
+    full: Recipe,
+    small_recipes: Sequence[Recipe],
+    *,
+    dtype: str,
+    steps: int,
+) -> Verdict:
+    """Prove small recipes that stand for ``full``, as ``verify_recipe`` proves those of ``shrink``.
+
+    Returns the worst verdict. Errors of the ranks are in it.
+    """
+    return _prove_all(pool, folder, full, small_recipes, dtype, steps, {})
+
+
 def verify_recipe(pool: Pool, folder: Path, full: Recipe, *, dtype: str, steps: int) -> Verdict:
     """Prove the layout of a recipe, as ``verify_layout``. Errors of the ranks are in the verdict.
 
     Raises:
         UserError: the recipe cannot be made small.
     """
-    return _prove_all(pool, folder, full, shrink(full), dtype, steps, {})
+    return prove_recipes(pool, folder, full, shrink(full), dtype=dtype, steps=steps)
 
 
 def _prove_all(

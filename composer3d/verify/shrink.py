@@ -117,7 +117,15 @@ def shrink_on_own_mesh(full: Recipe) -> Recipe:
             "machine, check all of it with composer3d doctor, and the layout with composer3d "
             "verify without --here"
         )
-    return _shrink_to(full, full.mesh, _fsdp_cuts(full))
+    return shrink_to(full, full.mesh)
+
+
+def shrink_to(full: Recipe, mesh: MeshTable) -> Recipe:
+    """Make a small recipe on a mesh of any size.
+
+    It keeps what ``shrink`` keeps, apart from cuts of FSDP that one recipe cannot have together.
+    """
+    return _shrink_to(full, mesh, _fsdp_cuts(full))
 
 
 def lost_kinds(full: Recipe, small_recipes: Iterable[Recipe]) -> list[Traits]:

@@ -81,6 +81,10 @@ def test_it_prints_a_table_and_json_and_writes_a_row_for_plan(
             "verify r.toml --here --layouts x",
             "proves the recipe's own layout: leave out --layouts",
         ),
+        (
+            "verify r.toml --full --layouts x",
+            "verify --full is about the recipe's own layout: leave out --layouts",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_ranks_start(

@@ -4,6 +4,7 @@
 
     matrix    every layout of the covering matrix is exact in float64
     faults    verify or a check finds every planted fault
+    full      verify --full finds faults of communication without computing a number
     random    no random layout is called wrong, and planted faults are found in random settings
     kills     a training killed at any point of a save, or at random, resumes bitwise
     jobs      a job whose rank, launcher or whole group is killed resumes bitwise and leaves nothing
@@ -40,6 +41,7 @@ PROOFS = {
     "newcomer": "tools.prove.newcomer",
     "hostile": "tools.prove.hostile.run",
     "fuzz": "tools.prove.fuzz.run",
+    "full": "tools.prove.full.run",
 }
 
 

@@ -183,6 +183,11 @@ class Pipeline:
         # Nobody reads the sum of several losses; each has the gradient 1.
         return divided.to(torch.float64).sum() if divided.dim() else divided
 
+    @property
+    def stages(self) -> Sequence[StageOfPairs]:
+        """This rank's stages, first to last."""
+        return self._stages
+
     def record(self) -> AbstractContextManager[Recording]:
         """Return a context that records the actions of the one step inside of it (``trace``).
 

@@ -1,0 +1,424 @@
+"""``verify --full``: the structure of the full-size job, checked without computing a number.
+
+The shrunk proof finds wrong values. Between it and the job stands the claim that nothing but sizes
+differs. This module checks it, with the real code on tensors without data:
+
+1. predicates: what decides the way of a step is in the job as in the proofs (``predicates``);
+2. groups: every group has the ranks that a formula of coordinates says, over the whole world;
+3. collectives: each pipeline rank of the full-size job sends on each group what ``planner.traffic``
+   says: so often, and so many bytes;
+4. messages: each micro-batch's activations and gradients are sent once and received once, in one
+   order on both sides, with one size;
+5. gradients: each is summed once over exactly the ranks that see other tokens, and multiplied by
+   nothing;
+6. peers: ranks with other coordinates call the same collectives in the same order.
+
+The ranks of 3 and 5 are the first of each distinct pipeline rank, with the full-size model. Those
+of 4 and 6 are of a small model on the full-size mesh: all pipeline ranks, and of some of them the
+middle and the last rank on every axis.
+
+No torch here: worker processes import it.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from composer3d.dryrun.replay import TapedStage
+from composer3d.dryrun.report import StageReport
+from composer3d.dryrun.run import at_once, report_all, run_workers
+from composer3d.full import expected, places
+from composer3d.full.predicates import PREDICATES, Difference, differences
+from composer3d.recipe.schema import Recipe
+from composer3d.runtime.launch import Pool
+from composer3d.verify.shrink import shrink_to
+
+# Of how many ranks groups are formed, one rank after the other.
+_MOST_RANKS = 24
+# Findings of one check that are shown.
+_MOST_FINDINGS = 8
+
+CHECKS = ("predicates", "groups", "collectives", "messages", "gradients", "peers")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong: the check that found it, and words."""
+
+    check: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.text}"
+
+
+@dataclass
+class Structure:
+    """What the checks of a job found.
+
+    Attributes:
+        world_size: ranks of the job.
+        findings: what is wrong.
+        left_out: predicates that no proof keeps, with the reason.
+        counts: how much each check has compared.
+        seconds: that the checks took.
+    """
+
+    world_size: int
+    findings: list[Finding] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
+
+    def add(self, check: str, texts: Iterable[str], compared: int) -> None:
+        """Add the findings of a check, the first few of them, and how much it has compared."""
+        found = list(dict.fromkeys(texts))
+        if len(found) > _MOST_FINDINGS:
+            found[_MOST_FINDINGS:] = [f"and {len(found) - _MOST_FINDINGS} more"]
+        self.findings += [Finding(check, text) for text in found]
+        self.counts[check] = self.counts.get(check, 0) + compared
+
+
+def check_structure(
+    pool: Pool,
+    full: Recipe,
+    small_recipes: Sequence[Recipe],
+    *,
+    plant: Callable[[], None] | None = None,
+) -> Structure:
+    """Check the structure of a job, and that ``small_recipes`` decide everything as it does.
+
+    Args:
+        pool: starts the processes.
+        full: the whole recipe.
+        small_recipes: those that were proven in its place.
+        plant: plants a fault in every process, for proofs of this check.
+
+    Raises:
+        UserError: the recipe cannot be composed.
+        WorkerError: a worker failed for another reason.
+    """
+    begin = time.monotonic()
+    structure = Structure(full.world_size)
+    lost: list[Difference] = differences(full, small_recipes)
+    structure.left_out = [f"{one}: {one.left_out}" for one in lost if one.left_out]
+    texts = [str(one) for one in lost if not one.left_out]
+    structure.add("predicates", texts, len(PREDICATES))
+    for check in (_check_job, _check_groups, _check_peers):
+        if plant is None or structure.passed:
+            check(pool, full, structure, plant)
+    structure.seconds = time.monotonic() - begin
+    return structure
+
+
+def _check_groups(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> None:
+    ranks = places.some_ranks(full.mesh, _MOST_RANKS)
+    arguments = {"recipe": full, "ranks": ranks, "plant": plant}
+    (found,) = run_workers(pool, "composer3d.full.witness:wrong_groups", arguments, 1)
+    structure.add("groups", found, full.world_size)
+
+
+# --- the full-size job ---
+
+
+def _check_job(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> None:
+    """Check what the first rank of each pipeline rank sends and sums, with the whole model."""
+    seen: dict[int, Any] = {}
+    stage_ranks = full.world_size // full.mesh.pp
+
+    def tape(pp_ranks: Sequence[int]) -> Iterator[TapedStage]:
+        jobs = [(full, pp_rank, pp_rank * stage_ranks) for pp_rank in pp_ranks]
+        for witness in _witnesses(pool, jobs, plant):
+            seen[witness.taped.stage] = witness
+            yield witness.taped
+
+    reports = report_all(pool, full, tape)
+    for _, witness in sorted(seen.items()):
+        texts = _wrong_gradients(full, witness)
+        structure.add("gradients", texts, len(witness.gradients))
+        structure.add("groups", _wrong_group_of_axis(full, witness), 0)
+    representative = _representative_of(seen, reports)
+    for report in reports:
+        witness = representative[report.stage]
+        texts = _wrong_traffic(full, report, witness)
+        structure.add("collectives", texts, sum(map(len, report.comm.values())))
+
+
+def _representative_of(seen: Mapping[int, Any], reports: Sequence[StageReport]) -> dict[int, Any]:
+    """Return a witness for each pipeline rank: its own, or the last one before it."""
+    found, last = {}, None
+    for report in reports:
+        last = seen.get(report.stage, last)
+        found[report.stage] = last
+    return found
+
+
+def _wrong_group_of_axis(full: Recipe, witness: Any) -> Iterator[str]:
+    for axis, numbers in witness.groups_of.items():
+        if axis not in places.GROUPS or axis == "pp":
+            continue
+        for ranks in (witness.groups[number] for number in numbers):
+            if ranks != places.members(axis, witness.rank, full.mesh):
+                yield f"rank {witness.rank} sends over {axis} to ranks {_some(ranks)}"
+
+
+def _wrong_traffic(full: Recipe, report: StageReport, witness: Any) -> Iterator[str]:
+    """Compare a report with what the planner says, group by group and operation by operation."""
+    rank = report.stage * report.ranks
+    shift = rank - witness.rank
+    ranks_of_axis: dict[str, tuple[int, ...]] = {}
+    for axis, numbers in witness.groups_of.items():
+        ranks_of_axis[axis] = tuple(each + shift for each in witness.groups[min(numbers)])
+    counted: dict[tuple[tuple[int, ...], str], expected.Usage] = {}
+    for axis, operations in report.comm.items():
+        for name, usage in operations.items():
+            if axis == "pp":
+                continue
+            ranks = ranks_of_axis[axis]
+            if len(ranks) == full.world_size:
+                ranks = places.members("world", rank, full.mesh)
+            before = counted.get((ranks, name), expected.Usage(0, 0))
+            counted[ranks, name] = expected.Usage(
+                before.calls + usage.count, before.sent_bytes + usage.sent_bytes
+            )
+    planned = expected.traffic(full, rank)
+    for key in sorted({*counted, *planned}, key=lambda one: (len(one[0]), one)):
+        got = counted.get(key, expected.Usage(0, 0))
+        want = planned.get(key, expected.Usage(0, 0))
+        # Bytes of a call are whole numbers, and the planner's are those of all calls.
+        is_equal = abs(got.sent_bytes - want.sent_bytes) <= 0.5 * max(1, want.calls)
+        if got.calls != want.calls or not is_equal:
+            ranks, name = key
+            yield (
+                f"pipeline rank {report.stage}: {got.calls:,} {name} of "
+                f"{got.sent_bytes:,.0f} bytes over {_name(full, rank, ranks)}, and should be "
+                f"{want.calls:,} of {want.sent_bytes:,.0f}"
+            )
+
+
+def _wrong_gradients(full: Recipe, witness: Any) -> Iterator[str]:
+    wanted = expected.gradients(full, witness.rank)
+    for name in sorted({*wanted, *witness.gradients}):
+        if name not in wanted or name not in witness.gradients:
+            yield f"{name} is {'missing on' if name in wanted else 'also on'} rank {witness.rank}"
+            continue
+        ranks, path = wanted[name], witness.gradients[name]
+        if (ranks is None) != (path is None):
+            words = "has a gradient, and is frozen" if ranks is None else "has no gradient"
+            yield f"{name} {words}"
+        elif ranks is not None:
+            problem = _problem_of_path(full, witness.rank, ranks, path)
+            if problem:
+                yield f"the gradient of {name}: {problem}"
+
+
+def _problem_of_path(full: Recipe, rank: int, ranks: tuple[int, ...], path: Any) -> str:
+    if path.problem:
+        return str(path.problem)
+    if any(not one.is_done for one in path.sums):
+        return "it was exchanged between ranks and not added"
+    if path.factor != 1:
+        return f"it is multiplied by {path.factor:g}"
+    over = [one.ranks for one in path.sums if len(one.ranks) > 1]
+    inside = all(set(one) <= set(ranks) for one in over)
+    apart = all(
+        set(one) & set(other) == {rank} for place, one in enumerate(over) for other in over[:place]
+    )
+    if inside and apart and prod(map(len, over)) == len(ranks):
+        return ""
+    shown = ", then ".join(_name(full, rank, one) for one in over) or "nothing"
+    return f"it is summed over {shown}, and should be over {_name(full, rank, ranks)}"
+
+
+def _name(full: Recipe, rank: int, ranks: tuple[int, ...]) -> str:
+    """Name a group by its axis."""
+    for group in places.GROUPS:
+        if places.members(group, rank, full.mesh) == ranks:
+            return f"{group} ({len(ranks):,} ranks)"
+    return f"ranks {_some(ranks)}"
+
+
+def _some(ranks: Sequence[int]) -> str:
+    return f"{', '.join(map(str, ranks[:6]))}{', ...' if len(ranks) > 6 else ''}"
+
+
+# --- a small model on the full-size mesh ---
+
+
+def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> None:
+    """Check that ranks of one group call the same, and that messages meet."""
+    small = shrink_to(full, full.mesh)
+    sizes, pp = small.mesh, small.mesh.pp
+    corners = {pp_rank: places.corner(sizes, pp_rank, 0) for pp_rank in range(pp)}
+    others = [
+        (pp_rank, rank)
+        for pp_rank in sorted({0, pp // 2, pp - 1})
+        for rank in {places.corner(sizes, pp_rank, 2), places.corner(sizes, pp_rank, -1)}
+        if rank != corners[pp_rank]
+    ]
+    jobs = [(small, pp_rank, rank) for pp_rank, rank in [*corners.items(), *others]]
+    witnesses = {(w.taped.stage, w.rank): w for w in _witnesses(pool, jobs, plant)}
+    first = {pp_rank: witnesses[pp_rank, rank] for pp_rank, rank in corners.items()}
+    for pp_rank, rank in others:
+        one, other = first[pp_rank], witnesses[pp_rank, rank]
+        structure.add("peers", _unlike(one, other), len(one.calls))
+    for witness in witnesses.values():
+        structure.add("gradients", _wrong_gradients(small, witness), len(witness.gradients))
+        structure.add("groups", _wrong_group_of_axis(small, witness), 0)
+        structure.add("collectives", _wrong_reductions(small, witness), 0)
+        structure.add("messages", _unmet_in_ring(small, witness), 0)
+    structure.add(
+        "messages", _wrong_messages(small, first), sum(1 for _ in expected.messages(small))
+    )
+
+
+def _unlike(one: Any, other: Any) -> Iterator[str]:
+    """Say where two ranks of one pipeline rank call something else."""
+    for number, (own, of_other) in enumerate(
+        zip(_calls(one), _calls(other), strict=False), start=1
+    ):
+        if own != of_other:
+            yield (
+                f"call {number} of rank {one.rank} is {_call_text(own)}, "
+                f"and that of rank {other.rank} is {_call_text(of_other)}"
+            )
+            return
+    if len(one.calls) != len(other.calls):
+        yield (
+            f"rank {one.rank} calls {len(one.calls):,} collectives, and rank {other.rank} "
+            f"{len(other.calls):,}"
+        )
+
+
+def _wrong_reductions(small: Recipe, witness: Any) -> Iterator[str]:
+    """Say which collectives do not sum, but for the maxima of logits."""
+    over_tp = places.members("tp", witness.rank, small.mesh)
+    counted = Counter(
+        (call.reduction, call.operation, witness.groups[call.group])
+        for call in witness.calls
+        if call.reduction not in ("", "sum")
+    )
+    actions = witness.taped.tape.actions
+    micro_batches = 1 + max((action.micro_batch for action in actions), default=0)
+    wanted: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
+    if small.mesh.tp > 1:
+        number = expected.maxima(small, witness.rank) * micro_batches
+        wanted["maximum", "all_reduce", over_tp] = number
+    for key in sorted({*counted, *wanted}):
+        if counted[key] != wanted[key]:
+            reduction, operation, ranks = key
+            yield (
+                f"rank {witness.rank}: {counted[key]} {operation} over "
+                f"{_name(small, witness.rank, ranks)} take the {reduction}, and should be "
+                f"{wanted[key]}"
+            )
+
+
+def _calls(witness: Any) -> list[tuple[Any, ...]]:
+    """Return the calls of a rank, with groups as all ranks would name them: by distances."""
+    shapes = [tuple(each - ranks[0] for each in ranks) for ranks in witness.groups]
+    return [(shapes[call.group], call._replace(group=0)) for call in witness.calls]
+
+
+def _call_text(call: tuple[Any, ...]) -> str:
+    shape, what = call
+    return f"{what.operation} of {what.elements:,} x {what.dtype} over {len(shape):,} ranks"
+
+
+def _wrong_messages(small: Recipe, first: Mapping[int, Any]) -> Iterator[str]:
+    """Compare what pipeline ranks send with what the schedule needs and what others receive."""
+    sent, received = (
+        {pp_rank: _messages_of(small, witness, which) for pp_rank, witness in first.items()}
+        for which in ("send", "recv")
+    )
+    wanted = Counter(expected.messages(small))
+    for which, found in (("sent", sent), ("received", received)):
+        counted = Counter(
+            expected.Message(*ends, *call.content)
+            for by_ends in found.values()
+            for ends, calls in by_ends.items()
+            for call in calls
+            if call.content is not None
+        )
+        for message in sorted({*counted, *wanted}):
+            if counted[message] != wanted[message]:
+                words = (
+                    f"{message.kind} of stage {message.stage}, micro-batch {message.micro_batch}"
+                )
+                yield (
+                    f"{words}: {which} {counted[message]} times from pipeline rank "
+                    f"{message.sender} to {message.receiver}, and should be {wanted[message]} times"
+                )
+    yield from _unmet(small, sent, received)
+
+
+def _unmet(small: Recipe, sent: Any, received: Any) -> Iterator[str]:
+    elements, ties = expected.elements_of_message(small), expected.tied_messages(small)
+    pairs = {ends for by_ends in (*sent.values(), *received.values()) for ends in by_ends}
+    for sender, receiver in sorted(pairs | set(ties)):
+        out = sent.get(sender, {}).get((sender, receiver), [])
+        into = received.get(receiver, {}).get((sender, receiver), [])
+        ends = f"from pipeline rank {sender} to {receiver}"
+        alike = [(call.content, call.dtype, call.elements) for call in out]
+        if alike != [(call.content, call.dtype, call.elements) for call in into]:
+            yield f"messages {ends} are not received as they are sent"
+        others = sum(call.content is None for call in out)
+        if others != ties[sender, receiver]:
+            wanted = ties[sender, receiver]
+            yield f"{others} messages {ends} are of no micro-batch, and should be {wanted}"
+        for call in out:
+            if call.content is not None and call.elements != elements:
+                yield f"a message {ends} has {call.elements:,} elements, not {elements:,}"
+                break
+
+
+def _unmet_in_ring(small: Recipe, witness: Any) -> Iterator[str]:
+    """Compare what a rank sends within its stage with what it receives there.
+
+    All ranks of a ring do the same, so what one sends so many places on, it must receive from as
+    many places back.
+    """
+    stage_ranks = small.world_size // small.mesh.pp
+    halves: dict[tuple[int, ...], dict[str, Counter[Any]]] = {}
+    for call in witness.calls:
+        ranks = witness.groups[call.group]
+        if call.operation in ("send", "recv") and len({r // stage_ranks for r in ranks}) == 1:
+            half = halves.setdefault(ranks, {"send": Counter(), "recv": Counter()})
+            half[call.operation][call.steps, call.dtype, call.elements] += 1
+    for ranks, half in halves.items():
+        if half["send"] != half["recv"]:
+            yield (
+                f"rank {witness.rank} does not receive over {_name(small, witness.rank, ranks)} "
+                "what ranks that do as it does would send to it"
+            )
+
+
+def _messages_of(small: Recipe, witness: Any, which: str) -> dict[tuple[int, int], list[Any]]:
+    """Return the messages between pipeline ranks that a rank sends or receives, by both ends."""
+    found: dict[tuple[int, int], list[Any]] = {}
+    stage_ranks = small.world_size // small.mesh.pp
+    for call in witness.calls:
+        ranks = witness.groups[call.group]
+        if call.operation != which or len({rank // stage_ranks for rank in ranks}) == 1:
+            continue
+        place = ranks.index(witness.rank)
+        other = ranks[(place + (call.steps if which == "send" else -call.steps)) % len(ranks)]
+        ends = (witness.rank // stage_ranks, other // stage_ranks)
+        found.setdefault(ends if which == "send" else ends[::-1], []).append(call)
+    return found
+
+
+def _witnesses(pool: Pool, jobs: Sequence[Any], plant: Any) -> Iterator[Any]:
+    width = at_once()
+    for begin in range(0, len(jobs), width):
+        some = list(jobs[begin : begin + width])
+        arguments = {"jobs": some, "plant": plant}
+        yield from run_workers(pool, "composer3d.full.witness:see_one_of", arguments, len(some))

@@ -1,0 +1,232 @@
+"""Follows gradients through a step: over which ranks each was summed, and what it was scaled by.
+
+A gradient is born when backward adds it to ``.grad`` of a parameter. Until the optimizer reads it,
+all that happens to it is linear: it is copied, cut, joined, added and summed over ranks. So its way
+is a list of sums and a factor. It is written down on the storages that hold it, by range, because
+FSDP keeps the gradients of a unit in one buffer. An operator that this module does not know ends a
+way, and the gradient of the optimizer then has none.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from composer3d.dryrun.collectives import tensors_in
+from composer3d.runtime.torch_private import group_of_argument, reduction_of_argument
+
+
+class Sum(NamedTuple):
+    """A sum over ranks.
+
+    Attributes:
+        operation: "all_reduce", "reduce_scatter" or "all_to_all", after which the rank adds up.
+        ranks: that take part.
+        is_done: False: contributions have been exchanged, and not yet been added.
+    """
+
+    operation: str
+    ranks: tuple[int, ...]
+    is_done: bool = True
+
+
+class Path(NamedTuple):
+    """The way of a parameter's gradient to the optimizer.
+
+    Attributes:
+        sums: over ranks, in order.
+        factor: of all scalars that the gradient was multiplied by.
+        problem: what was done with it that no gradient should meet; "": nothing.
+    """
+
+    sums: tuple[Sum, ...] = ()
+    factor: float = 1.0
+    problem: str = ""
+
+
+Paths = Mapping[str, Path]
+
+# Operators, by what they do with a gradient. Views need no row: they share the storage.
+_COPIES = frozenset(
+    ("_to_copy", "clone", "cat", "stack", "constant_pad_nd", "add", "sum", "neg", "alias_copy")
+)
+_COPIES_INTO = frozenset(
+    ("copy_", "chunk_cat", "chunk_cat_mixed_dtype", "split_with_sizes_copy", "_foreach_copy_")
+)
+_ADDS_INTO = frozenset(("add_", "_foreach_add_"))
+_SCALES = {"mul": 1, "div": -1, "mul_": 1, "div_": -1, "_foreach_mul_": 1, "_foreach_div_": -1}
+_CLEARS = frozenset(("zero_", "fill_", "resize_"))
+_REDUCES = {
+    "allreduce_": (0, 0),
+    "allreduce_coalesced_": (0, 0),
+    "_reduce_scatter_base_": (0, 1),
+    "reduce_scatter_tensor_coalesced_": (0, 1),
+    "alltoall_base_": (0, 1),
+}
+_NAMES = {"allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce"}
+_AVERAGE = "average"
+
+_ATTRIBUTE = "composer3d_paths"
+
+
+class _Range(NamedTuple):
+    begin: int
+    end: int
+    paths: Paths
+
+
+def begin(name: str, gradient: Tensor) -> None:
+    """Begin the way of a parameter's gradient of any shape, which backward has made or added to."""
+    before = paths_of(gradient).get(name)
+    if before is not None and before.sums:
+        path = before._replace(problem="backward adds to what was summed over ranks before")
+    else:
+        path = before or Path()
+    _write(gradient, {name: path})
+
+
+def paths_of(tensor: Tensor) -> Paths:
+    """Return the ways of the gradients that a tensor of any shape holds, by parameter."""
+    found: Paths = {}
+    first, end = _extent(tensor)
+    for one in vars(tensor.untyped_storage()).get(_ATTRIBUTE, ()):
+        if one.begin < end and first < one.end:
+            found = _merged(found, one.paths)
+    return found
+
+
+def follow(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> None:
+    """Write down what an operator has done with the gradients that it was given.
+
+    Args:
+        name: with its namespace and without an overload, such as "aten::add_".
+        arguments, keywords: of the call.
+        result: of the call.
+    """
+    namespace, _, leaf = name.partition("::")
+    if namespace == "c10d":
+        if leaf in _REDUCES:
+            _sum_over_ranks(leaf, arguments)
+        return
+    if leaf in _COPIES:
+        sources = _paths_of_all(arguments)
+        if sources:
+            if leaf == "sum":
+                sources = {key: _added(path) for key, path in sources.items()}
+            for target in tensors_in(keywords.get("out", result)):
+                _write(target, sources)
+    elif leaf in _COPIES_INTO:
+        sources = _paths_of_all(arguments[1:] if leaf.endswith("copy_") else arguments)
+        for target in tensors_in(keywords.get("out", arguments[0])):
+            _write(target, sources)
+    elif leaf in _ADDS_INTO:
+        targets, others = (list(tensors_in(argument)) for argument in arguments[:2])
+        for target, other in zip(targets, others, strict=False):
+            more = paths_of(other)
+            if more:
+                _write(target, _merged(paths_of(target), more))
+    elif leaf in _SCALES:
+        _scale(arguments, result, _SCALES[leaf])
+    elif leaf in _CLEARS:
+        _write(arguments[0], {})
+
+
+def _sum_over_ranks(leaf: str, arguments: Sequence[Any]) -> None:
+    into, source = (list(tensors_in(arguments[place])) for place in _REDUCES[leaf])
+    paths = [paths_of(tensor) for tensor in source]
+    if not any(paths):
+        return
+    group, kind = _group_and_kind(arguments)
+    is_exchange = leaf == "alltoall_base_"
+    operation = "all_to_all" if is_exchange else _NAMES.get(leaf, "reduce_scatter")
+    done = Sum(operation, group, is_done=not is_exchange)
+
+    def summed(path: Path) -> Path:
+        path = path._replace(sums=(*path.sums, done))
+        if kind == _AVERAGE:
+            return path._replace(factor=path.factor / len(group))
+        return path if is_exchange or kind == "sum" else path._replace(problem=f"a {kind} of ranks")
+
+    for target, of_source in zip(into, paths, strict=True):
+        _write(target, {name: summed(path) for name, path in of_source.items()})
+
+
+def _group_and_kind(arguments: Sequence[Any]) -> tuple[tuple[int, ...], str]:
+    group, kind = None, "sum"
+    for argument in arguments:
+        reduction = reduction_of_argument(argument)
+        if reduction is not None:
+            kind = reduction
+        elif type(argument).__name__ in ("ScriptObject", "ProcessGroup"):
+            group = group_of_argument(argument)
+    assert group is not None
+    return tuple(dist.get_process_group_ranks(group)), kind
+
+
+def _added(path: Path) -> Path:
+    return path._replace(sums=tuple(one._replace(is_done=True) for one in path.sums))
+
+
+def _scale(arguments: Sequence[Any], result: Any, power: int) -> None:
+    paths = _paths_of_all(arguments[:1])
+    if not paths:
+        return
+    factor = arguments[1]
+    if isinstance(factor, int | float):
+        changed = {
+            name: path._replace(factor=path.factor * float(factor) ** power)
+            for name, path in paths.items()
+        }
+    else:
+        words = "it is multiplied by a tensor"
+        changed = {name: path._replace(problem=words) for name, path in paths.items()}
+    for target in tensors_in(arguments[0] if result is None else result):
+        _write(target, changed)
+
+
+def _paths_of_all(arguments: Iterable[Any]) -> Paths:
+    found: Paths = {}
+    for argument in arguments:
+        for tensor in tensors_in(argument):
+            more = paths_of(tensor)
+            found = _merged(found, more) if more else found
+    return found
+
+
+def _merged(one: Paths, other: Paths) -> Paths:
+    """Return the ways of two tensors that are added or joined."""
+    if not one or not other:
+        return one or other
+    both = {**one, **other}
+    for name in one.keys() & other.keys():
+        if one[name] != other[name]:
+            words = "what was summed over some ranks is added to what was not"
+            both[name] = one[name]._replace(problem=one[name].problem or words)
+    return both
+
+
+def _write(tensor: Tensor, paths: Paths) -> None:
+    storage = vars(tensor.untyped_storage())
+    if not paths and _ATTRIBUTE not in storage:
+        return
+    first, end = _extent(tensor)
+    kept = []
+    for one in storage.get(_ATTRIBUTE, ()):
+        if one.begin < first:
+            kept.append(one._replace(end=min(one.end, first)))
+        if one.end > end:
+            kept.append(one._replace(begin=max(one.begin, end)))
+    storage[_ATTRIBUTE] = [*kept, _Range(first, end, paths)] if paths else kept
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the one after its last."""
+    size = tensor.element_size()
+    first = int(tensor.storage_offset()) * size
+    if not prod(tensor.shape):
+        # A rank without rows still has a gradient: the way of the buffer that it is cut from.
+        return first, first + 1
+    steps = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (1 + int(steps)) * size

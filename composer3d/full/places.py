@@ -1,0 +1,108 @@
+"""Which ranks form the group of an axis: a formula of coordinates, and no mesh. No torch here.
+
+The code asks torch's meshes. This module shares nothing with them: a rank is a number whose digits
+are its coordinates, and a group is the ranks that differ in some digits alone.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from math import prod
+
+from composer3d.recipe.schema import MeshTable
+
+# The digits that differ within a group. Experts read the ranks of a stage in two digits of their
+# own: efsdp, and ep, whose ranks are adjacent.
+_DENSE = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_SPARSE = ("pp", "dp_replicate", "efsdp", "ep")
+_VARYING = {
+    "pp": ("pp",),
+    "dp_replicate": ("dp_replicate",),
+    "fsdp": ("dp_shard", "cp"),
+    "replicas": ("dp_replicate", "dp_shard", "cp"),
+    "cp": ("cp",),
+    "tp": ("tp",),
+    "sequence": ("cp", "tp"),
+    "stage": ("dp_replicate", "dp_shard", "cp", "tp"),
+    "world": _DENSE,
+}
+_VARYING_OF_EXPERTS = {
+    "ep": ("ep",),
+    "efsdp": ("efsdp",),
+    "expert_replicas": ("dp_replicate", "efsdp"),
+}
+GROUPS = (*_VARYING, *_VARYING_OF_EXPERTS)
+
+
+def members(group: str, rank: int, sizes: MeshTable) -> tuple[int, ...]:
+    """Return the ranks of the group of ``rank``, in ascending order.
+
+    Args:
+        group: one of ``GROUPS``.
+        rank: a global rank.
+        sizes: of the mesh; ep divides dp_shard x cp x tp.
+    """
+    is_dense = group in _VARYING
+    digits = _DENSE if is_dense else _SPARSE
+    varying = _VARYING[group] if is_dense else _VARYING_OF_EXPERTS[group]
+    weight, first, steps = 1, rank, []
+    for digit in reversed(digits):
+        size = _size(digit, sizes)
+        if digit in varying:
+            first -= rank // weight % size * weight
+            steps.append(range(0, size * weight, weight))
+        weight *= size
+    return tuple(sorted(first + sum(offsets) for offsets in product(*steps)))
+
+
+def rank_at(sizes: MeshTable, **coordinates: int) -> int:
+    """Return the rank with these coordinates; those that are not given are 0."""
+    rank = 0
+    for digit in _DENSE:
+        rank = rank * _size(digit, sizes) + coordinates.get(digit, 0)
+    return rank
+
+
+def arrangement(sizes: MeshTable, *, of_experts: bool) -> Iterator[tuple[int, ...]]:
+    """Yield the coordinates of all ranks in their order, as the meshes of the code have them.
+
+    These are (pp, dp_replicate, dp_shard x cp, tp), or (pp, dp_replicate, efsdp, ep).
+    """
+    fsdp = sizes.dp_shard * sizes.cp
+    inner = (sizes.efsdp, sizes.ep) if of_experts else (fsdp, sizes.tp)
+    shape = (sizes.pp, sizes.dp_replicate, *inner)
+    for rank in range(sizes.world_size):
+        yield tuple(rank // prod(shape[place + 1 :]) % shape[place] for place in range(4))
+
+
+def some_ranks(sizes: MeshTable, most: int) -> list[int]:
+    """Return all ranks, or ``most`` of them at most if there are more.
+
+    These are the first, the second, the middle and the last rank of each axis, alone and on all
+    axes at once, and others at equal distances.
+    """
+    world = sizes.world_size
+    if world <= most:
+        return list(range(world))
+    chosen = []
+    for number in (1, -1, 2):
+        places = {axis: _coordinate(_size(axis, sizes), number) for axis in _DENSE}
+        chosen.append(rank_at(sizes, **places))
+        chosen += [rank_at(sizes, **{axis: place}) for axis, place in places.items()]
+    spread = [index * (world - 1) // (most - 1) for index in range(most)]
+    return sorted([*dict.fromkeys((0, *chosen, *spread))][:most])
+
+
+def corner(sizes: MeshTable, pp_rank: int, number: int) -> int:
+    """Return a rank of a pipeline rank: first (0), middle (2) or last (-1) on all other axes."""
+    places = {axis: _coordinate(_size(axis, sizes), number) for axis in _DENSE if axis != "pp"}
+    return rank_at(sizes, pp=pp_rank, **places)
+
+
+def _coordinate(size: int, number: int) -> int:
+    """Return the first place of an axis (0), its second (1), its middle (2) or its last (-1)."""
+    return {0: 0, 1: min(1, size - 1), 2: size // 2, -1: size - 1}[number]
+
+
+def _size(digit: str, sizes: MeshTable) -> int:
+    size: int = getattr(sizes, digit)
+    return size

@@ -1,0 +1,390 @@
+"""Does a small recipe decide everything as the full one does? A list of predicates. No torch here.
+
+``shrink`` makes a recipe small and says what it keeps. This list says the same once more, from the
+outside: a predicate is a fact of a recipe on which the code's way, or the shape of what ranks send,
+depends. Its value in the full recipe must be its value in at least one of the small recipes.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import ceil
+from typing import Any, NamedTuple
+
+from composer3d.facts.ranges import AS_IT_IS
+from composer3d.facts.schedules import micro_batch_requirement
+from composer3d.facts.units import units_of_blocks
+from composer3d.planner.stages import stage_layers
+from composer3d.recipe.rules import violations
+from composer3d.recipe.schema import AXES, MeshTable, Recipe
+from composer3d.recipe.values import FIELDS, value_of
+from composer3d.verify.blocks import by_stage, kinds_of_blocks
+from composer3d.verify.shrink import shrink_to
+
+
+class Predicate(NamedTuple):
+    """A fact of a recipe that decides how its step is computed.
+
+    Attributes:
+        of: its value in a recipe; None: it decides nothing there.
+        keys: the keys of a recipe that it reads, for messages.
+        left_out: why no proof keeps it, for one that is known to be lost; "": every proof must.
+    """
+
+    of: Callable[[Recipe], Hashable]
+    keys: str
+    left_out: str = ""
+
+
+class Difference(NamedTuple):
+    """A predicate that no proof keeps.
+
+    Attributes:
+        name: of the predicate, in words.
+        keys: the keys that decide it.
+        full: its value in the full recipe.
+        small: its values in the proofs.
+        left_out: as in ``Predicate``.
+    """
+
+    name: str
+    keys: str
+    full: Hashable
+    small: tuple[Hashable, ...]
+    left_out: str
+
+    def __str__(self) -> str:
+        values = " and ".join(dict.fromkeys(map(str, self.small)))
+        return f"{self.name} ({self.keys}): {self.full} in the job, {values} in the proof"
+
+
+def differences(full: Recipe, small_recipes: Sequence[Recipe]) -> list[Difference]:
+    """Return the predicates of ``full`` that none of ``small_recipes`` has."""
+    found = []
+    for name, predicate in PREDICATES.items():
+        wanted = predicate.of(full)
+        values = tuple(predicate.of(small) for small in small_recipes)
+        if wanted is not None and wanted not in values:
+            found.append(Difference(name, predicate.keys, wanted, values, predicate.left_out))
+    for key, entry in FIELDS.items():
+        if entry.metadata["in_proof"] is AS_IT_IS and not _is_resized(key):
+            wanted, values = _kept(full, key), tuple(_kept(small, key) for small in small_recipes)
+            if any(value != wanted for value in values):
+                found.append(Difference("the value", key, wanted, values, ""))
+    return found
+
+
+def completed(full: Recipe, small_recipes: Sequence[Recipe]) -> list[Recipe]:
+    """Return further small recipes, so that all together keep as many predicates as they can."""
+    chosen = list(small_recipes)
+    missing = {d.name for d in differences(full, chosen) if not d.left_out}
+    candidates = list(_candidates(full)) if missing else []
+    while missing:
+        left = [({d.name for d in differences(full, [*chosen, c])}, c) for c in candidates]
+        rest, best = min(left, key=lambda one: len(one[0] & missing), default=(missing, None))
+        if best is None or missing <= rest:
+            break
+        chosen.append(best)
+        missing &= rest
+    return chosen[len(small_recipes) :]
+
+
+def _candidates(full: Recipe) -> Iterable[Recipe]:
+    """Yield small recipes on meshes of few ranks, with every number of micro-batches."""
+    mesh = full.mesh
+    if full.parallel.schedule == "csv" and mesh.pp > 1:
+        return
+    for pp in sorted({min(mesh.pp, size) for size in (1, 2, 3, 4)}):
+        for axis in (None, "dp_shard", "tp", "cp"):
+            if axis is not None and getattr(mesh, axis) == 1:
+                continue
+            sizes = {"pp": pp, "dp_shard": 1} | ({axis: 2} if axis else {})
+            small = shrink_to(full, MeshTable(**sizes))
+            yield small
+            yield from _with_micro_batches(small)
+
+
+def _with_micro_batches(small: Recipe) -> Iterable[Recipe]:
+    """Yield a recipe with other numbers of micro-batches that its schedule takes."""
+    pp = small.mesh.pp
+    for number in range(1, 2 * pp + 2):
+        if pp > 1 and micro_batch_requirement(small.parallel.schedule, number, pp, "") is not None:
+            continue
+        rows = small.data.micro_batch * number * small.mesh.batch_ranks
+        other = replace(small, data=replace(small.data, global_batch=rows))
+        if not violations(other):
+            yield other
+
+
+# --- what a proof may change ---
+
+_RESIZED_TABLES = ("run", "checkpoint", "metrics", "validation", "reliability", "init")
+_RESIZED = frozenset(
+    {
+        *(f"mesh.{axis}" for axis in (*AXES, "ep")),
+        *("parallel.stages", "parallel.fsdp_blocks", "optim.train", "optim.groups"),
+        *("optim.matrices", "data.seq_len", "data.global_batch"),
+    }
+)
+
+
+def _is_resized(key: str) -> bool:
+    """Return whether the size of a key is another in a proof, which predicates compare instead."""
+    table = key.partition(".")[0]
+    return table == "model" or table in _RESIZED_TABLES or key in _RESIZED
+
+
+def _kept(recipe: Recipe, key: str) -> Any:
+    return value_of(recipe, key)
+
+
+# --- predicates ---
+
+
+def _few(number: int, most: int = 3) -> str:
+    """Return a number up to ``most`` in words."""
+    return str(number) if number < most else f"{most} or more"
+
+
+def _relation(one: float, other: float) -> str:
+    return "less" if one < other else "equal" if one == other else "more"
+
+
+def _parity(number: int) -> str:
+    return "odd" if number % 2 else "even"
+
+
+def _divides(divisor: int, number: int) -> str:
+    return "even" if number % divisor == 0 else "uneven"
+
+
+def _cut(rows: int, shards: int) -> str | None:
+    """Return how ``shards`` ranks cut rows, the first ones getting the same number of them."""
+    if shards == 1:
+        return None
+    held = ceil(rows / shards)
+    last = rows - held * (shards - 1)
+    return "even" if last == held else "the last has fewer" if last > 0 else "some have none"
+
+
+def _shards(recipe: Recipe) -> int:
+    return recipe.mesh.dp_shard * recipe.mesh.cp if recipe.parallel.zero else 1
+
+
+def _n_stages(recipe: Recipe) -> int:
+    return recipe.mesh.pp * recipe.parallel.stages_per_rank if recipe.mesh.pp > 1 else 1
+
+
+def _shards_of(rows: Callable[[Recipe], int]) -> Callable[[Recipe], Hashable]:
+    """Return the predicate how FSDP cuts the rows of a tensor that a rank of tp has."""
+    return lambda recipe: _cut(rows(recipe), _shards(recipe))
+
+
+def _rows_of_stream(recipe: Recipe) -> int:
+    return recipe.model.dim
+
+
+def _rows_of_queries(recipe: Recipe) -> int:
+    return recipe.model.n_heads * recipe.model.head_width // recipe.mesh.tp
+
+
+def _rows_of_ffn(recipe: Recipe) -> int:
+    return recipe.model.ffn // recipe.mesh.tp
+
+
+def _rows_of_vocabulary(recipe: Recipe) -> int:
+    return ceil(recipe.model.vocab / recipe.mesh.tp)
+
+
+def _rows_of_keys(recipe: Recipe) -> int:
+    model, tp = recipe.model, recipe.mesh.tp
+    rows = model.n_kv_heads * model.head_width
+    return rows // tp if model.n_kv_heads % tp == 0 else rows
+
+
+def _together(one: str, other: str) -> Callable[[Recipe], Hashable]:
+    """Return the predicate that two axes have several ranks each; they may be one axis."""
+
+    def of(recipe: Recipe) -> Hashable:
+        sizes = (getattr(recipe.mesh, one), getattr(recipe.mesh, other))
+        return "both" if min(sizes) > 1 else None
+
+    return of
+
+
+def _micro_batches_of_ranks(recipe: Recipe) -> Hashable:
+    if recipe.mesh.pp == 1:
+        return None
+    return _relation(recipe.micro_batches, recipe.mesh.pp)
+
+
+def _chunks(recipe: Recipe) -> int:
+    """Return the contiguous chunks of a sequence: each rank of cp has one, or two with zigzag."""
+    cp = recipe.mesh.cp
+    return 2 * cp if cp > 1 and recipe.parallel.cp_balance == "zigzag" else cp
+
+
+def _window(recipe: Recipe) -> Hashable:
+    window, seq_len = recipe.model.window, recipe.data.seq_len
+    if not 0 < window < seq_len:
+        return "none"
+    if recipe.mesh.cp == 1:
+        return "one token" if window == 1 else "some tokens"
+    chunk = seq_len // _chunks(recipe)
+    if window <= chunk:
+        return "one token" if window == 1 else "within a chunk"
+    return "one chunk back" if window <= chunk + 1 else "several chunks back"
+
+
+def _kv_heads(recipe: Recipe) -> Hashable:
+    tp, heads = recipe.mesh.tp, recipe.model.n_kv_heads
+    if tp == 1:
+        return None
+    return f"{_relation(heads, tp)}, {'one' if heads == 1 else 'several'}"
+
+
+def _of_experts(of: Callable[[Any, Recipe], Hashable]) -> Callable[[Recipe], Hashable]:
+    """Return a predicate of models with experts."""
+    return lambda recipe: of(recipe.model, recipe) if recipe.model.experts else None
+
+
+def _groups_of_experts(model: Any, _: Recipe) -> Hashable:
+    groups, chosen = getattr(model, "expert_groups", 1), getattr(model, "groups_per_token", 1)
+    if groups == 1:
+        return None
+    return f"{'one' if chosen == 1 else 'several'} of more" if chosen < groups else "all"
+
+
+def _ep_and_others(_: Any, recipe: Recipe) -> Hashable:
+    mesh = recipe.mesh
+    if mesh.ep == 1:
+        return None
+    shared = "shared by efsdp" if mesh.efsdp > 1 else "whole"
+    tp = "" if mesh.tp == 1 else f", {_relation(mesh.ep, mesh.tp)} than or as tp"
+    return shared + tp
+
+
+def _kinds(recipe: Recipe) -> Hashable:
+    return tuple(sorted(set(kinds_of_blocks(recipe.model, recipe.data.seq_len))))
+
+
+def _kinds_by_stage(recipe: Recipe) -> Hashable:
+    kinds = kinds_of_blocks(recipe.model, recipe.data.seq_len)
+    if len(set(kinds)) == 1 or recipe.mesh.pp == 1:
+        return None
+    layers = [len([b for b in s.blocks if b < len(kinds)]) for s in stage_layers(recipe)]
+    return tuple(sorted(tuple(sorted(each)) for each in by_stage(kinds, layers)))
+
+
+def _units(recipe: Recipe) -> Hashable:
+    """Return whether units of FSDP have several blocks, whether stages have several such units."""
+    size = recipe.parallel.fsdp_blocks
+    if size == 1:
+        return "units of one block"
+    most = max(len(units_of_blocks(stage.blocks, size)) for stage in stage_layers(recipe))
+    return f"units of several blocks, {'several' if most > 1 else 'one'} a stage"
+
+
+def _latents(recipe: Recipe) -> Hashable:
+    return recipe.sends_latents if "kv_rank" in vars(recipe.model) and recipe.mesh.cp > 1 else None
+
+
+def _ring(recipe: Recipe) -> Hashable:
+    is_ring = recipe.mesh.cp > 1 and recipe.parallel.cp_method == "ring"
+    return _few(recipe.mesh.cp) if is_ring else None
+
+
+def _model_field(name: str) -> Callable[[Recipe], Hashable]:
+    return lambda recipe: getattr(recipe.model, name, None)
+
+
+PREDICATES: Mapping[str, Predicate] = {
+    # Axes.
+    **{
+        f"ranks of {axis}": Predicate(_together(axis, axis), f"mesh.{axis}")
+        for axis in (*AXES, "ep")
+    },
+    **{
+        f"{one} together with {other}": Predicate(
+            _together(one, other), f"mesh.{one}, mesh.{other}"
+        )
+        for place, one in enumerate((*AXES, "ep"))
+        for other in (*AXES, "ep")[place + 1 :]
+    },
+    "pipeline ranks between others": Predicate(
+        lambda r: _few(r.mesh.pp) if r.mesh.pp > 1 else None, "mesh.pp"
+    ),
+    "ranks of a ring": Predicate(_ring, "mesh.cp, parallel.cp_method"),
+    # Heads and widths.
+    "key-value heads against tp": Predicate(_kv_heads, "model.n_kv_heads, mesh.tp"),
+    "query heads of a key-value head": Predicate(
+        lambda r: "several" if r.model.n_heads > r.model.n_kv_heads else "one",
+        "model.n_heads, model.n_kv_heads",
+    ),
+    "all heads against the residual stream": Predicate(
+        lambda r: _relation(r.model.n_heads * r.model.head_width, r.model.dim),
+        "model.n_heads, model.head_dim, model.dim",
+    ),
+    "vocabulary over tp": Predicate(
+        lambda r: _divides(r.mesh.tp, r.model.vocab) if r.mesh.tp > 1 else None,
+        "model.vocab, mesh.tp",
+    ),
+    **{
+        f"shards of {what}": Predicate(_shards_of(rows), f"{key}, mesh.dp_shard, mesh.cp, mesh.tp")
+        for what, key, rows in (
+            ("the residual stream", "model.dim", _rows_of_stream),
+            ("queries", "model.n_heads", _rows_of_queries),
+            ("keys", "model.n_kv_heads", _rows_of_keys),
+            ("the feed-forward layer", "model.ffn", _rows_of_ffn),
+            ("the vocabulary", "model.vocab", _rows_of_vocabulary),
+        )
+    },
+    "what latent attention sends": Predicate(_latents, "model.kv_rank, mesh.cp"),
+    "tied embeddings": Predicate(lambda r: r.model.tied, "model.tied"),
+    "norms of heads": Predicate(_model_field("qk_norm"), "model.qk_norm"),
+    "architecture": Predicate(_model_field("architecture"), "model.architecture"),
+    "depths of prediction": Predicate(
+        lambda r: _few(r.model.mtp_layers, 2) if r.model.mtp_layers else None, "model.mtp_layers"
+    ),
+    # Experts.
+    "experts of a rank": Predicate(
+        _of_experts(lambda m, r: "several" if m.experts > r.mesh.ep else "one"),
+        "model.experts, mesh.ep",
+    ),
+    "experts of a token": Predicate(
+        _of_experts(lambda m, _: _few(m.experts_per_token, 2)), "model.experts_per_token"
+    ),
+    "groups of experts": Predicate(_of_experts(_groups_of_experts), "model.expert_groups"),
+    "shared experts": Predicate(
+        _of_experts(lambda m, _: bool(getattr(m, "shared_ffn", 0))), "model.shared_ffn"
+    ),
+    "experts over other axes": Predicate(
+        _of_experts(_ep_and_others), "mesh.ep, mesh.tp, mesh.dp_shard, mesh.cp"
+    ),
+    # The sequence.
+    "tokens of a sequence": Predicate(
+        lambda r: "one" if r.data.seq_len == 1 else _parity(r.data.seq_len), "data.seq_len"
+    ),
+    "window": Predicate(_window, "model.window, data.seq_len, mesh.cp, parallel.cp_balance"),
+    # Blocks, stages and units.
+    "kinds of blocks": Predicate(
+        _kinds, "model.full_every, model.nope_every, model.dense_layers, model.moe_every"
+    ),
+    "kinds of blocks of a stage": Predicate(
+        _kinds_by_stage, "model.n_layers, mesh.pp, parallel.stages"
+    ),
+    "blocks over stages": Predicate(
+        lambda r: _divides(_n_stages(r), r.model.n_layers) if r.mesh.pp > 1 else None,
+        "model.n_layers, mesh.pp, parallel.virtual_stages",
+    ),
+    "units of FSDP": Predicate(_units, "parallel.fsdp_blocks, model.n_layers"),
+    # Micro-batches.
+    "micro-batches": Predicate(
+        lambda r: _few(r.micro_batches, 2), "data.global_batch, data.micro_batch"
+    ),
+    "micro-batches against pipeline ranks": Predicate(
+        _micro_batches_of_ranks, "data.global_batch, data.micro_batch, mesh.pp"
+    ),
+    "samples of a micro-batch": Predicate(
+        lambda r: _few(r.data.micro_batch, 2), "data.micro_batch"
+    ),
+}

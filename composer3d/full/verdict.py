@@ -1,0 +1,89 @@
+"""``composer3d verify --full``: the shrunk proof and the structure of the job, as one verdict."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from composer3d.full.check import Structure, check_structure
+from composer3d.full.predicates import completed
+from composer3d.recipe.schema import Recipe
+from composer3d.runtime.launch import Pool
+from composer3d.verify.judge import Verdict
+from composer3d.verify.proof import prove_recipes
+from composer3d.verify.shrink import shrink
+
+# What each check has compared, in words after its number.
+_COMPARED = {
+    "predicates": "predicates of the job and its proofs",
+    "groups": "ranks in the groups of a formula",
+    "collectives": "operations of all pipeline ranks, by group, as predicted",
+    "messages": "messages of a pipeline, sent once and received once",
+    "gradients": "gradients summed once, over the right ranks",
+    "peers": "calls that ranks at other places make alike",
+}
+
+
+@dataclass(frozen=True)
+class FullVerdict:
+    """Whether a job is proven: by small models that stand for it, and by its own structure.
+
+    Attributes:
+        proof: the worst verdict on the small recipes.
+        proofs: how many small recipes were proven.
+        structure: what the checks of the full-size job found.
+    """
+
+    proof: Verdict
+    proofs: int
+    structure: Structure
+
+    @property
+    def passed(self) -> bool:
+        """Whether both hold."""
+        return self.proof.passed and self.structure.passed
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the verdict as JSON: that of the proof, and ``structure``."""
+        structure = asdict(self.structure) | {"passed": self.structure.passed}
+        return asdict(self.proof) | {
+            "passed": self.passed,
+            "proofs": self.proofs,
+            "structure": structure,
+        }
+
+    def __str__(self) -> str:
+        structure = self.structure
+        word = "sound  " if structure.passed else "WRONG  "
+        lines = [
+            str(self.proof),
+            f"{word} structure of {structure.world_size:,} ranks, in {structure.seconds:.0f} s",
+        ]
+        lines += [
+            f"  {structure.counts[check]:>9,} {words}"
+            for check, words in _COMPARED.items()
+            if structure.counts.get(check)
+        ]
+        lines += [f"  not kept by any proof: {words}" for words in structure.left_out]
+        lines += [f"  {finding}" for finding in structure.findings]
+        return "\n".join(lines)
+
+
+def verify_full(pool: Pool, folder: Path, full: Recipe, *, dtype: str, steps: int) -> FullVerdict:
+    """Prove a recipe's layout as ``verify`` does, and check the structure of the job itself.
+
+    The small recipes are those of ``shrink``, and those that keep what these do not
+    (``predicates.completed``).
+
+    Args:
+        pool, folder, dtype, steps: as for ``verify.proof.verify_layout``.
+        full: the whole recipe.
+
+    Raises:
+        UserError: the recipe cannot be made small, or cannot be composed.
+        WorkerError: a process of the structure failed for another reason.
+    """
+    small_recipes = shrink(full)
+    small_recipes += completed(full, small_recipes)
+    structure = check_structure(pool, full, small_recipes)
+    proof = prove_recipes(pool, folder, full, small_recipes, dtype=dtype, steps=steps)
+    return FullVerdict(proof, len(small_recipes), structure)

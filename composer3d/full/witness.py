@@ -1,0 +1,324 @@
+"""What a rank of the job sends and sums in a step without data, in a process of its own.
+
+The step is that of ``dryrun.stage``, with the real code. Beside what a dry run counts, the witness
+keeps the order of all collectives and messages, the ranks of their groups, and the way of every
+gradient (``paths``).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composer3d.dryrun.collectives import message_of, tensors_in
+from composer3d.dryrun.memory import MemoryLedger
+from composer3d.dryrun.replay import TapedStage
+from composer3d.dryrun.stage import Recorder, Traits, tape_stage
+from composer3d.facts.schedules import parse_action
+from composer3d.full import paths, places
+from composer3d.parallel import Stages
+from composer3d.parallel.data import fsdp
+from composer3d.parallel.pipeline.neighbours import form_routes
+from composer3d.parallel.pipeline.runtime import Pipeline, place_stages
+from composer3d.parallel.pipeline.ties import local_shard
+from composer3d.recipe.schema import Recipe
+from composer3d.runtime import environment
+from composer3d.runtime.mesh import Mesh
+from composer3d.runtime.torch_private import (
+    fake_world,
+    gathered_by_shard,
+    messages_of_stage,
+    reduction_of_argument,
+)
+
+_CONTENT = "composer3d_content"
+
+
+class Call(NamedTuple):
+    """A collective, or half of a message, as all ranks of its group should call it.
+
+    Attributes:
+        operation: such as "all_gather".
+        reduction: "sum", "average" or another; "": nothing is reduced.
+        group: a number for the ranks of the group, in ``Witness.groups``.
+        dtype: of its first tensor.
+        elements: of the rank's part; 0 for an all-to-all, in which ranks may send different rows.
+        steps: of a message, how many places its receiver is behind its sender in the group.
+        content: of a message between stages, what it carries.
+    """
+
+    operation: str
+    reduction: str
+    group: int
+    dtype: str
+    elements: int
+    steps: int = 0
+    content: "Content | None" = None
+
+
+class Content(NamedTuple):
+    """What a message between stages carries: the sender's stage, the micro-batch and the kind."""
+
+    stage: int
+    micro_batch: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class Witness:
+    """What a rank did in a step.
+
+    Attributes:
+        rank: the rank.
+        taped: what a dry run counts.
+        calls: all collectives and messages, in order.
+        groups: the ranks of each group.
+        groups_of: the groups of each axis for which ``taped`` counts.
+        gradients: the way of each gradient; None: the optimizer has no gradient of the parameter.
+    """
+
+    rank: int
+    taped: TapedStage
+    calls: list[Call]
+    groups: list[tuple[int, ...]]
+    groups_of: Mapping[str, set[int]]
+    gradients: Mapping[str, paths.Path | None]
+
+
+class Job(NamedTuple):
+    """A rank to see, of a recipe."""
+
+    recipe: Recipe
+    pp_rank: int
+    rank: int
+
+
+def see_one_of(jobs: Sequence[Job], plant: Callable[[], None] | None = None) -> Witness:
+    """Run the job of this worker: worker RANK has ``jobs[RANK]``. ``plant`` plants a fault."""
+    if plant is not None:
+        plant()
+    recipe, pp_rank, rank = jobs[environment.rank()]
+    recorder = _Watcher(MemoryLedger(offload=recipe.memory.cpu_offload))
+    taped = tape_stage(recipe, pp_rank, 1.0, recorder=recorder, rank=rank)
+    return Witness(
+        rank, taped, recorder.calls, recorder.groups, recorder.groups_of, recorder.gradients
+    )
+
+
+class _Watcher(Recorder):
+    """Writes down what ``Witness`` has."""
+
+    def __init__(self, ledger: MemoryLedger) -> None:
+        super().__init__(ledger)
+        self.calls: list[Call] = []
+        self.groups: list[tuple[int, ...]] = []
+        self.groups_of: dict[str, set[int]] = {}
+        self.gradients: dict[str, paths.Path | None] = {}
+        self._numbers: dict[str, int] = {}
+        self._pipeline: Pipeline | None = None
+        self._knows_buffers = False
+
+    def see(
+        self,
+        operator: Any,
+        traits: Traits,
+        arguments: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+        result: Any,
+    ) -> None:
+        super().see(operator, traits, arguments, keywords, result)
+        if not self.counts:
+            return
+        if traits.is_collective:
+            self._see_call(operator, arguments)
+        paths.follow(traits.name, arguments, keywords, result)
+
+    def _see_call(self, operator: Any, arguments: Sequence[Any]) -> None:
+        message = message_of(operator, arguments)
+        if message is None or message.group.size() == 1:
+            return
+        number = self._number_of(message.group)
+        self.groups_of.setdefault(self.axis(message), set()).add(number)
+        reductions = [reduction_of_argument(argument) for argument in arguments]
+        reduction = next((one for one in reductions if one is not None), "")
+        tensors = [*tensors_in(arguments[0])]
+        elements = sum(tensor.numel() for tensor in tensors)
+        steps, content = 0, None
+        if message.operation in ("send", "recv"):
+            peer = arguments[2]
+            own, size = message.group.rank(), message.group.size()
+            steps = (peer - own if message.operation == "send" else own - peer) % size
+            content = self._content_of(tensors[0])
+        elif message.operation == "all_to_all":
+            elements = 0
+        self.calls.append(
+            Call(message.operation, reduction, number, str(message.dtype), elements, steps, content)
+        )
+
+    def _content_of(self, message: Tensor) -> Content | None:
+        """Return what a message carries; None: it is none between the stages of the pipeline."""
+        if self._pipeline is not None and not self._knows_buffers:
+            # They are made when the pipeline starts, before anything is received.
+            for content, tensors in messages_of_stage(self._pipeline.stages, None):
+                _mark_content(Content(*content), tensors)
+                self._knows_buffers = True
+        found: Content | None = vars(message.untyped_storage()).get(_CONTENT)
+        return found
+
+    def _number_of(self, group: dist.ProcessGroup) -> int:
+        name = group.group_name
+        if name not in self._numbers:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            if ranks not in self.groups:
+                self.groups.append(ranks)
+            self._numbers[name] = self.groups.index(ranks)
+        return self._numbers[name]
+
+    @contextmanager
+    def watching(self, stages: Stages) -> Iterator[None]:
+        for module in stages.modules:
+            _follow_gradients(module)
+        if not isinstance(stages.executor, Pipeline):
+            yield
+            return
+        self._pipeline = pipeline = stages.executor
+
+        @contextmanager
+        def label(name: str) -> Iterator[None]:
+            action = parse_action(name)
+            yield
+            if action is not None:
+                for content, tensors in messages_of_stage(pipeline.stages, action):
+                    _mark_content(Content(*content), tensors)
+
+        with pipeline.around_actions(label):
+            yield
+
+    def see_gradients(self, stages: Stages) -> None:
+        for name, parameter in stages.named_parameters():
+            self.gradients[name] = None
+            if parameter.grad is not None:
+                found = paths.paths_of(local_shard(parameter.grad))
+                lost = paths.Path(problem="it comes from something else than backward")
+                self.gradients[name] = found.get(name, lost)
+
+
+def _mark_content(content: Content, tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        vars(tensor.untyped_storage())[_CONTENT] = content
+
+
+def _follow_gradients(stage: nn.Module) -> None:
+    """Let the ways of all gradients of a stage begin when backward adds to them."""
+    names = {parameter: name for name, parameter in stage.named_parameters()}
+
+    def begin_way(name: str) -> Callable[[Tensor], None]:
+        def begin(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                paths.begin(name, local_shard(parameter.grad))
+
+        return begin
+
+    units = fsdp.units(stage)
+    if not units:
+        for parameter, name in names.items():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(begin_way(name))
+        return
+    known: set[nn.Parameter] = set()
+
+    def find_gathered(unit: Any, _: Any) -> None:
+        for shard, gathered in gathered_by_shard(unit):
+            if gathered not in known and gathered.requires_grad:
+                known.add(gathered)
+                gathered.register_post_accumulate_grad_hook(begin_way(names[shard]))
+
+    for unit in units:
+        # FSDP's own hook runs before, and gathers the parameters.
+        cast(nn.Module, unit).register_forward_pre_hook(find_gathered)
+
+
+# --- groups ---
+
+
+def wrong_groups(
+    recipe: Recipe, ranks: Sequence[int], plant: Callable[[], None] | None = None
+) -> list[str]:
+    """Form the groups of some ranks, one after the other, and compare them with ``places``.
+
+    The meshes of all ranks are compared too, which every rank forms in the same way.
+
+    Returns:
+        What is wrong, in words.
+    """
+    if plant is not None:
+        plant()
+    found: list[str] = []
+    for rank in ranks:
+        with fake_world(rank, recipe.world_size):
+            found += _wrong_groups_of(recipe, rank, meshes=rank == ranks[0])
+        if len(found) > _MOST:
+            break
+    return found[:_MOST]
+
+
+_MOST = 8
+
+
+def _wrong_groups_of(recipe: Recipe, rank: int, *, meshes: bool) -> Iterator[str]:
+    sizes = recipe.mesh
+    mesh = Mesh.build(sizes, torch.device("cpu"))
+    has_experts = recipe.model.experts > 0
+    if meshes:
+        of_code = [(mesh.device_mesh, False)] + [(mesh.sparse, True)] * has_experts
+        for device_mesh, of_experts in of_code:
+            arranged = torch.empty_like(device_mesh.mesh)
+            for index, place in enumerate(places.arrangement(sizes, of_experts=of_experts)):
+                arranged[place] = index
+            if not torch.equal(device_mesh.mesh, arranged):
+                yield f"the mesh {device_mesh.mesh_dim_names} has ranks at other places"
+    groups: dict[str, dist.ProcessGroup | None] = dict(mesh.groups(has_experts=has_experts))
+    groups["stage"] = mesh.stage_group
+    if has_experts:
+        groups["sequence"] = mesh.sequence_group
+    if recipe.parallel.zero == 0 and mesh.fsdp is not None:
+        groups["replicas"] = mesh.replicas()["replica"].get_group()
+    for name, group in groups.items():
+        expected = places.members(name, rank, sizes)
+        ranks = (rank,) if group is None else tuple(dist.get_process_group_ranks(group))
+        if ranks != expected and (group is not None or len(expected) > 1):
+            yield f"rank {rank}: {name} has {_some(ranks)}, and should have {_some(expected)}"
+    if sizes.pp > 1:
+        yield from _wrong_routes(recipe, rank, mesh)
+
+
+def _wrong_routes(recipe: Recipe, rank: int, mesh: Mesh) -> Iterator[str]:
+    sizes = recipe.mesh
+    stages = place_stages(sizes.pp, recipe.parallel, recipe.micro_batches).stages
+    rank_of = {stage: pp_rank for pp_rank, held in enumerate(stages) for stage in held}
+    pipeline = places.members("pp", rank, sizes)
+    expected = {
+        ends
+        for stage in range(len(rank_of) - 1)
+        for ends in _both_ways(pipeline[rank_of[stage]], pipeline[rank_of[stage + 1]])
+        if rank in ends and ends[0] != ends[1]
+    }
+    routes = form_routes(stages, mesh)
+    if {tuple(route) for route in routes} != expected:
+        yield f"rank {rank} has routes {sorted(routes)}, and should have {sorted(expected)}"
+    for route, group in routes.items():
+        if sorted(dist.get_process_group_ranks(group)) != sorted(route):
+            yield f"rank {rank}: the messages of {tuple(route)} have a group of other ranks"
+
+
+def _both_ways(one: int, other: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (one, other), (other, one)
+
+
+def _some(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:6]))
+    return f"{len(ranks):,} ranks ({shown}{', ...' if len(ranks) > 6 else ''})"

@@ -1,0 +1,62 @@
+"""The structure of a job: planted faults are found without a number, and nothing in right jobs."""
+
+import re
+from typing import Any
+
+import pytest
+
+from composer3d.full.check import check_structure
+from composer3d.recipe.draft import split_overrides
+from composer3d.recipe.resolve import load
+from composer3d.runtime.launch import Pool
+from tools.prove.faults.exchanges import drop_reduction_of_norms
+from tools.prove.full.at_scale import pair_ranks_of_cp, send_to_the_rank_before
+from tools.prove.full.run import _nothing
+from tools.prove.full.spoil import Spoil
+from tools.prove.paths import RECIPE
+
+_3D = "mesh.pp=2 mesh.dp_shard=2 mesh.tp=2 data.global_batch=8"
+
+
+def _spoil(way: str, call: str) -> Any:
+    return way, *call.split()
+
+
+@pytest.mark.timeout(900)  # each forks up to ten processes
+@pytest.mark.parametrize(
+    ("layout", "plant", "finding"),
+    [
+        (_3D, _nothing, None),
+        ("mesh.cp=3 data.seq_len=252 data.global_batch=4", _nothing, None),
+        (
+            "mesh.tp=2",
+            drop_reduction_of_norms,
+            r"gradients: .*norm\.weight: it is summed over noth",
+        ),
+        ("mesh.cp=4 data.global_batch=4", pair_ranks_of_cp, "groups: rank 0 sends over cp to"),
+        (
+            "mesh.cp=3 data.seq_len=252 data.global_batch=4",
+            send_to_the_rank_before,
+            "messages: rank 0 does not receive over",
+        ),
+        (_3D, _spoil("call twice", "reduce_scatter fsdp"), "should be over fsdp|and should be"),
+        (_3D, _spoil("take the average", "all_reduce tp"), "0.5|take the average"),
+        (_3D, _spoil("last rank skips", "all_gather fsdp"), "peers: call"),
+        (_3D, _spoil("lose one", "message pp"), "messages: .*sent 0 times from pipeline rank"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_fault_is_found_and_a_right_layout_is_sound(
+    pool: Pool, layout: str, plant: Any, finding: str | None
+) -> None:
+    full = load(str(RECIPE), split_overrides(layout), check_files=False).recipe
+    if isinstance(plant, tuple):
+        plant = Spoil(*plant, full.mesh)
+    structure = check_structure(pool, full, [full], plant=plant)
+    words = "\n".join(map(str, structure.findings))
+    assert words == "" if finding is None else re.search(finding, words), words
+    assert structure.passed == (finding is None)
+    if layout == _3D and finding is None:
+        # Each check has compared something.
+        assert all(structure.counts[check] > 0 for check in structure.counts)
+        assert structure.counts["messages"] == 4
