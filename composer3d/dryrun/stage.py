@@ -478,7 +478,7 @@ _TELL_KIND = frozenset(
 
 
 @dataclass(frozen=True)
-class Traits:
+class OperatorTraits:
     """What the recorder needs to know of an operator.
 
     Attributes:
@@ -515,7 +515,7 @@ class Recorder(DispatchMode):
         self.ledger = ledger
         self.without_data = fake_tensors()
         self._collectives: CollectiveCounter | None = None
-        self._traits: dict[Any, Traits] = {}
+        self._traits: dict[Any, OperatorTraits] = {}
         self.ignores = False
         self._votes = False
 
@@ -607,7 +607,7 @@ class Recorder(DispatchMode):
     def see(
         self,
         operator: Any,
-        traits: Traits,
+        traits: OperatorTraits,
         arguments: tuple[Any, ...],
         keywords: Mapping[str, Any],
         result: Any,
@@ -658,10 +658,10 @@ class Recorder(DispatchMode):
             ledger.mark(new, kind)
 
 
-def _traits_of(operator: Any) -> Traits:
+def _traits_of(operator: Any) -> OperatorTraits:
     returned = [entry.alias_info for entry in operator._schema.returns]
     name = operator.name().partition(".")[0]
-    return Traits(
+    return OperatorTraits(
         name=name,
         body=body_of(operator),
         makes_tensors=any(alias is None for alias in returned),

@@ -31,7 +31,7 @@ from composer3d.dryrun.replay import TapedStage
 from composer3d.dryrun.report import StageReport
 from composer3d.dryrun.run import at_once, report_all, run_workers
 from composer3d.full import expected, places
-from composer3d.full.predicates import PREDICATES, Difference, differences
+from composer3d.full.predicates import PREDICATES, LostPredicate, differences
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
 from composer3d.verify.shrink import shrink_to
@@ -108,7 +108,7 @@ def check_structure(
     """
     begin = time.monotonic()
     structure = Structure(full.world_size)
-    lost: list[Difference] = differences(full, small_recipes)
+    lost: list[LostPredicate] = differences(full, small_recipes)
     structure.left_out = [f"{one}: {one.left_out}" for one in lost if one.left_out]
     texts = [str(one) for one in lost if not one.left_out]
     structure.add("predicates", texts, len(PREDICATES))
@@ -177,7 +177,7 @@ def _wrong_traffic(full: Recipe, report: StageReport, witness: Any) -> Iterator[
     ranks_of_axis: dict[str, tuple[int, ...]] = {}
     for axis, numbers in witness.groups_of.items():
         ranks_of_axis[axis] = tuple(each + shift for each in witness.groups[min(numbers)])
-    counted: dict[tuple[tuple[int, ...], str], expected.Usage] = {}
+    counted: dict[tuple[tuple[int, ...], str], expected.CallsAndBytes] = {}
     for axis, operations in report.comm.items():
         for name, usage in operations.items():
             if axis == "pp":
@@ -185,14 +185,14 @@ def _wrong_traffic(full: Recipe, report: StageReport, witness: Any) -> Iterator[
             ranks = ranks_of_axis[axis]
             if len(ranks) == full.world_size:
                 ranks = places.members("world", rank, full.mesh)
-            before = counted.get((ranks, name), expected.Usage(0, 0))
-            counted[ranks, name] = expected.Usage(
+            before = counted.get((ranks, name), expected.CallsAndBytes(0, 0))
+            counted[ranks, name] = expected.CallsAndBytes(
                 before.calls + usage.count, before.sent_bytes + usage.sent_bytes
             )
     planned = expected.traffic(full, rank)
     for key in sorted({*counted, *planned}, key=lambda one: (len(one[0]), one)):
-        got = counted.get(key, expected.Usage(0, 0))
-        want = planned.get(key, expected.Usage(0, 0))
+        got = counted.get(key, expected.CallsAndBytes(0, 0))
+        want = planned.get(key, expected.CallsAndBytes(0, 0))
         # Bytes of a call are whole numbers, and the planner's are those of all calls.
         is_equal = abs(got.sent_bytes - want.sent_bytes) <= 0.5 * max(1, want.calls)
         if got.calls != want.calls or not is_equal:
@@ -342,7 +342,7 @@ def _wrong_messages(small: Recipe, first: Mapping[int, Any]) -> Iterator[str]:
     wanted = Counter(expected.messages(small))
     for which, found in (("sent", sent), ("received", received)):
         counted = Counter(
-            expected.Message(*ends, *call.content)
+            expected.ScheduledMessage(*ends, *call.content)
             for by_ends in found.values()
             for ends, calls in by_ends.items()
             for call in calls

@@ -16,7 +16,7 @@ from composer3d.planner.trained import is_trained
 from composer3d.recipe.schema import Recipe
 
 
-class Usage(NamedTuple):
+class CallsAndBytes(NamedTuple):
     """Calls of an operation, and the bytes that a rank sends in all of them."""
 
     calls: int
@@ -24,7 +24,7 @@ class Usage(NamedTuple):
 
 
 # By the ranks of a group and an operation.
-Traffic = dict[tuple[tuple[int, ...], str], Usage]
+Traffic = dict[tuple[tuple[int, ...], str], CallsAndBytes]
 
 
 def traffic(recipe: Recipe, rank: int) -> Traffic:
@@ -32,12 +32,14 @@ def traffic(recipe: Recipe, rank: int) -> Traffic:
 
     Messages between pipeline ranks are ``messages``. What cp sends in a ring, it receives too.
     """
-    found: dict[tuple[tuple[int, ...], str], Usage] = defaultdict(lambda: Usage(0, 0.0))
+    found: dict[tuple[tuple[int, ...], str], CallsAndBytes] = defaultdict(
+        lambda: CallsAndBytes(0, 0.0)
+    )
     pp_rank = rank // (recipe.mesh.world_size // recipe.mesh.pp)
 
     def add(operation: str, axis: str, count: int, sent_bytes: float) -> None:
         key = places.members(axis, rank, recipe.mesh), operation
-        found[key] = Usage(found[key].calls + count, found[key].sent_bytes + sent_bytes)
+        found[key] = CallsAndBytes(found[key].calls + count, found[key].sent_bytes + sent_bytes)
 
     for flow in flows(recipe, pp_rank):
         if flow.axis == "pp":
@@ -58,7 +60,7 @@ def maxima(recipe: Recipe, rank: int) -> int:
     return sum(counts) // recipe.micro_batches
 
 
-class Message(NamedTuple):
+class ScheduledMessage(NamedTuple):
     """A message of a step between two pipeline ranks.
 
     Attributes:
@@ -75,7 +77,7 @@ class Message(NamedTuple):
     kind: str
 
 
-def messages(recipe: Recipe) -> Iterator[Message]:
+def messages(recipe: Recipe) -> Iterator[ScheduledMessage]:
     """Yield each message that the stages of one pipeline must send in a step, in no order."""
     rank_of = {stage: rank for rank, held in enumerate(stages_by_rank(recipe)) for stage in held}
     for stage in range(len(rank_of) - 1):
@@ -83,8 +85,8 @@ def messages(recipe: Recipe) -> Iterator[Message]:
         if before == after:
             continue
         for micro_batch in range(recipe.micro_batches):
-            yield Message(before, after, stage, micro_batch, "activations")
-            yield Message(after, before, stage + 1, micro_batch, "gradients")
+            yield ScheduledMessage(before, after, stage, micro_batch, "activations")
+            yield ScheduledMessage(after, before, stage + 1, micro_batch, "gradients")
 
 
 def elements_of_message(recipe: Recipe) -> int:

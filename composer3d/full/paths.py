@@ -32,7 +32,7 @@ class Sum(NamedTuple):
     is_done: bool = True
 
 
-class Path(NamedTuple):
+class GradientPath(NamedTuple):
     """The way of a parameter's gradient to the optimizer.
 
     Attributes:
@@ -46,7 +46,7 @@ class Path(NamedTuple):
     problem: str = ""
 
 
-Paths = Mapping[str, Path]
+Paths = Mapping[str, GradientPath]
 
 # Operators, by what they do with a gradient. Views need no row: they share the storage.
 _COPIES = frozenset(
@@ -83,7 +83,7 @@ def begin(name: str, gradient: Tensor) -> None:
     if before is not None and before.sums:
         path = before._replace(problem="backward adds to what was summed over ranks before")
     else:
-        path = before or Path()
+        path = before or GradientPath()
     _write(gradient, {name: path})
 
 
@@ -143,7 +143,7 @@ def _sum_over_ranks(leaf: str, arguments: Sequence[Any]) -> None:
     operation = "all_to_all" if is_exchange else _NAMES.get(leaf, "reduce_scatter")
     done = Sum(operation, group, is_done=not is_exchange)
 
-    def summed(path: Path) -> Path:
+    def summed(path: GradientPath) -> GradientPath:
         path = path._replace(sums=(*path.sums, done))
         if kind == _AVERAGE:
             return path._replace(factor=path.factor / len(group))
@@ -165,7 +165,7 @@ def _group_and_kind(arguments: Sequence[Any]) -> tuple[tuple[int, ...], str]:
     return tuple(dist.get_process_group_ranks(group)), kind
 
 
-def _added(path: Path) -> Path:
+def _added(path: GradientPath) -> GradientPath:
     return path._replace(sums=tuple(one._replace(is_done=True) for one in path.sums))
 
 

@@ -35,7 +35,7 @@ class Predicate(NamedTuple):
     left_out: str = ""
 
 
-class Difference(NamedTuple):
+class LostPredicate(NamedTuple):
     """A predicate that no proof keeps.
 
     Attributes:
@@ -57,19 +57,19 @@ class Difference(NamedTuple):
         return f"{self.name} ({self.keys}): {self.full} in the job, {values} in the proof"
 
 
-def differences(full: Recipe, small_recipes: Sequence[Recipe]) -> list[Difference]:
+def differences(full: Recipe, small_recipes: Sequence[Recipe]) -> list[LostPredicate]:
     """Return the predicates of ``full`` that none of ``small_recipes`` has."""
     found = []
     for name, predicate in PREDICATES.items():
         wanted = predicate.of(full)
         values = tuple(predicate.of(small) for small in small_recipes)
         if wanted is not None and wanted not in values:
-            found.append(Difference(name, predicate.keys, wanted, values, predicate.left_out))
+            found.append(LostPredicate(name, predicate.keys, wanted, values, predicate.left_out))
     for key, entry in FIELDS.items():
         if entry.metadata["in_proof"] is AS_IT_IS and not _is_resized(key):
             wanted, values = _kept(full, key), tuple(_kept(small, key) for small in small_recipes)
             if any(value != wanted for value in values):
-                found.append(Difference("the value", key, wanted, values, ""))
+                found.append(LostPredicate("the value", key, wanted, values, ""))
     return found
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from composer3d.dryrun.collectives import message_of, tensors_in
 from composer3d.dryrun.memory import MemoryLedger
 from composer3d.dryrun.replay import TapedStage
-from composer3d.dryrun.stage import Recorder, Traits, tape_stage
+from composer3d.dryrun.stage import OperatorTraits, Recorder, tape_stage
 from composer3d.facts.schedules import parse_action
 from composer3d.full import paths, places
 from composer3d.parallel import Stages
@@ -38,7 +38,7 @@ from composer3d.runtime.torch_private import (
 _CONTENT = "composer3d_content"
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """A collective, or half of a message, as all ranks of its group should call it.
 
     Attributes:
@@ -83,10 +83,10 @@ class Witness:
 
     rank: int
     taped: TapedStage
-    calls: list[Call]
+    calls: list[CollectiveCall]
     groups: list[tuple[int, ...]]
     groups_of: Mapping[str, set[int]]
-    gradients: Mapping[str, paths.Path | None]
+    gradients: Mapping[str, paths.GradientPath | None]
 
 
 class Job(NamedTuple):
@@ -114,10 +114,10 @@ class _Watcher(Recorder):
 
     def __init__(self, ledger: MemoryLedger) -> None:
         super().__init__(ledger)
-        self.calls: list[Call] = []
+        self.calls: list[CollectiveCall] = []
         self.groups: list[tuple[int, ...]] = []
         self.groups_of: dict[str, set[int]] = {}
-        self.gradients: dict[str, paths.Path | None] = {}
+        self.gradients: dict[str, paths.GradientPath | None] = {}
         self._numbers: dict[str, int] = {}
         self._pipeline: Pipeline | None = None
         self._knows_buffers = False
@@ -125,7 +125,7 @@ class _Watcher(Recorder):
     def see(
         self,
         operator: Any,
-        traits: Traits,
+        traits: OperatorTraits,
         arguments: tuple[Any, ...],
         keywords: Mapping[str, Any],
         result: Any,
@@ -156,7 +156,9 @@ class _Watcher(Recorder):
         elif message.operation == "all_to_all":
             elements = 0
         self.calls.append(
-            Call(message.operation, reduction, number, str(message.dtype), elements, steps, content)
+            CollectiveCall(
+                message.operation, reduction, number, str(message.dtype), elements, steps, content
+            )
         )
 
     def _content_of(self, message: Tensor) -> Content | None:
@@ -203,7 +205,7 @@ class _Watcher(Recorder):
             self.gradients[name] = None
             if parameter.grad is not None:
                 found = paths.paths_of(local_shard(parameter.grad))
-                lost = paths.Path(problem="it comes from something else than backward")
+                lost = paths.GradientPath(problem="it comes from something else than backward")
                 self.gradients[name] = found.get(name, lost)
 
 

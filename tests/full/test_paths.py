@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer3d.full.paths import Path, begin, follow, paths_of
+from composer3d.full.paths import GradientPath, begin, follow, paths_of
 
 F = torch.ops.aten
 
@@ -32,7 +32,7 @@ def test_gradients_that_are_joined_and_cut_again_keep_their_ways() -> None:
     a, b = _gradient("a"), _gradient("b")
     _run(F.div_.Scalar, b, 4)
     packed = _run(F.cat.default, [a, b])
-    assert paths_of(packed) == {"a": Path(), "b": Path(factor=0.25)}
+    assert paths_of(packed) == {"a": GradientPath(), "b": GradientPath(factor=0.25)}
     # A part that is overwritten has another way; the rest keeps its own.
     first, second = packed[:4], packed[4:]
     _run(F.copy_.default, first, _run(F.mul.Tensor, a, 2.0))
