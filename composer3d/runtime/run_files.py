@@ -11,6 +11,7 @@ import re
 import stat
 import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,8 +29,13 @@ WRITER = "writer"
 _PROFILES = "profile"
 _FETCHED = ("by_tokens", "timeline", *TRACKERS)
 
-# Other names in the store are not read: a stranger may have put them there.
 _NAME = re.compile(r"[\w=+,~-][\w.=+,~-]*", re.ASCII)
+# What is fetched of a run's folder itself. A stranger may have put other files into the store.
+_WANTED = re.compile(
+    r"recipe(-\d{8})?\.toml|(metrics|events|bad_steps)\.jsonl|log\.txt|lost-ranks-.*\.txt"
+    r"|events\.out\.tfevents\..*"
+)
+_LIMIT = 1 << 30  # bytes of a file that is fetched
 
 # A folder of this name and a number keeps the files that others from the store have replaced.
 _FORMER = "before-fetch"
@@ -82,20 +88,24 @@ def of_store(place: RemotePath) -> dict[str, int]:
     for within in ("", *_FETCHED):
         folder = place / within if within else place
         for name, size in folder.own_files().items():
-            if _is_sent(name):
+            if _is_sent(name) and (within or _WANTED.fullmatch(name)):
                 found[f"{within}/{name}" if within else name] = size
     return found
 
 
-def send(path: Path, target: RemotePath) -> Version:
+def send(path: Path, target: RemotePath) -> Version | None:
     """Copy one file to the store, and return the version that was sent.
 
-    What is appended meanwhile is left for the next time.
+    What is appended meanwhile is left for the next time. None: there is no such file any more.
 
     Raises:
         OSError: it cannot be read, has become shorter, or the store does not take it.
     """
-    with files.open_plain(path, follow_links=False) as file:
+    try:
+        opened = files.open_plain(path, follow_links=False)
+    except FileNotFoundError:
+        return None
+    with opened as file:
         version = _version(os.fstat(file.fileno()))
         with target.create() as upload:
             left = version.size
@@ -116,7 +126,7 @@ def fetch(place: RemotePath, folder: Path) -> list[str]:
     """Copy the files of a run from the store into a folder on the disk.
 
     A file that is there already, and that is not the beginning of the new one, is kept in a new
-    folder ``before-fetch-N``.
+    folder ``before-fetch-N``. If the new one is a beginning of it, nothing changes.
 
     Returns:
         The paths of the files that were replaced, in the folders where they are kept.
@@ -127,6 +137,9 @@ def fetch(place: RemotePath, folder: Path) -> list[str]:
     kept = []
     former: Path | None = None
     for name, size in of_store(place).items():
+        if size > _LIMIT:
+            reason = f"is larger than {_LIMIT:,} bytes, the limit for a file of a run"
+            raise files.FileTooLargeError(errno.EFBIG, reason, str(place / name))
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         files.refuse_foreign_link(target.parent)
@@ -134,7 +147,11 @@ def fetch(place: RemotePath, folder: Path) -> list[str]:
         try:
             with open(fetched, "xb") as file:
                 file.writelines((place / name).pieces(size))
-            if os.path.lexists(target) and not _begins_with(fetched, target):
+            is_there = os.path.lexists(target)
+            if is_there and _begins_with(target, fetched):
+                fetched.unlink()
+                continue
+            if is_there and not _begins_with(fetched, target):
                 former = former or _new_folder(folder)
                 (former / name).parent.mkdir(exist_ok=True)
                 target.rename(former / name)
@@ -147,13 +164,19 @@ def fetch(place: RemotePath, folder: Path) -> list[str]:
 
 
 def _begins_with(path: Path, beginning: Path) -> bool:
-    """Return whether the content of one file begins with that of another."""
-    with files.open_plain(path) as file:
+    """Return whether the content of one file begins with that of another.
+
+    A link or a folder has no content, and is kept.
+    """
+    with ExitStack() as opened:
         try:
-            other = files.open_plain(beginning, follow_links=False)
+            file, other = (
+                opened.enter_context(files.open_plain(each, follow_links=False))
+                for each in (path, beginning)
+            )
         except files.RefusedFileError:
-            return False  # a link or a folder: it is kept
-        with other:
+            return False
+        else:
             pieces: Iterator[bytes] = iter(lambda: other.read(_PIECE_BYTES), b"")
             return all(file.read(len(piece)) == piece for piece in pieces)
 

@@ -143,12 +143,11 @@ def build(
     if copy is not None:
         # The first one is closed last, and sends what the others have written.
         observers.add(copy)
-        copy.start()
     _add_observers(
         observers, recipe, stages, optimizer, loader, corpus, claim, steps_done=steps_done
     )
     log.say_phases()
-    return Run(
+    run = Run(
         recipe=recipe,
         stages=stages,
         optimizer=optimizer,
@@ -159,6 +158,9 @@ def build(
         observers=observers,
         step=steps_done or 0,
     )
+    if copy is not None:
+        copy.start()  # last: nothing would end its thread if this function failed
+    return run
 
 
 def _copy_of_run(recipe: Recipe) -> RunCopy | None:

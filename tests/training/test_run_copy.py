@@ -164,6 +164,48 @@ def test_what_only_a_disk_has_is_kept_when_the_store_goes_on(
     third.copy.close()
 
 
+def test_a_disk_with_more_lines_keeps_them(job: Callable[[str], Job]) -> None:
+    first = job("a").begin().writes("1\n")
+    first.copy.close()
+    first.writes("2\n")
+    job("b").begin(is_killed=True).folder.claim()  # it has sent nothing
+    third = job("a").begin()
+    third.copy.close()
+    assert third.text == third.sent == "1\n2\n"
+    assert not list(third.disk.glob("before-fetch-*"))
+
+
+def test_a_job_that_begins_between_is_no_former_one(job: Callable[[str], Job]) -> None:
+    first = job("a")
+    first.copy.fetch()
+    note = (first.disk / "store-writers").exists()
+    (first.place / "writer").write(b"a job on another disk")
+    with pytest.raises(OSError, match="another job has begun to write there"):
+        first.copy.begin()
+    assert not note
+    assert not (first.disk / "store-writers").exists()
+
+
+def test_a_file_that_cannot_be_read_keeps_no_other_back(
+    job: Callable[[str], Job], told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = run_files.send
+
+    def fail_once(path: Path, target: RemotePath) -> run_files.Version | None:
+        if path.name == "a":
+            raise ValueError("odd") if "does not get" in told.text else OSError(13, "is not read")
+        return send(path, target)
+
+    monkeypatch.setattr(run_files, "send", fail_once)
+    one = job("a").writes("1\n")
+    (one.disk / "a").write_text("x")
+    one.begin()
+    wait_for(lambda: "does not get all files of the run" in told.text)
+    assert one.sent == "1\n"
+    one.writes("2\n").copy.close()
+    assert "lacks the newest lines" in told.text
+
+
 def test_an_older_job_stops_sending(
     job: Callable[[str], Job], told: pytest.LogCaptureFixture
 ) -> None:
@@ -187,7 +229,7 @@ def test_a_store_that_fails_for_a_while_is_told_twice(
     with monkeypatch.context() as patch:
         patch.setattr(run_files, "send", fail)
         one.writes("2\n")
-        wait_for(lambda: "does not get the files of the run" in told.text)
+        wait_for(lambda: "does not get all files of the run" in told.text)
         time.sleep(0.3)
     wait_for(lambda: "has the files of the run again" in told.text)
     one.copy.close()
@@ -198,7 +240,8 @@ def test_a_store_that_fails_for_a_while_is_told_twice(
 def test_names_of_others_in_the_store_are_not_read(job: Callable[[str], Job]) -> None:
     first = job("a").begin().writes("1\n")
     first.copy.close()
-    for name in ("lock", ".x", "store-writers", "by_tokens/.y", "checkpoints/z", "by_tokens/in"):
+    foreign = ("lock", ".x", "store-writers", "corpus.jsonl", "by_tokens/.y", "by_tokens")
+    for name in (*foreign, "checkpoints/z", "by_tokens/in"):
         (first.place / name).write(b"evil")
     other = job("b").begin()
     other.copy.close()

@@ -4,13 +4,14 @@ Files are appended to on the disk, because an object cannot be: a thread sends e
 it has changed. The metrics of a step are there about a minute later.
 """
 
+import errno
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 
 from composer3d.checkpoint.folders import RemoteFolder, job_note
-from composer3d.facts.errors import TrainingError
+from composer3d.facts.errors import TrainingError, reason_in_one_line
 from composer3d.facts.files import MIB, read_plain
 from composer3d.facts.remote import RemotePath
 from composer3d.runtime import log, run_files
@@ -39,6 +40,7 @@ class RunCopy(Observer):
     def __init__(self, folder: Path, place: RemotePath) -> None:
         self._folder, self._place = folder, place
         self._store = RemoteFolder(place)
+        self._former: str | None = None  # who wrote into the store before this job
         self._sent: dict[str, run_files.Version] = {}
         self._is_behind = self._is_lost = False
         self._ends = threading.Event()
@@ -52,11 +54,8 @@ class RunCopy(Observer):
         Raises:
             OSError: the store cannot be asked, or a file cannot be written.
         """
-        try:
-            writer = self._store.owner()
-        except FileNotFoundError:
-            return
-        if writer in self._own_writers():
+        self._former = self._writer()
+        if self._former is None or self._former in self._own_writers():
             return
         kept = run_files.fetch(self._place, self._folder)
         if kept:
@@ -71,11 +70,14 @@ class RunCopy(Observer):
         A job that is killed between the two is found in the note, and so is the one before it.
 
         Raises:
-            OSError: the note cannot be written.
+            OSError: the note cannot be written, or another job has begun since ``fetch``.
         """
+        if self._writer() != self._former:
+            reason = "another job has begun to write there since this one began: start again"
+            raise OSError(errno.EBUSY, reason, str(self._place))
         writers = [job_note().decode()]
-        with suppress(FileNotFoundError):
-            writers.append(self._store.owner())
+        if self._former is not None:
+            writers.append(self._former)
         write_atomic(self._folder / run_files.WRITERS, "\n".join(writers) + "\n")
 
     def start(self) -> None:
@@ -84,15 +86,22 @@ class RunCopy(Observer):
 
     def close(self) -> None:
         """Send what has changed last, for at most 25 seconds."""
-        if not self._thread.is_alive():
-            return
+        if self._thread.ident is None:
+            return  # it was never started
         self._ends.set()
         self._thread.join(_END_S)
         if self._thread.is_alive() or self._is_behind:
             log.get().warning(
-                f"{self._place} lacks the newest lines of the run: the next start of the job sends "
-                f"them from {self._folder}"
+                f"{self._place} lacks the newest lines of the run: the next start on this disk "
+                f"sends them from {self._folder}, unless another job has written there"
             )
+
+    def _writer(self) -> str | None:
+        """Return who writes into the store, or None if nobody has. Raises OSError."""
+        try:
+            return self._store.owner()
+        except FileNotFoundError:
+            return None
 
     def _own_writers(self) -> list[str]:
         try:
@@ -111,26 +120,36 @@ class RunCopy(Observer):
             pause_s = max(_PERIOD_S, _PAUSE_FOR_ROUND * (time.monotonic() - begin_s))
 
     def _send(self) -> None:
-        """Send the files that have changed since they were sent."""
+        """Send the files that have changed since they were sent, as far as possible."""
         try:
-            self._store.require_own()
-            for name, version in run_files.of_disk(self._folder).items():
-                if self._sent.get(name) != version:
-                    # Trackers and reports may remove a file of theirs meanwhile.
-                    with suppress(FileNotFoundError):
-                        sent = run_files.send(self._folder / name, self._place / name)
-                        self._sent[name] = sent
+            problems = list(self._send_changed())
         except TrainingError as error:
             self._is_lost = True
             log.get().warning("\n".join(error.lines))
-        except OSError as error:
-            if not self._is_behind:
-                self._is_behind = True
-                log.get().warning(
-                    f"{self._place} does not get the files of the run: "
-                    f"{error.filename or ''} {error.strerror or error}; they are sent when it can"
-                )
-        else:
-            if self._is_behind:
-                self._is_behind = False
-                log.get().warning(f"{self._place} has the files of the run again")
+            return
+        except Exception as error:
+            # Nothing that happens here may end the thread: nobody would see it.
+            problems = [reason_in_one_line(error)]
+        if bool(problems) == self._is_behind:
+            return
+        self._is_behind = bool(problems)
+        words = "has the files of the run again"
+        if problems:
+            words = f"does not get all files of the run: {problems[0]}; they are sent when it can"
+        log.get().warning(f"{self._place} {words}")
+
+    def _send_changed(self) -> Iterator[str]:
+        """Send what has changed, and yield why a file was not sent. Raises TrainingError."""
+        self._store.require_own()
+        for name, version in run_files.of_disk(self._folder).items():
+            if self._sent.get(name) == version:
+                continue
+            try:
+                # Again: a large file takes minutes, and another job may begin meanwhile.
+                self._store.require_own()
+                sent = run_files.send(self._folder / name, self._place / name)
+            except OSError as error:
+                yield f"{error.filename or name} {error.strerror or error}"
+            else:
+                if sent is not None:
+                    self._sent[name] = sent
