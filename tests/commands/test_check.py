@@ -577,6 +577,7 @@ def test_commands_are_dispatched_with_their_arguments(monkeypatch: pytest.Monkey
         dtype="float32",
         steps=3,
         layouts="f.txt",
+        full=False,
         here=False,
         as_json=True,
     )

@@ -25,6 +25,7 @@ LAYERS = [
     "cli",
     "commands",
     "report",
+    "full",
     "verify",
     "dryrun",
     "draw",
