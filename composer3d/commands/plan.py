@@ -56,7 +56,6 @@ _MEMORY_KINDS = tuple(entry.name for entry in fields(RankMemory))
 EXAMPLES = (
     "composer3d plan llama3-8b-8-fsdp --gpu H100",
     "composer3d plan llama3-8b-8-fsdp --gpus 16 --write fastest.toml",
-    "composer3d plan llama3-8b-8-fsdp --gpu A100-80GB --memory",
     "composer3d plan llama3-8b-8-fsdp --gpu H100 --calibrate 75000 --keep mine.toml",
 )
 

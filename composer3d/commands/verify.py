@@ -30,7 +30,6 @@ _STRANGE = frozenset(("model.architecture", "model.hf"))
 
 EXAMPLES = (
     "composer3d verify debug-2-dp",
-    "composer3d verify llama3-70b-64-fsdp-tp --set mesh.tp=4",
     "composer3d verify llama3-405b-16384-4d --full",
     "torchrun --nproc-per-node 2 -m composer3d verify debug-2-dp --here",
 )

@@ -132,6 +132,7 @@ def fetch(place: RemotePath, folder: Path) -> list[str]:
         The paths of the files that were replaced, in the folders where they are kept.
 
     Raises:
+        FileTooLargeError: a file has more than 1 GiB.
         OSError: the store cannot be asked, or a file cannot be written.
     """
     kept = []

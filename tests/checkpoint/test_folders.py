@@ -147,8 +147,10 @@ def test_a_file_that_a_rank_of_a_lost_job_sends_late_does_no_harm(
     workers: Workers, saved: tuple[RemotePath, Any]
 ) -> None:
     folder, state = saved
-    (folder / "step-00000002" / "0123456789ab__1_0.distcp").write(b"of an earlier try")
+    late = folder / "step-00000002" / "0123456789ab__1_0.distcp"
+    late.write(b"of an earlier try")
     assert workers.run(load_newest, {"folder": folder}, world_size=2) == 2 * [(2, state)]
+    late.remove()
 
 
 def load_without_a_connection(folder: RemotePath) -> None:

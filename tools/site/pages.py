@@ -14,7 +14,7 @@ from tools.prove.paths import ROOT
 PARTS: Mapping[str, tuple[str, ...]] = {
     "Begin": ("first_model", "fine_tuning", "guide", "recipes", "reference", "cli"),
     "Axes": ("axis-pp", "axis-dp", "axis-cp", "axis-tp", "experts", "optimizers"),
-    "Plan": ("plan", "dryrun", "timeline", "scale", "doctor"),
+    "Plan": ("plan", "planner_table", "dryrun", "timeline", "scale", "doctor"),
     "Run": ("data", "launching", "jobs", "checkpoints", "review", "generate"),
     "Trust": ("proofs", "performance", "gpu", "comparison", "coming_from_elsewhere"),
     "Build": ("library", "api", "own_model", "architecture"),
