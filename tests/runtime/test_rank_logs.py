@@ -62,7 +62,8 @@ def test_a_file_has_what_c_and_children_print_and_the_last_words_of_a_killed_ran
     assert read(tmp_path, 0).endswith("ValueError: of rank 0\n")
     # The console has it all as well, and each error once.
     assert done.stdout.count("from C\n") == done.stdout.count("from a child\n") == 2
-    assert done.stdout.splitlines()[-1] == f"1 {{1: {int(signal.SIGKILL)}}}"
+    # A process of its own copies what the killed rank's child printed, maybe after this line.
+    assert f"1 {{1: {int(signal.SIGKILL)}}}" in done.stdout.splitlines()
     assert "last words" in done.stderr
     assert done.stderr.count("ValueError: of rank 0") == 1
 

@@ -120,14 +120,17 @@ def plant(run: Run, name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> No
         )
         return
     parameter = dict(run.stages.named_parameters())[name]
-    tensor = parameter if kind == "parameter" else run.optimizer.state[parameter][kind]
-    flip(local(tensor))
+    if kind == "parameter":
+        flip(local(parameter))
+    else:
+        # The next step multiplies a moment and rounds it, which may take the least bit back.
+        flip(local(run.optimizer.state[parameter][kind]), bit=20)
 
 
-def flip(tensor: torch.Tensor) -> None:
-    """Flip the least bit of a float32 in place."""
+def flip(tensor: torch.Tensor, bit: int = 0) -> None:
+    """Flip one bit of the middle element of a float32 in place: 0 is the least one."""
     bits = tensor.view(-1).view(torch.int32)
-    bits[len(bits) // 2] ^= 1
+    bits[len(bits) // 2] ^= 1 << bit
 
 
 def off_by_one_bit(grad: torch.Tensor) -> torch.Tensor:
