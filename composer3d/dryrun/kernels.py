@@ -55,5 +55,7 @@ class _FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        (grad,) = grads
+        _, weight, _ = ctx.saved_tensors
+        # Both are made of the gradient, so that they vary between ranks as it does.
+        return torch.empty_like(grad), grad.new_empty(weight.shape)

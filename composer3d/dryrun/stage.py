@@ -186,7 +186,7 @@ def tape_stage(
             recorder.counting(collectives),
             around_pipeline_start(recorder.starting_pipeline),
             recording.of_actions(own.stages),
-            recorder.watching(own.stages),
+            recorder.watching(own),
         ):
             own.take_a_step(before_update=partial(_end_gradients, own.stages, recorder))
         recording.mark(None)
@@ -544,8 +544,8 @@ class Recorder(DispatchMode):
             yield
         self._votes = False
 
-    def watching(self, stages: Stages) -> AbstractContextManager[None]:
-        """Return a context around the one step of ``stages``, for what watches more than this."""
+    def watching(self, own: RankWithoutData) -> AbstractContextManager[None]:
+        """Return a context around the one step of a rank, for what watches more than this."""
         return nullcontext()
 
     def see_gradients(self, stages: Stages) -> None:

@@ -9,13 +9,15 @@ differs. This module checks it, with the real code on tensors without data:
    says: so often, and so many bytes;
 4. messages: each micro-batch's activations and gradients are sent once and received once, in one
    order on both sides, with one size;
-5. gradients: each is summed once over exactly the ranks that see other tokens, and multiplied by
-   nothing;
-6. peers: ranks with other coordinates call the same collectives in the same order.
+5. gradients: each is summed once over exactly the ranks that see other tokens, which are those over
+   which it is partial by the types of what it was computed from, and multiplied by nothing;
+6. seams: activations and their gradients vary only over the axes over which the residual stream
+   does, and what all ranks divide by is the same on all (``varying``);
+7. peers: ranks with other coordinates call the same collectives in the same order.
 
-The ranks of 3 and 5 are the first of each distinct pipeline rank, with the full-size model. Those
-of 4 and 6 are of a small model on the full-size mesh: all pipeline ranks, and of some of them the
-middle and the last rank on every axis.
+The ranks of 3, 5 and 6 are the first of each distinct pipeline rank, with the full-size model.
+Those of 4 and 7 are of a small model on the full-size mesh: all pipeline ranks, and of some of them
+the middle and the last rank on every axis.
 
 No torch here: worker processes import it.
 """
@@ -31,6 +33,7 @@ from composer3d.dryrun.replay import TapedStage
 from composer3d.dryrun.report import StageReport
 from composer3d.dryrun.run import at_once, report_all, run_workers
 from composer3d.full import expected, places
+from composer3d.full.places import SAME, names
 from composer3d.full.predicates import PREDICATES, LostPredicate, differences
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
@@ -41,7 +44,7 @@ _MOST_RANKS = 24
 # Findings of one check that are shown.
 _MOST_FINDINGS = 8
 
-CHECKS = ("predicates", "groups", "collectives", "messages", "gradients", "peers")
+CHECKS = ("predicates", "groups", "collectives", "messages", "gradients", "seams", "peers")
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,7 @@ def _check_job(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> No
     for _, witness in sorted(seen.items()):
         texts = _wrong_gradients(full, witness)
         structure.add("gradients", texts, len(witness.gradients))
+        structure.add("seams", witness.unmet, witness.seams)
         structure.add("groups", _wrong_group_of_axis(full, witness), 0)
     representative = _representative_of(seen, reports)
     for report in reports:
@@ -232,10 +236,14 @@ def _problem_of_path(full: Recipe, rank: int, ranks: tuple[int, ...], path: Any)
     apart = all(
         set(one) & set(other) == {rank} for place, one in enumerate(over) for other in over[:place]
     )
-    if inside and apart and prod(map(len, over)) == len(ranks):
-        return ""
     shown = ", then ".join(_name(full, rank, one) for one in over) or "nothing"
-    return f"it is summed over {shown}, and should be over {_name(full, rank, ranks)}"
+    if not (inside and apart and prod(map(len, over)) == len(ranks)):
+        return f"it is summed over {shown}, and should be over {_name(full, rank, ranks)}"
+    digits = places.digits(full.mesh)
+    summed = SAME.union(*(places.digits_of(one, digits) for one in over))
+    if digits and summed != path.partial_over:
+        return f"it is summed over {shown}, and is partial over {names(path.partial_over)}"
+    return ""
 
 
 def _name(full: Recipe, rank: int, ranks: tuple[int, ...]) -> str:
@@ -272,6 +280,7 @@ def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> 
         structure.add("peers", _unlike(one, other), len(one.calls))
     for witness in witnesses.values():
         structure.add("gradients", _wrong_gradients(small, witness), len(witness.gradients))
+        structure.add("seams", witness.unmet, witness.seams)
         structure.add("groups", _wrong_group_of_axis(small, witness), 0)
         structure.add("collectives", _wrong_reductions(small, witness), 0)
         structure.add("messages", _unmet_in_ring(small, witness), 0)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composer3d.dryrun.collectives import tensors_in
+from composer3d.full.places import SAME, Varying
 from composer3d.runtime.torch_private import group_of_argument, reduction_of_argument
 
 
@@ -38,12 +39,14 @@ class GradientPath(NamedTuple):
     Attributes:
         sums: over ranks, in order.
         factor: of all scalars that the gradient was multiplied by.
+        partial_over: the axes over which the gradient was a part of a sum when backward made it.
         problem: what was done with it that no gradient should meet; "": nothing.
     """
 
     sums: tuple[Sum, ...] = ()
     factor: float = 1.0
     problem: str = ""
+    partial_over: Varying = SAME
 
 
 Paths = Mapping[str, GradientPath]
@@ -77,13 +80,13 @@ class _Range(NamedTuple):
     paths: Paths
 
 
-def begin(name: str, gradient: Tensor) -> None:
+def begin(name: str, gradient: Tensor, partial_over: Varying = SAME) -> None:
     """Begin the way of a parameter's gradient of any shape, which backward has made or added to."""
     before = paths_of(gradient).get(name)
     if before is not None and before.sums:
         path = before._replace(problem="backward adds to what was summed over ranks before")
     else:
-        path = before or GradientPath()
+        path = GradientPath(partial_over=partial_over)
     _write(gradient, {name: path})
 
 

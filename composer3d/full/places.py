@@ -4,9 +4,10 @@ The code asks torch's meshes. This module shares nothing with them: a rank is a 
 are its coordinates, and a group is the ranks that differ in some digits alone.
 """
 
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, product
 from math import prod
+from typing import NamedTuple
 
 from composer3d.recipe.schema import MeshTable
 
@@ -96,6 +97,56 @@ def corner(sizes: MeshTable, pp_rank: int, number: int) -> int:
     """Return a rank of a pipeline rank: first (0), middle (2) or last (-1) on all other axes."""
     places = {axis: _coordinate(_size(axis, sizes), number) for axis in _DENSE if axis != "pp"}
     return rank_at(sizes, pp=pp_rank, **places)
+
+
+class Digit(NamedTuple):
+    """A digit of a rank's number.
+
+    Attributes:
+        axis: of which it is a part.
+        size: how many values it has.
+        weight: the distance of ranks that differ by 1 in it.
+    """
+
+    axis: str
+    size: int
+    weight: int
+
+
+# The digits over which values vary between ranks.
+Varying = frozenset[Digit]
+SAME: Varying = frozenset()
+
+
+def names(digits: Varying) -> str:
+    """Name the axes of digits, for messages."""
+    return ", ".join(sorted({digit.axis for digit in digits})) or "no axis"
+
+
+def digits(sizes: MeshTable) -> tuple[Digit, ...]:
+    """Return the digits of which every group of ``GROUPS`` is made, none of one rank.
+
+    An axis that ep cuts has two digits. There are none if ep cuts an axis within a rank's number,
+    as ep = 2 does with tp = 3.
+    """
+    ends = {"tp": sizes.tp, "cp": sizes.tp * sizes.cp}
+    ends["dp_shard"] = ends["cp"] * sizes.dp_shard
+    ends["dp_replicate"] = ends["dp_shard"] * sizes.dp_replicate
+    ends["pp"] = sizes.world_size
+    found = []
+    for weight, end in pairwise(sorted({1, sizes.ep, *ends.values()})):
+        if end % weight:
+            return ()
+        axis = next(name for name, last in ends.items() if end <= last)
+        found.append(Digit(axis, end // weight, weight))
+    return tuple(found)
+
+
+def digits_of(ranks: Sequence[int], of_number: Sequence[Digit]) -> Varying:
+    """Return the digits in which the ranks of a group differ; none, if it is no group of digits."""
+    first, held = min(ranks), {*ranks}
+    found = frozenset(digit for digit in of_number if first + digit.weight in held)
+    return found if prod(digit.size for digit in found) == len(held) else frozenset()
 
 
 def _coordinate(size: int, number: int) -> int:

@@ -19,6 +19,7 @@ _COMPARED = {
     "collectives": "operations of all pipeline ranks, by group, as predicted",
     "messages": "messages of a pipeline, sent once and received once",
     "gradients": "gradients summed once, over the right ranks",
+    "seams": "activations, gradients and divisors that vary over the right axes",
     "peers": "calls that ranks at other places make alike",
 }
 

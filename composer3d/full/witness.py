@@ -1,8 +1,8 @@
 """What a rank of the job sends and sums in a step without data, in a process of its own.
 
 The step is that of ``dryrun.stage``, with the real code. Beside what a dry run counts, the witness
-keeps the order of all collectives and messages, the ranks of their groups, and the way of every
-gradient (``paths``).
+keeps the order of all collectives and messages, the ranks of their groups, the way of every
+gradient (``paths``), and the axes over which values vary (``varying``).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,17 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composer3d.dryrun.collectives import message_of, tensors_in
+from composer3d.dryrun.collectives import Message, message_of, tensors_in
 from composer3d.dryrun.memory import MemoryLedger
 from composer3d.dryrun.replay import TapedStage
-from composer3d.dryrun.stage import OperatorTraits, Recorder, tape_stage
+from composer3d.dryrun.stage import OperatorTraits, RankWithoutData, Recorder, tape_stage
 from composer3d.facts.schedules import parse_action
 from composer3d.full import paths, places
+from composer3d.full.places import SAME, Varying
+from composer3d.full.varying import Follower, Seams, fix, of_placements, varying
 from composer3d.parallel import Stages
 from composer3d.parallel.data import fsdp
 from composer3d.parallel.pipeline.neighbours import form_routes
 from composer3d.parallel.pipeline.runtime import Pipeline, place_stages
 from composer3d.parallel.pipeline.ties import local_shard
+from composer3d.parallel.stages import Stage
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import environment
 from composer3d.runtime.mesh import Mesh
@@ -79,6 +82,8 @@ class Witness:
         groups: the ranks of each group.
         groups_of: the groups of each axis for which ``taped`` counts.
         gradients: the way of each gradient; None: the optimizer has no gradient of the parameter.
+        seams: how many types of activations, gradients and sums were compared.
+        unmet: those that vary over an axis too many, in words.
     """
 
     rank: int
@@ -87,6 +92,8 @@ class Witness:
     groups: list[tuple[int, ...]]
     groups_of: Mapping[str, set[int]]
     gradients: Mapping[str, paths.GradientPath | None]
+    seams: int
+    unmet: tuple[str, ...]
 
 
 class Job(NamedTuple):
@@ -102,18 +109,28 @@ def see_one_of(jobs: Sequence[Job], plant: Callable[[], None] | None = None) -> 
     if plant is not None:
         plant()
     recipe, pp_rank, rank = jobs[environment.rank()]
-    recorder = _Watcher(MemoryLedger(offload=recipe.memory.cpu_offload))
+    recorder = _Watcher(recipe, MemoryLedger(offload=recipe.memory.cpu_offload))
     taped = tape_stage(recipe, pp_rank, 1.0, recorder=recorder, rank=rank)
     return Witness(
-        rank, taped, recorder.calls, recorder.groups, recorder.groups_of, recorder.gradients
+        rank=rank,
+        taped=taped,
+        calls=recorder.calls,
+        groups=recorder.groups,
+        groups_of=recorder.groups_of,
+        gradients=recorder.gradients,
+        seams=recorder.seams.seen,
+        unmet=tuple(recorder.seams),
     )
 
 
 class _Watcher(Recorder):
     """Writes down what ``Witness`` has."""
 
-    def __init__(self, ledger: MemoryLedger) -> None:
+    def __init__(self, recipe: Recipe, ledger: MemoryLedger) -> None:
         super().__init__(ledger)
+        self.seams = Seams()
+        self._types = _Types.of(recipe)
+        self._follower = Follower(self._types.digits)
         self.calls: list[CollectiveCall] = []
         self.groups: list[tuple[int, ...]] = []
         self.groups_of: dict[str, set[int]] = {}
@@ -133,14 +150,17 @@ class _Watcher(Recorder):
         super().see(operator, traits, arguments, keywords, result)
         if not self.counts:
             return
-        if traits.is_collective:
-            self._see_call(operator, arguments)
+        message = message_of(operator, arguments) if traits.is_collective else None
+        if message is None:
+            self._follower.follow(operator, arguments, keywords, result)
+        else:
+            is_functional = not traits.name.startswith("c10d::")
+            self._follower.follow_message(message, is_functional, arguments, result)
+            if message.group.size() > 1:
+                self._see_call(message, arguments)
         paths.follow(traits.name, arguments, keywords, result)
 
-    def _see_call(self, operator: Any, arguments: Sequence[Any]) -> None:
-        message = message_of(operator, arguments)
-        if message is None or message.group.size() == 1:
-            return
+    def _see_call(self, message: Message, arguments: Sequence[Any]) -> None:
         number = self._number_of(message.group)
         self.groups_of.setdefault(self.axis(message), set()).add(number)
         reductions = [reduction_of_argument(argument) for argument in arguments]
@@ -167,6 +187,8 @@ class _Watcher(Recorder):
             # They are made when the pipeline starts, before anything is received.
             for content, tensors in messages_of_stage(self._pipeline.stages, None):
                 _mark_content(Content(*content), tensors)
+                for tensor in tensors:
+                    fix(tensor, self._types.stream)
                 self._knows_buffers = True
         found: Content | None = vars(message.untyped_storage()).get(_CONTENT)
         return found
@@ -181,9 +203,15 @@ class _Watcher(Recorder):
         return self._numbers[name]
 
     @contextmanager
-    def watching(self, stages: Stages) -> Iterator[None]:
+    def watching(self, own: RankWithoutData) -> Iterator[None]:
+        stages, types = own.stages, self._types
+        for tensor in own.batch:
+            if tensor is not None:
+                fix(tensor, types.batch)
         for module in stages.modules:
-            _follow_gradients(module)
+            _follow_gradients(module, types)
+            _watch_seams(module, types, self.seams)
+        self._watch_sums(own)
         if not isinstance(stages.executor, Pipeline):
             yield
             return
@@ -196,9 +224,29 @@ class _Watcher(Recorder):
             if action is not None:
                 for content, tensors in messages_of_stage(pipeline.stages, action):
                     _mark_content(Content(*content), tensors)
+                    for tensor in tensors:
+                        what = f"the {content[2]} that stage {content[0]} sends"
+                        self.seams.expect(what, tensor, types.stream)
 
         with pipeline.around_actions(label):
             yield
+
+    def _watch_sums(self, own: RankWithoutData) -> None:
+        """Compare what all ranks must divide by: the tokens, and the norm of all gradients."""
+        executor, optimizer = own.stages.executor, own.optimizer
+        compute, apply = executor.forward_backward, optimizer.apply_gradients
+
+        def forward_backward(tokens: Tensor, keywords: Any, divisor: Tensor) -> Tensor:
+            self.seams.expect("the tokens that losses are divided by", divisor, SAME)
+            return compute(tokens, keywords, divisor)
+
+        def apply_gradients(*, divisor: Tensor, is_good: Tensor) -> None:
+            self.seams.expect("the divisors of gradients", divisor, SAME)
+            self.seams.expect("the verdicts on the step", is_good, SAME)
+            apply(divisor=divisor, is_good=is_good)
+
+        executor.forward_backward = forward_backward  # type: ignore[method-assign, assignment]
+        optimizer.apply_gradients = apply_gradients  # type: ignore[method-assign]
 
     def see_gradients(self, stages: Stages) -> None:
         for name, parameter in stages.named_parameters():
@@ -214,30 +262,65 @@ def _mark_content(content: Content, tensors: Sequence[Tensor]) -> None:
         vars(tensor.untyped_storage())[_CONTENT] = content
 
 
-def _follow_gradients(stage: nn.Module) -> None:
+class _Types(NamedTuple):
+    """Over which digits values of a rank vary.
+
+    Attributes:
+        digits: all of them.
+        batch: those over which tokens vary.
+        stream: those over which the residual stream varies.
+    """
+
+    digits: tuple[places.Digit, ...]
+    batch: Varying
+    stream: Varying
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "_Types":
+        digits = places.digits(recipe.mesh)
+        cut = {"dp_replicate", "dp_shard", "cp"}
+        batch = frozenset(digit for digit in digits if digit.axis in cut)
+        over_tp = frozenset(digit for digit in digits if digit.axis == "tp")
+        return cls(digits, batch, batch | over_tp if recipe.parallel.sequence_parallel else batch)
+
+
+def _watch_seams(stage: nn.Module, types: _Types, seams: Seams) -> None:
+    """Compare the types of what each block and the stage return, and of their gradients."""
+    assert isinstance(stage, Stage)
+    for name, block in stage.blocks.items():
+        block.register_forward_hook(seams.watch(f"block {name}", types.stream))
+    if stage.last is not None:
+        stage.register_forward_hook(seams.watch("the loss", types.batch))
+
+
+def _follow_gradients(stage: nn.Module, types: _Types) -> None:
     """Let the ways of all gradients of a stage begin when backward adds to them."""
     names = {parameter: name for name, parameter in stage.named_parameters()}
 
-    def begin_way(name: str) -> Callable[[Tensor], None]:
+    def follow(name: str, parameter: nn.Parameter) -> None:
+        of_parameter = of_placements(parameter, types.digits)
+        fix(parameter, of_parameter)
+
         def begin(parameter: Tensor) -> None:
             if parameter.grad is not None:
-                paths.begin(name, local_shard(parameter.grad))
+                gradient = local_shard(parameter.grad)
+                paths.begin(name, gradient, varying(gradient) - of_parameter)
 
-        return begin
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(begin)
 
     units = fsdp.units(stage)
     if not units:
         for parameter, name in names.items():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(begin_way(name))
+            follow(name, parameter)
         return
     known: set[nn.Parameter] = set()
 
     def find_gathered(unit: Any, _: Any) -> None:
         for shard, gathered in gathered_by_shard(unit):
-            if gathered not in known and gathered.requires_grad:
+            if gathered not in known:
                 known.add(gathered)
-                gathered.register_post_accumulate_grad_hook(begin_way(names[shard]))
+                follow(names[shard], gathered)
 
     for unit in units:
         # FSDP's own hook runs before, and gathers the parameters.

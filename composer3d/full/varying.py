@@ -1,0 +1,190 @@
+"""Over which axes the values of a tensor vary between ranks, followed through a step.
+
+A type of a tensor, in terms of the mesh: over each axis of a stage its values are the same on all
+ranks (replicated), or they vary (sharded, or partial: a summand). JAX's ``shard_map`` checks the
+same property as "varying manual axes", and Meta's ``spmd_types`` does for PyTorch. What is computed
+from values that vary, varies; a sum or a gathering over an axis makes values the same over it.
+
+The type is written down on storages, and begins at parameters and at the batch. Two things follow
+from it without a formula for any layer: where activations meet (the ends of blocks and stages),
+they have the type of the residual stream; and a gradient is partial over exactly those axes over
+which it varies and its parameter does not.
+
+Axes are cut into digits of a rank's number (``places.Digit``), because experts cut a stage into ep
+and efsdp, which are no axes of the other parameters.
+
+What it does not see: a rank that takes its own part of a tensor by its number. So a value that
+varies may pass as the same, and never the other way round.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from composer3d.dryrun.collectives import Message, tensors_in
+from composer3d.full.places import SAME, Digit, Varying, digits_of, names
+from composer3d.parallel.pipeline.ties import local_shard
+
+_VARYING, _FIXED = "composer3d_varying", "composer3d_fixed_varying"
+
+
+def varying(tensor: Tensor) -> Varying:
+    """Return over which digits the values of a tensor of any shape vary; a DTensor: its shard's."""
+    storage = vars(local_shard(tensor).untyped_storage())
+    fixed: Varying | None = storage.get(_FIXED)
+    return storage.get(_VARYING, SAME) if fixed is None else fixed
+
+
+def fix(tensor: Tensor, digits: Varying) -> None:
+    """Say over which digits the values of a tensor of any shape vary, whatever is written to it."""
+    vars(local_shard(tensor).untyped_storage())[_FIXED] = digits
+
+
+def of_placements(parameter: Tensor, digits: Sequence[Digit]) -> Varying:
+    """Return over which digits a parameter of any shape varies: those that cut a DTensor."""
+    if not isinstance(parameter, DTensor):
+        return SAME
+    mesh = parameter.device_mesh
+    cuts = [
+        digits_of(dist.get_process_group_ranks(mesh.get_group(dim)), digits)
+        for dim, placement in enumerate(parameter.placements)
+        if not placement.is_replicate()
+    ]
+    return SAME.union(*cuts)
+
+
+class Follower:
+    """Writes down the types of all that operators make.
+
+    Args:
+        digits: of a rank's number.
+    """
+
+    def __init__(self, digits: Sequence[Digit]) -> None:
+        self._digits = digits
+        self._writes: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+        self._groups: dict[str, Varying] = {}
+        self._sent: dict[str, Varying] = {}
+
+    def follow(
+        self, operator: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any
+    ) -> None:
+        """Write down the types of what an operator has made or changed, which sends nothing."""
+        places, names = self._written(operator)
+        targets = [arguments[place] for place in places if place < len(arguments)]
+        targets += [keywords[name] for name in names if name in keywords]
+        overwrites = _overwrites(operator, names, keywords)
+        read = [
+            argument
+            for place, argument in enumerate(arguments)
+            if not (overwrites and place in places)
+        ]
+        read += [value for name, value in keywords.items() if name not in names]
+        joined = SAME.union(*map(varying, tensors_in(read)))
+        for tensor in tensors_in(targets if targets else result):
+            _write(tensor, joined)
+
+    def follow_message(
+        self, message: Message, is_functional: bool, arguments: Sequence[Any], result: Any
+    ) -> None:
+        """Write down the types of what a collective has made."""
+        over = self._over(message.group)
+        source, target = arguments[0], arguments[0]
+        if is_functional:
+            target = result
+        elif message.operation in ("all_gather", "reduce_scatter", "all_to_all"):
+            source = arguments[1]
+        given = SAME.union(*map(varying, tensors_in(source)))
+        name = message.group.group_name
+        match message.operation:
+            case "all_gather" | "all_reduce" | "broadcast":
+                made = given - over
+            case "send":
+                self._sent[name] = self._sent.get(name, SAME) | given
+                return
+            case "recv":
+                # Ranks of a ring do alike: what arrives is of the type of what was sent.
+                made = self._sent.get(name, SAME) | over
+            case _:
+                made = given | over
+        for tensor in tensors_in(target):
+            _write(tensor, made)
+
+    def _over(self, group: dist.ProcessGroup) -> Varying:
+        name = group.group_name
+        if name not in self._groups:
+            ranks = dist.get_process_group_ranks(group)
+            self._groups[name] = digits_of(ranks, self._digits)
+        return self._groups[name]
+
+    def _written(self, operator: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Return the places and names of the arguments that an operator writes to."""
+        if operator not in self._writes:
+            entries = [
+                (place, entry)
+                for place, entry in enumerate(operator._schema.arguments)
+                if entry.alias_info is not None and entry.alias_info.is_write
+            ]
+            self._writes[operator] = (
+                tuple(place for place, entry in entries if not entry.kwarg_only),
+                tuple(entry.name for _, entry in entries),
+            )
+        return self._writes[operator]
+
+
+# Operators that do not read what they write to.
+_OVERWRITERS = frozenset(("copy_", "_foreach_copy_", "fill_", "zero_"))
+
+
+def _overwrites(operator: Any, names: Sequence[str], keywords: Mapping[str, Any]) -> bool:
+    leaf = operator.name().partition("::")[2].partition(".")[0]
+    return leaf in _OVERWRITERS or any(name in keywords for name in names)
+
+
+def _write(tensor: Tensor, digits: Varying) -> None:
+    storage = tensor.untyped_storage()
+    known = vars(storage)
+    if tensor.nbytes < storage.nbytes():
+        digits = digits | known.get(_VARYING, SAME)
+    if digits or _VARYING in known:
+        known[_VARYING] = digits
+
+
+class Seams:
+    """Where values of a known type meet: collects those that vary over more.
+
+    Attributes:
+        seen: how many were compared.
+        wrong: what varies over which axes too many, in words.
+    """
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.wrong: dict[str, str] = {}
+
+    def expect(self, what: str, tensor: Tensor, most: Varying) -> None:
+        """Compare the type of a tensor of any shape with the digits over which it may vary."""
+        self.seen += 1
+        more = varying(tensor) - most
+        if more:
+            self.wrong[what] = f"{what} vary between the ranks of {names(more)}"
+
+    def watch(self, what: str, most: Varying) -> Callable[[Any, Any, Any], None]:
+        """Return a forward hook that compares a module's output, and in backward its gradient."""
+
+        def see(_: Any, __: Any, output: Any) -> None:
+            for tensor in tensors_in(output):
+                self.expect(f"the activations after {what}", tensor, most)
+                if tensor.requires_grad:
+                    tensor.register_hook(see_gradient)
+
+        def see_gradient(gradient: Tensor) -> None:
+            self.expect(f"the gradients of the activations after {what}", gradient, most)
+
+        return see
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.wrong.values())
