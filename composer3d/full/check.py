@@ -332,9 +332,21 @@ def _wrong_reductions(small: Recipe, witness: Any) -> Iterator[str]:
 
 
 def _calls(witness: Any) -> list[tuple[Any, ...]]:
-    """Return the calls of a rank, with groups as all ranks would name them: by distances."""
+    """Return the calls of a rank, as the ranks at other places should make them.
+
+    Groups are named by distances. Shards of tied parameters, which stages send each other, may have
+    another size at each place.
+    """
     shapes = [tuple(each - ranks[0] for each in ranks) for ranks in witness.groups]
-    return [(shapes[call.group], call._replace(group=0)) for call in witness.calls]
+    found = []
+    for call in witness.calls:
+        is_message = call.operation in ("send", "recv")
+        of_tie = (
+            is_message and call.content is None and shapes[call.group][-1] >= witness.taped.ranks
+        )
+        elements = 0 if of_tie else call.elements
+        found.append((shapes[call.group], call._replace(group=0, elements=elements)))
+    return found
 
 
 def _call_text(call: tuple[Any, ...]) -> str:

@@ -248,6 +248,10 @@ class _Watcher(Recorder):
         executor.forward_backward = forward_backward  # type: ignore[method-assign, assignment]
         optimizer.apply_gradients = apply_gradients  # type: ignore[method-assign]
 
+    def see_read(self, number: Tensor) -> None:
+        if self.counts:
+            self.seams.expect("numbers that the host reads", number, SAME)
+
     def see_gradients(self, stages: Stages) -> None:
         for name, parameter in stages.named_parameters():
             self.gradients[name] = None
@@ -267,21 +271,27 @@ class _Types(NamedTuple):
 
     Attributes:
         digits: all of them.
+        stages: those over which all varies, because other ranks hold other layers.
         batch: those over which tokens vary.
         stream: those over which the residual stream varies.
     """
 
     digits: tuple[places.Digit, ...]
+    stages: Varying
     batch: Varying
     stream: Varying
 
     @classmethod
     def of(cls, recipe: Recipe) -> "_Types":
         digits = places.digits(recipe.mesh)
-        cut = {"dp_replicate", "dp_shard", "cp"}
-        batch = frozenset(digit for digit in digits if digit.axis in cut)
-        over_tp = frozenset(digit for digit in digits if digit.axis == "tp")
-        return cls(digits, batch, batch | over_tp if recipe.parallel.sequence_parallel else batch)
+
+        def of_axes(*axes: str) -> Varying:
+            return frozenset(digit for digit in digits if digit.axis in axes)
+
+        stages = of_axes("pp")
+        batch = stages | of_axes("dp_replicate", "dp_shard", "cp")
+        stream = batch | of_axes("tp") if recipe.parallel.sequence_parallel else batch
+        return cls(digits, stages, batch, stream)
 
 
 def _watch_seams(stage: nn.Module, types: _Types, seams: Seams) -> None:
@@ -298,7 +308,7 @@ def _follow_gradients(stage: nn.Module, types: _Types) -> None:
     names = {parameter: name for name, parameter in stage.named_parameters()}
 
     def follow(name: str, parameter: nn.Parameter) -> None:
-        of_parameter = of_placements(parameter, types.digits)
+        of_parameter = types.stages | of_placements(parameter, types.digits)
         fix(parameter, of_parameter)
 
         def begin(parameter: Tensor) -> None:
