@@ -210,6 +210,7 @@ def _wrong_traffic(full: Recipe, report: StageReport, witness: Any) -> Iterator[
 
 def _wrong_gradients(full: Recipe, witness: Any) -> Iterator[str]:
     wanted = expected.gradients(full, witness.rank)
+    micro_batches = 1 + max(action.micro_batch for action in witness.taped.tape.actions)
     for name in sorted({*wanted, *witness.gradients}):
         if name not in wanted or name not in witness.gradients:
             yield f"{name} is {'missing on' if name in wanted else 'also on'} rank {witness.rank}"
@@ -220,6 +221,12 @@ def _wrong_gradients(full: Recipe, witness: Any) -> Iterator[str]:
             yield f"{name} {words}"
         elif ranks is not None:
             problem = _problem_of_path(full, witness.rank, ranks, path)
+            additions = witness.additions.get(name, 0)
+            if not problem and additions != micro_batches:
+                problem = (
+                    f"backward adds to it {additions} times, and there are {micro_batches} "
+                    "micro-batches"
+                )
             if problem:
                 yield f"the gradient of {name}: {problem}"
 

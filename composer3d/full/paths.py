@@ -86,7 +86,8 @@ def begin(name: str, gradient: Tensor, partial_over: Varying = SAME) -> None:
     if before is not None and before.sums:
         path = before._replace(problem="backward adds to what was summed over ranks before")
     else:
-        path = GradientPath(partial_over=partial_over)
+        path = before or GradientPath()
+    path = path._replace(partial_over=path.partial_over | partial_over)
     _write(gradient, {name: path})
 
 

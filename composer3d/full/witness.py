@@ -5,9 +5,11 @@ keeps the order of all collectives and messages, the ranks of their groups, the 
 gradient (``paths``), and the axes over which values vary (``varying``).
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,7 +20,7 @@ from composer3d.dryrun.collectives import Message, message_of, tensors_in
 from composer3d.dryrun.memory import MemoryLedger
 from composer3d.dryrun.replay import TapedStage
 from composer3d.dryrun.stage import OperatorTraits, RankWithoutData, Recorder, tape_stage
-from composer3d.facts.schedules import parse_action
+from composer3d.facts.schedules import Action, parse_action
 from composer3d.full import paths, places
 from composer3d.full.places import SAME, Varying
 from composer3d.full.varying import Follower, Seams, fix, of_placements, varying
@@ -82,8 +84,10 @@ class Witness:
         groups: the ranks of each group.
         groups_of: the groups of each axis for which ``taped`` counts.
         gradients: the way of each gradient; None: the optimizer has no gradient of the parameter.
-        seams: how many types of activations, gradients and sums were compared.
-        unmet: those that vary over an axis too many, in words.
+        additions: how often backward has added to the gradient of each parameter.
+        seams: how many activations, gradients and sums were compared.
+        unmet: those that vary over an axis too many, or that a stage takes from something else than
+            the message of the micro-batch, in words.
     """
 
     rank: int
@@ -92,6 +96,7 @@ class Witness:
     groups: list[tuple[int, ...]]
     groups_of: Mapping[str, set[int]]
     gradients: Mapping[str, paths.GradientPath | None]
+    additions: Mapping[str, int]
     seams: int
     unmet: tuple[str, ...]
 
@@ -111,6 +116,7 @@ def see_one_of(jobs: Sequence[Job], plant: Callable[[], None] | None = None) -> 
     recipe, pp_rank, rank = jobs[environment.rank()]
     recorder = _Watcher(recipe, MemoryLedger(offload=recipe.memory.cpu_offload))
     taped = tape_stage(recipe, pp_rank, 1.0, recorder=recorder, rank=rank)
+    recorder.see_unread()
     return Witness(
         rank=rank,
         taped=taped,
@@ -118,6 +124,7 @@ def see_one_of(jobs: Sequence[Job], plant: Callable[[], None] | None = None) -> 
         groups=recorder.groups,
         groups_of=recorder.groups_of,
         gradients=recorder.gradients,
+        additions=recorder.additions,
         seams=recorder.seams.seen,
         unmet=tuple(recorder.seams),
     )
@@ -135,8 +142,10 @@ class _Watcher(Recorder):
         self.groups: list[tuple[int, ...]] = []
         self.groups_of: dict[str, set[int]] = {}
         self.gradients: dict[str, paths.GradientPath | None] = {}
+        self.additions: Counter[str] = Counter()
         self._numbers: dict[str, int] = {}
         self._pipeline: Pipeline | None = None
+        self._action: Action | None = None
         self._knows_buffers = False
 
     def see(
@@ -152,7 +161,8 @@ class _Watcher(Recorder):
             return
         message = message_of(operator, arguments) if traits.is_collective else None
         if message is None:
-            self._follower.follow(operator, arguments, keywords, result)
+            for changed in self._follower.follow(operator, arguments, keywords, result):
+                vars(changed.untyped_storage()).pop(_CONTENT, None)
         else:
             is_functional = not traits.name.startswith("c10d::")
             self._follower.follow_message(message, is_functional, arguments, result)
@@ -209,17 +219,19 @@ class _Watcher(Recorder):
             if tensor is not None:
                 fix(tensor, types.batch)
         for module in stages.modules:
-            _follow_gradients(module, types)
+            _follow_gradients(module, types, self.additions)
             _watch_seams(module, types, self.seams)
         self._watch_sums(own)
         if not isinstance(stages.executor, Pipeline):
             yield
             return
         self._pipeline = pipeline = stages.executor
+        for module in stages.modules:
+            self._watch_inputs(module)
 
         @contextmanager
         def label(name: str) -> Iterator[None]:
-            action = parse_action(name)
+            self._action = action = parse_action(name)
             yield
             if action is not None:
                 for content, tensors in messages_of_stage(pipeline.stages, action):
@@ -230,6 +242,27 @@ class _Watcher(Recorder):
 
         with pipeline.around_actions(label):
             yield
+
+    def _watch_inputs(self, stage: Stage) -> None:
+        """Compare what a stage works on with what the messages of the micro-batch carry."""
+
+        def expect(which: int, kind: str, tensor: Tensor) -> None:
+            assert self._action is not None
+            wanted = Content(which, self._action.micro_batch, kind)
+            found = vars(tensor.untyped_storage()).get(_CONTENT)
+            what = f"the {kind} that stage {stage.number} takes for micro-batch {wanted[1]}"
+            self.seams.agree(what, found == wanted, "are not those that were sent for it")
+
+        def see_activations(_: Any, arguments: tuple[Tensor, ...]) -> None:
+            expect(stage.number - 1, "activations", arguments[0])
+
+        def see_output(_: Any, __: Any, output: Tensor) -> None:
+            output.register_hook(partial(expect, stage.number + 1, "gradients"))
+
+        if stage.first is None:
+            stage.register_forward_pre_hook(see_activations)
+        if stage.last is None:
+            stage.register_forward_hook(see_output)
 
     def _watch_sums(self, own: RankWithoutData) -> None:
         """Compare what all ranks must divide by: the tokens, and the norm of all gradients."""
@@ -247,6 +280,12 @@ class _Watcher(Recorder):
 
         executor.forward_backward = forward_backward  # type: ignore[method-assign, assignment]
         optimizer.apply_gradients = apply_gradients  # type: ignore[method-assign]
+
+    def see_unread(self) -> None:
+        """Say after the step what has come from other ranks and was never read."""
+        for operation, number in Counter(self._follower.unread.values()).items():
+            what = f"{number} results of {operation}"
+            self.seams.agree(what, is_right=False, problem="are read by nothing")
 
     def see_read(self, number: Tensor) -> None:
         if self.counts:
@@ -294,27 +333,38 @@ class _Types(NamedTuple):
         return cls(digits, stages, batch, stream)
 
 
-def _watch_seams(stage: nn.Module, types: _Types, seams: Seams) -> None:
+def _watch_seams(stage: Stage, types: _Types, seams: Seams) -> None:
     """Compare the types of what each block and the stage return, and of their gradients."""
-    assert isinstance(stage, Stage)
     for name, block in stage.blocks.items():
         block.register_forward_hook(seams.watch(f"block {name}", types.stream))
     if stage.last is not None:
         stage.register_forward_hook(seams.watch("the loss", types.batch))
 
 
-def _follow_gradients(stage: nn.Module, types: _Types) -> None:
-    """Let the ways of all gradients of a stage begin when backward adds to them."""
+def _follow_gradients(stage: nn.Module, types: _Types, additions: Counter[str]) -> None:
+    """Let the ways of all gradients of a stage begin when backward adds to them.
+
+    ``additions`` counts how often it does.
+    """
     names = {parameter: name for name, parameter in stage.named_parameters()}
 
     def follow(name: str, parameter: nn.Parameter) -> None:
         of_parameter = types.stages | of_placements(parameter, types.digits)
         fix(parameter, of_parameter)
 
+        seen: tuple[Any, int] | None = None
+
         def begin(parameter: Tensor) -> None:
-            if parameter.grad is not None:
-                gradient = local_shard(parameter.grad)
-                paths.begin(name, gradient, varying(gradient) - of_parameter)
+            nonlocal seen
+            if parameter.grad is None:
+                return
+            gradient = local_shard(parameter.grad)
+            version = gradient.untyped_storage(), parameter.grad._version
+            if seen is not None and seen[0] is version[0] and seen[1] == version[1]:
+                return  # backward comes by without a gradient, which a later action computes
+            seen = version
+            additions[name] += 1
+            paths.begin(name, gradient, varying(gradient) - of_parameter)
 
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(begin)
