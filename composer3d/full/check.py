@@ -221,11 +221,10 @@ def _wrong_gradients(full: Recipe, witness: Any) -> Iterator[str]:
             yield f"{name} {words}"
         elif ranks is not None:
             problem = _problem_of_path(full, witness.rank, ranks, path)
-            additions = witness.additions.get(name, 0)
-            if not problem and additions != micro_batches:
+            if not problem and path.additions != micro_batches:
                 problem = (
-                    f"backward adds to it {additions} times, and there are {micro_batches} "
-                    "micro-batches"
+                    f"it has what backward added {path.additions} times, and there are "
+                    f"{micro_batches} micro-batches"
                 )
             if problem:
                 yield f"the gradient of {name}: {problem}"

@@ -84,7 +84,6 @@ class Witness:
         groups: the ranks of each group.
         groups_of: the groups of each axis for which ``taped`` counts.
         gradients: the way of each gradient; None: the optimizer has no gradient of the parameter.
-        additions: how often backward has added to the gradient of each parameter.
         seams: how many activations, gradients and sums were compared.
         unmet: those that vary over an axis too many, or that a stage takes from something else than
             the message of the micro-batch, in words.
@@ -96,7 +95,6 @@ class Witness:
     groups: list[tuple[int, ...]]
     groups_of: Mapping[str, set[int]]
     gradients: Mapping[str, paths.GradientPath | None]
-    additions: Mapping[str, int]
     seams: int
     unmet: tuple[str, ...]
 
@@ -124,7 +122,6 @@ def see_one_of(jobs: Sequence[Job], plant: Callable[[], None] | None = None) -> 
         groups=recorder.groups,
         groups_of=recorder.groups_of,
         gradients=recorder.gradients,
-        additions=recorder.additions,
         seams=recorder.seams.seen,
         unmet=tuple(recorder.seams),
     )
@@ -142,7 +139,6 @@ class _Watcher(Recorder):
         self.groups: list[tuple[int, ...]] = []
         self.groups_of: dict[str, set[int]] = {}
         self.gradients: dict[str, paths.GradientPath | None] = {}
-        self.additions: Counter[str] = Counter()
         self._numbers: dict[str, int] = {}
         self._pipeline: Pipeline | None = None
         self._action: Action | None = None
@@ -219,7 +215,7 @@ class _Watcher(Recorder):
             if tensor is not None:
                 fix(tensor, types.batch)
         for module in stages.modules:
-            _follow_gradients(module, types, self.additions)
+            _follow_gradients(module, types)
             _watch_seams(module, types, self.seams)
         self._watch_sums(own)
         if not isinstance(stages.executor, Pipeline):
@@ -341,11 +337,8 @@ def _watch_seams(stage: Stage, types: _Types, seams: Seams) -> None:
         stage.register_forward_hook(seams.watch("the loss", types.batch))
 
 
-def _follow_gradients(stage: nn.Module, types: _Types, additions: Counter[str]) -> None:
-    """Let the ways of all gradients of a stage begin when backward adds to them.
-
-    ``additions`` counts how often it does.
-    """
+def _follow_gradients(stage: nn.Module, types: _Types) -> None:
+    """Let the ways of all gradients of a stage begin when backward adds to them."""
     names = {parameter: name for name, parameter in stage.named_parameters()}
 
     def follow(name: str, parameter: nn.Parameter) -> None:
@@ -363,7 +356,6 @@ def _follow_gradients(stage: nn.Module, types: _Types, additions: Counter[str]) 
             if seen is not None and seen[0] is version[0] and seen[1] == version[1]:
                 return  # backward comes by without a gradient, which a later action computes
             seen = version
-            additions[name] += 1
             paths.begin(name, gradient, varying(gradient) - of_parameter)
 
         if parameter.requires_grad:
