@@ -144,7 +144,7 @@ class Follower:
                 made = given | over
         for tensor in tensors_in(target):
             _write(tensor, made)
-            if message.group.size() > 1:
+            if message.group.size() > 1 and tensor.numel():
                 number = next(self._numbers)
                 vars(tensor.untyped_storage())[_UNREAD] = number
                 self.unread[number] = message.operation
