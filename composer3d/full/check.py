@@ -25,7 +25,7 @@ No torch here: worker processes import it.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -35,6 +35,7 @@ from composer3d.dryrun.run import at_once, report_all, run_workers
 from composer3d.full import expected, places
 from composer3d.full.places import SAME, names
 from composer3d.full.predicates import PREDICATES, LostPredicate, differences
+from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
 from composer3d.verify.shrink import shrink_to
@@ -269,7 +270,7 @@ def _some(ranks: Sequence[int]) -> str:
 
 def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> None:
     """Check that ranks of one group call the same, and that messages meet."""
-    small = shrink_to(full, full.mesh)
+    small = _with_fewer_micro_batches(shrink_to(full, full.mesh), full.micro_batches)
     sizes, pp = small.mesh, small.mesh.pp
     corners = {pp_rank: places.corner(sizes, pp_rank, 0) for pp_rank in range(pp)}
     others = [
@@ -293,6 +294,15 @@ def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> 
     structure.add(
         "messages", _wrong_messages(small, first), sum(1 for _ in expected.messages(small))
     )
+
+
+def _with_fewer_micro_batches(small: Recipe, most: int) -> Recipe:
+    """Return a recipe with at most as many micro-batches as the job has, if its rules allow that."""
+    rows = small.data.micro_batch * most * small.mesh.batch_ranks
+    if most >= small.micro_batches:
+        return small
+    fewer = replace(small, data=replace(small.data, global_batch=rows))
+    return small if violations(fewer) else fewer
 
 
 def _unlike(one: Any, other: Any) -> Iterator[str]:
