@@ -222,7 +222,7 @@ def leave_a_stage_empty(
     return found
 
 
-@_shows("mesh.pp=2 data.global_batch=20", "mesh.pp=2")
+@_shows("mesh.pp=2 data.global_batch=40", "mesh.pp=2")
 @fault_of(_PipelineStageBase, _PipelineStageBase.get_fwd_send_ops)
 def lose_the_seventeenth_message(right: Any, self: Any, chunk: int) -> Any:
     """Pipeline: activations of micro-batches beyond 16 are not sent."""
