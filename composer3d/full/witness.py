@@ -181,11 +181,22 @@ class _Watcher(Recorder):
             content = self._content_of(tensors[0])
         elif message.operation == "all_to_all":
             elements = 0
+        elif message.operation in ("all_gather", "reduce_scatter"):
+            self._expect_parts(message, arguments)
         self.calls.append(
             CollectiveCall(
                 message.operation, reduction, number, str(message.dtype), elements, steps, content
             )
         )
+
+    def _expect_parts(self, message: Message, arguments: Sequence[Any]) -> None:
+        """Compare the whole of a collective with the parts of all ranks, which are equal."""
+        made, given = (sum(x.numel() for x in tensors_in(one)) for one in arguments[:2])
+        if not given:
+            return  # an operator of DTensor, which makes its output itself
+        whole, part = (made, given) if message.operation == "all_gather" else (given, made)
+        is_whole = whole == part * message.group.size()
+        self.seams.agree(f"the parts of {message.operation}", is_whole, "do not make up the whole")
 
     def _content_of(self, message: Tensor) -> Content | None:
         """Return what a message carries; None: it is none between the stages of the pipeline."""

@@ -143,7 +143,7 @@ def _nothing() -> None:
 def _cases() -> Iterator[Case]:
     from tools.prove.faults.table import FAULTS
     from tools.prove.full.at_scale import FAULTS as AT_SCALE
-    from tools.prove.full.spoil import ANY, HALF, OF_MESSAGES, OF_REDUCTIONS, Spoil
+    from tools.prove.full.spoil import ANY, HALF, OF_MESSAGES, OF_REDUCTIONS, WRONG_NEIGHBOUR, Spoil
 
     for path, layout, _ in BY_RULE:
         yield Case("clean", layout, _load(path, layout), None, is_fault=False)
@@ -159,6 +159,8 @@ def _cases() -> Iterator[Case]:
         for call in calls:
             operation, group = call.split()
             ways = (*(OF_MESSAGES if operation == "message" else ANY), HALF)
+            if group == "cp" and operation == "message":
+                ways += (WRONG_NEIGHBOUR,)  # a group of pp has one neighbour
             ways += OF_REDUCTIONS if "reduce" in operation else ()
             for way in ways:
                 spoil = Spoil(way, operation, group, recipe.mesh)
