@@ -15,6 +15,7 @@ from composer3d.commands.arguments import (
     recipe_argument,
     set_option,
 )
+from composer3d.commands.why import AS_IT_IS, as_json, explain, in_words, read_other
 from composer3d.facts import hardware
 from composer3d.facts.calibration import MOST_OBSERVATIONS, Observation, toml_of
 from composer3d.facts.errors import DeviceError, UserError
@@ -98,6 +99,13 @@ class Options:
         metavar="FILE.toml",
         help="make FILE.toml, a row for --gpu that remembers what --calibrate says",
     )
+    why: str | None = argument(
+        "--why",
+        metavar="LAYOUT",
+        help="also compare the first layout with LAYOUT, term by term: the number of a row, or "
+        f"overrides of the recipe as one text, such as 'mesh.tp=2 mesh.pp=4', or {AS_IT_IS}, as it "
+        "is",
+    )
     write: str | None = argument(
         "--write", metavar="FILE", help="make FILE, a recipe with the fastest layout"
     )
@@ -137,6 +145,9 @@ def run(options: Options) -> int:
         return _memory(resolved.recipe, device, options.as_json)
 
     count = options.gpus or resolved.recipe.world_size
+    other = None
+    if options.why is not None:
+        other = read_other(options.why, options.recipe, options.sets, count)
     with Progress("plan", 0, "predictions") as progress:
         found = search(
             resolved.recipe,
@@ -175,12 +186,17 @@ def run(options: Options) -> int:
         answer["scaling"] = [_scale_json(point) for point in table]
     if calibrated is not None:
         answer["calibration"] = calibrated
+    compared = None if other is None else explain(found.plans, other, device)
+    if compared is not None:
+        answer["why"] = as_json(compared)
     if options.as_json:
         print(json.dumps(answer))
         return 0 if found.fitting else 1
     if calibrated is not None:
         print(_calibration_words(calibrated))
     _print_search(answer, found.plans, device)
+    if compared is not None:
+        print(*in_words(compared, options.why or "", device), sep="\n")
     if table:
         _print_scaling(table)
     if options.write is not None and found.fitting:

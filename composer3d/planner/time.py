@@ -39,10 +39,14 @@ class StepTime:
         step_s: the whole step.
         compute_s: products, attention and memory traffic of the slowest rank, without waiting.
         recompute_s: the part of it that repeats forward.
+        products_s: another part of it: the matrix products of blocks.
+        attention_s: another part of it: attention itself, without its projections.
+        head_s: another part of it: the head and the loss.
         bubble_s: waiting for other pipeline ranks, and for their messages.
         exposed_s: visible time of collectives, by axis: tp, cp, ep, dp (FSDP is dp).
         optimizer_s: the optimizer's step, with what it sends.
         overhead_s: the host, and the slowest of many ranks.
+        host_s: the part of it that is the host.
     """
 
     step_s: float
@@ -52,6 +56,10 @@ class StepTime:
     exposed_s: dict[str, float] = field(default_factory=dict)
     optimizer_s: float
     overhead_s: float
+    products_s: float = 0.0
+    attention_s: float = 0.0
+    head_s: float = 0.0
+    host_s: float = 0.0
 
 
 def groups(setup: Setup) -> dict[str, GroupShape]:
@@ -93,8 +101,10 @@ def predict_time(
 
     exposed = {"tp": 0.0, "cp": 0.0, "ep": 0.0, "dp": 0.0}
     recompute_s = 0.0
+    works = []
     for stage, part in enumerate(stage_times):
         if rank_of(layout.pp, stage, layout.schedule) == slowest:
+            works.append(part.work)
             recompute_s += micro_batches * part.recompute_s
             for axis, seconds in part.exposed.items():
                 exposed[axis] += micro_batches * seconds
@@ -114,6 +124,10 @@ def predict_time(
         exposed_s=exposed,
         optimizer_s=optimizer_s,
         overhead_s=constants.step_overhead_s + total_s - step_s,
+        products_s=micro_batches * sum(work.products_s for work in works),
+        attention_s=micro_batches * sum(work.attention_s for work in works),
+        head_s=micro_batches * sum(work.head_s for work in works),
+        host_s=constants.step_overhead_s,
     )
 
 
@@ -190,7 +204,7 @@ def _block(
     work = compute.block_work(
         setup, constants, has_experts=has_experts, window=window, predicts=predicts
     )
-    forward_s, input_s, weight_s, recompute_s = work
+    forward_s, input_s, weight_s, recompute_s = work[:4]
     repeats = {"full": 1.0, "half_blocks": 0.5}.get(setup.recompute, 0.0)
     exposed: dict[str, float] = {}
 
@@ -253,7 +267,10 @@ def _block(
         dp_s += added
         weight_s += added
     exposed["dp"] = dp_s
-    return _BlockTimes(Work(forward_s, input_s, weight_s, recompute_s), work.recompute_s, exposed)
+    with_collectives = work._replace(
+        forward_s=forward_s, input_s=input_s, weight_s=weight_s, recompute_s=recompute_s
+    )
+    return _BlockTimes(with_collectives, work.recompute_s, exposed)
 
 
 def _beside(compute_s: float, collective_s: float, constants: Constants) -> float:

@@ -291,3 +291,37 @@ def test_an_unknown_device_lists_those_that_are_known(
     error = capsys.readouterr().err
     assert "abacus: unknown device" in error
     assert "MI300X" in error
+
+
+def test_why_compares_the_first_layout_with_another_one(
+    ask: Ask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a row of the table, with overrides, and with the recipe, some of which do not fit."""
+    plan = ("plan", RECIPE, "--top", "3", "--why")
+    for layout, name in (
+        ("3", "row 3 of the table"),
+        ("mesh.tp=2 mesh.dp_shard=-1", "the recipe with mesh.tp=2 mesh.dp_shard=-1"),
+        ("recipe", "the recipe as it is"),
+        ("data.micro_batch=4", "B does not fit"),
+    ):
+        status, answer = ask(*plan, layout)
+        why = answer["why"]
+        assert status == 0
+        assert why["fits"] == [True, name != "B does not fit"]
+        assert why["step_time_s"][0] == answer["layouts"][0]["step_time_s"]
+        assert why["step_time_s"][1] - why["step_time_s"][0] == why["more_s"]
+        assert cli.main([*plan, layout]) == 0
+        text = capsys.readouterr().out
+        assert name in text
+        assert f"what decides is {why['decisive']}" in text
+    assert ask(*plan, "3")[1]["why"]["step_time_s"][1] == answer["layouts"][2]["step_time_s"]
+
+    for layout, message in (
+        ("4", "the table has the rows 1 to 3"),
+        ("mesh.tp=3", "mesh.tp = 3 must divide model.n_heads = 32"),
+        ("mesh.tp=2", "but the world has 8"),
+        ("model.dim=64", "give others with --set"),
+        ("fast", "give others with --set"),
+    ):
+        assert cli.main([*plan, layout]) == 2
+        assert message in capsys.readouterr().err
