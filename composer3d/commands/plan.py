@@ -36,6 +36,7 @@ from composer3d.planner.search import (
 )
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
+from composer3d.recipe.values import as_toml
 from composer3d.runtime.progress import Progress
 
 _MOST_TOKENS_S = 1e15
@@ -285,6 +286,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         "micro_batch": recipe.data.micro_batch,
         "schedule": recipe.parallel.schedule,
         "activation_checkpoint": recipe.memory.activation_checkpoint,
+        "stages": recipe.parallel.stages,
         "step_time_s": prediction.time.step_s,
         "step_time_s_80": prediction.interval(prediction.time.step_s),
         "tokens_per_s_per_gpu": prediction.tokens_s,
@@ -315,7 +317,7 @@ def _print_search(answer: dict[str, Any], plans: list[Plan], device: Device) -> 
             f"{_layout_cells(plan)}{prediction.tokens_s:11,.0f}"
             f"{_range(speeds, ',.0f'):>15} {_mfu_cell(plan)} "
             f"{prediction.peak_gib:7.1f}{_range(sizes, '.1f'):>13} "
-            f"{_probability(prediction.fits_probability):>5}  {plan.bound_by}"
+            f"{_probability(prediction.fits_probability):>5}  {plan.bound_by}{_further(plan)}"
         )
     print("80%: four of five measured values are expected in it; fits: the probability of it")
     close = answer["first_is_close_probability"]
@@ -339,6 +341,12 @@ def _layout_cells(plan: Plan) -> str:
         f"{one['cp']:5}{one['ep']:5}{one['zero']:6}{one['micro_batch']:7}  "
         f"{one['schedule'] if one['pp'] > 1 else '-':16} {one['activation_checkpoint']:10}"
     )
+
+
+def _further(plan: Plan) -> str:
+    """Return what no cell of a layout says, as overrides in a line of their own, or nothing."""
+    stages = plan.recipe.parallel.stages
+    return f"\n      with parallel.stages={as_toml(stages).replace(' ', '')}" if stages else ""
 
 
 def _mfu_cell(plan: Plan) -> str:
@@ -380,6 +388,8 @@ def _reasons(plan: Plan, device: Device) -> list[str]:
         reasons.append(f"tp {mesh.tp} {place}: it cuts every layer, and its traffic is frequent")
     if mesh.pp > 1:
         reasons.append(f"pp {mesh.pp}: stages cut the memory of parameters with little traffic")
+    if plan.recipe.parallel.stages:
+        reasons.append("its stages are cut so that the slowest one is as fast as can be")
     if mesh.cp > 1:
         reasons.append(f"cp {mesh.cp}: a sequence has {plan.recipe.data.seq_len:,} tokens")
     if mesh.ep > 1:
@@ -429,7 +439,7 @@ def scale_line(point: ScalePoint) -> str:
     return (
         f"{point.gpus:7,}  {plan.recipe.data.global_batch:7,}{_layout_cells(plan)}  "
         f"{point.efficiency:10.1%} {work_share(plan.prediction):6.1%} {_mfu_cell(plan)}"
-        f"{_mfu_range(plan):>11}  {plan.bound_by}"
+        f"{_mfu_range(plan):>11}  {plan.bound_by}{_further(plan)}"
     )
 
 
