@@ -286,6 +286,9 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         "micro_batch": recipe.data.micro_batch,
         "schedule": recipe.parallel.schedule,
         "activation_checkpoint": recipe.memory.activation_checkpoint,
+        "loss_chunks": recipe.memory.loss_chunks,
+        "fsdp_blocks": recipe.parallel.fsdp_blocks,
+        "cp_method": recipe.parallel.cp_method,
         "stages": recipe.parallel.stages,
         "step_time_s": prediction.time.step_s,
         "step_time_s_80": prediction.interval(prediction.time.step_s),
@@ -328,7 +331,7 @@ def _print_search(answer: dict[str, Any], plans: list[Plan], device: Device) -> 
 
 
 _LAYOUT_HEADING = (
-    "  tp  pp x v   dp (replicate x shard)   cp   ep  zero  micro  schedule         checkpoint"
+    "  tp  pp x v   dp (replicate x shard)   cp   ep  zero  micro  schedule         checkpoint    "
 )
 
 
@@ -339,14 +342,21 @@ def _layout_cells(plan: Plan) -> str:
         f"{one['tp']:4} {one['pp']:3} x {one['virtual_stages']:<2} "
         f"{one['dp_replicate']:>10} x {one['dp_shard']:<10}"
         f"{one['cp']:5}{one['ep']:5}{one['zero']:6}{one['micro_batch']:7}  "
-        f"{one['schedule'] if one['pp'] > 1 else '-':16} {one['activation_checkpoint']:10}"
+        f"{one['schedule'] if one['pp'] > 1 else '-':16} {one['activation_checkpoint']:14}"
     )
 
 
 def _further(plan: Plan) -> str:
     """Return what no cell of a layout says, as overrides in a line of their own, or nothing."""
-    stages = plan.recipe.parallel.stages
-    return f"\n      with parallel.stages={as_toml(stages).replace(' ', '')}" if stages else ""
+    parallel, memory = plan.recipe.parallel, plan.recipe.memory
+    values = {
+        "memory.loss_chunks": memory.loss_chunks if memory.loss_chunks > 1 else None,
+        "parallel.fsdp_blocks": parallel.fsdp_blocks if parallel.fsdp_blocks > 1 else None,
+        "parallel.cp_method": parallel.cp_method if plan.recipe.mesh.cp > 1 else None,
+        "parallel.stages": parallel.stages and as_toml(parallel.stages).replace(" ", ""),
+    }
+    words = " ".join(f"{key}={value}" for key, value in values.items() if value is not None)
+    return f"\n      with {words}" if words else ""
 
 
 def _mfu_cell(plan: Plan) -> str:
@@ -389,7 +399,7 @@ def _reasons(plan: Plan, device: Device) -> list[str]:
     if mesh.pp > 1:
         reasons.append(f"pp {mesh.pp}: stages cut the memory of parameters with little traffic")
     if plan.recipe.parallel.stages:
-        reasons.append("its stages are cut so that the slowest one is as fast as can be")
+        reasons.append("its stages are cut by predicted time, which is faster than by parameters")
     if mesh.cp > 1:
         reasons.append(f"cp {mesh.cp}: a sequence has {plan.recipe.data.seq_len:,} tokens")
     if mesh.ep > 1:

@@ -39,6 +39,8 @@ class Choices:
         tp_over_nodes: whether tp may cross nodes.
         any_mesh: whether to try meshes that are legal but seldom fast: cp with short sequences, any
             number of replicas, and fewer micro-batches than pipeline ranks.
+        further_checkpoints, loss_chunks, fsdp_blocks, cp_methods: values of these keys that are not
+            enumerated, but tried on layouts that they may make one of the fastest (``levers``).
     """
 
     schedules: tuple[Schedule, ...] = ("1F1B", "Interleaved1F1B")
@@ -47,6 +49,10 @@ class Choices:
     micro_batches: tuple[int, ...] = (1, 2, 4)
     tp_over_nodes: bool = False
     any_mesh: bool = False
+    further_checkpoints: tuple[str, ...] = ("every 2 blocks", "every 4 blocks")
+    loss_chunks: tuple[int, ...] = (1, 4, 16)
+    fsdp_blocks: tuple[int, ...] = (1, 2, 4)
+    cp_methods: tuple[str, ...] = ("ring", "allgather", "ulysses")
 
 
 def is_legal(recipe: Recipe) -> bool:

@@ -1,28 +1,36 @@
-"""Improves layouts that are fast already by what the enumeration of layouts leaves out.
+"""Improves fast layouts by keys that the enumeration of layouts leaves as they are.
 
-Each further lever would multiply the number of layouts. So it is tried on those layouts alone that
-it may make one of the fastest. No torch here.
+Each further key would multiply the number of layouts. So it is tried on those layouts alone that it
+may make one of the fastest: the loss in chunks, checkpointing of some blocks, units of FSDP and the
+method of cp, and then other cuts of the stages. No torch here.
 """
 
-from bisect import insort
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import product
+from typing import Any, NamedTuple
 
 from composer3d.planner.cut import Cutter
 from composer3d.planner.intervals import Candidate
-from composer3d.planner.layouts import is_legal
+from composer3d.planner.layouts import Choices, is_legal
 from composer3d.planner.memory import memory_of_ranks
 from composer3d.planner.predict import fits, predict_speed
 from composer3d.planner.setup import Setup
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import variant
 
-_MOST_TRIED = 500
+# Layouts whose stages are cut again, and families of layouts that are tried with other keys.
+_MOST_CUT = 500
+_MOST_FAMILIES = 16
+# How much faster a layout must become by a cut; and by other keys, each of which is one more to
+# understand.
 _LEAST_GAIN = 1.001
+_LEAST_GAIN_OF_KEYS = 1.005
+
+_CHECKPOINT = "memory.activation_checkpoint"
 
 
 class Timed(NamedTuple):
-    """A layout that fits, and its predicted speed."""
+    """A layout, and its predicted speed."""
 
     recipe: Recipe
     setup: Setup
@@ -33,36 +41,126 @@ class Timed(NamedTuple):
         """The predicted tokens per second and device."""
         return self.speed.tokens_s
 
+    @property
+    def fits(self) -> bool:
+        """Whether it fits, which is predicted again by each call."""
+        return fits(self.setup, memory_of_ranks(self.setup))
 
-def improve(
-    timed: Sequence[Timed],
-    setup_of: Callable[[Recipe], Setup],
-    top: int,
-    report: Callable[[], None] = lambda: None,
-) -> list[Timed]:
-    """Return the layouts, the fastest first, with better cuts of their stages where they help.
+    @property
+    def family(self) -> Recipe:
+        """What it has in common with layouts that differ in checkpointing only."""
+        return variant(self.recipe, {_CHECKPOINT: "none"})
+
+
+class Levers:
+    """Makes the fastest of some layouts faster.
 
     Args:
-        timed: layouts that fit, the fastest first, whose stages are cut by their parameters.
         setup_of: returns the setup of a recipe.
         top: the number of layouts that count. What cannot become one of them stays as it is.
-        report: is called for each layout that is tried.
+        choices: the values to try.
+        report: is called for each layout or family that is tried.
     """
-    speeds = sorted(one.tokens_s for one in timed)
-    found = list(timed)
-    for index, one in enumerate(timed[:_MOST_TRIED]):
-        if one.setup.layout.pp == 1:
-            continue
-        needed = max(one.tokens_s * _LEAST_GAIN, speeds[-top] if len(speeds) >= top else 0.0)
-        cutter = Cutter(one.setup)
-        if one.tokens_s * cutter.most_gain(main_cut(one.setup)) < needed:
-            continue
-        report()
-        better = _with_faster_cut(one, cutter, setup_of)
-        if better is not None:
-            found[index] = better
-            insort(speeds, better.tokens_s)
-    return sorted(found, key=lambda one: -one.tokens_s)
+
+    def __init__(
+        self,
+        setup_of: Callable[[Recipe], Setup],
+        top: int,
+        choices: Choices,
+        report: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._setup_of = setup_of
+        self._top = top
+        self._choices = choices
+        self._report = report
+
+    def improve(self, fitting: Iterable[Timed], near: Iterable[Timed] = ()) -> list[Timed]:
+        """Return layouts that fit, the fastest first.
+
+        Args:
+            fitting: layouts that fit.
+            near: layouts that almost fit.
+        """
+        return self.with_other_cuts(self.with_other_keys(_ranked(fitting), _ranked(near)))
+
+    def with_other_keys(self, fitting: list[Timed], near: list[Timed]) -> list[Timed]:
+        """Return the fitting layouts, the fastest first, and the fastest of more families.
+
+        A family is tried if its fastest layout that fits, or almost fits, is among the fastest.
+        """
+        found = {one.recipe: one for one in fitting}
+        fastest: dict[Recipe, Timed] = {}
+        for one in fitting:
+            fastest.setdefault(one.family, one)
+        families = list(fastest)[:_MOST_FAMILIES]
+        families += list(dict.fromkeys(one.family for one in near))[:_MOST_FAMILIES]
+        for family in dict.fromkeys(families):
+            self._report()
+            own = fastest.get(family)
+            needed = self._needed(found.values())
+            if own is not None:
+                needed = max(needed, own.tokens_s * _LEAST_GAIN_OF_KEYS)
+            better = self._fastest_of(family)
+            if better is not None and better.tokens_s >= needed:
+                found[better.recipe] = better
+        return _ranked(found.values())
+
+    def with_other_cuts(self, timed: list[Timed]) -> list[Timed]:
+        """Return layouts, the fastest first, with better cuts of their stages where they help.
+
+        Args:
+            timed: layouts that fit, the fastest first, whose stages are cut by their parameters.
+        """
+        found = list(timed)
+        for index, one in enumerate(timed[:_MOST_CUT]):
+            if one.setup.layout.pp == 1:
+                continue
+            needed = max(one.tokens_s * _LEAST_GAIN, self._needed(found))
+            cutter = Cutter(one.setup)
+            if one.tokens_s * cutter.most_gain(main_cut(one.setup)) < needed:
+                continue
+            self._report()
+            cuts = ({"parallel.stages": cut} for cut in cutter.cuts())
+            found[index] = self._fastest(one.recipe, cuts, one.tokens_s * _LEAST_GAIN) or one
+        return _ranked(found)
+
+    def _needed(self, found: Iterable[Timed]) -> float:
+        """Return the speed that a layout needs to be one of the fastest ``top``."""
+        speeds = sorted((one.tokens_s for one in found), reverse=True)
+        return speeds[self._top - 1] if len(speeds) >= self._top else 0.0
+
+    def _fastest_of(self, family: Recipe) -> Timed | None:
+        """Return the fastest layout of a family with other keys; None: none fits."""
+        choices, parallel, memory = self._choices, family.parallel, family.memory
+        values = {
+            _CHECKPOINT: (*choices.checkpoints, *choices.further_checkpoints),
+            "memory.loss_chunks": (memory.loss_chunks, *choices.loss_chunks),
+            "parallel.cp_method": (parallel.cp_method, *choices.cp_methods * (family.mesh.cp > 1)),
+        }
+        found = self._fastest(family, _combinations(values))
+        if found is None:
+            return None
+        # Larger units need more memory, which the others must leave.
+        units = _combinations({"parallel.fsdp_blocks": choices.fsdp_blocks})
+        faster = self._fastest(found.recipe, units, found.tokens_s * _LEAST_GAIN_OF_KEYS)
+        return faster or found
+
+    def _fastest(
+        self, recipe: Recipe, changes: Iterable[Mapping[str, Any]], needed: float = 0.0
+    ) -> Timed | None:
+        """Return the fastest legal variant that fits, if it is as fast as needed.
+
+        Memory takes longer to predict than time. So it is predicted in the order of time, until a
+        variant fits.
+        """
+        timed = []
+        for change in changes:
+            other = variant(recipe, change)
+            if is_legal(other):
+                setup = self._setup_of(other)
+                timed.append(Timed(other, setup, predict_speed(setup)))
+        fast = (one for one in _ranked(timed) if one.tokens_s >= needed)
+        return next((one for one in fast if one.fits), None)
 
 
 def main_cut(setup: Setup) -> tuple[int, ...]:
@@ -71,19 +169,10 @@ def main_cut(setup: Setup) -> tuple[int, ...]:
     return (*others, last - setup.sizes.mtp_layers)
 
 
-def _with_faster_cut(
-    one: Timed, cutter: Cutter, setup_of: Callable[[Recipe], Setup]
-) -> Timed | None:
-    """Return a layout with the fastest cut of those that fit; None: its own is as fast."""
-    faster = []
-    for cut in cutter.cuts():
-        recipe = variant(one.recipe, {"parallel.stages": cut})
-        if is_legal(recipe):
-            setup = setup_of(recipe)
-            speed = predict_speed(setup)
-            if speed.tokens_s > _LEAST_GAIN * one.tokens_s:
-                faster.append(Timed(recipe, setup, speed))
-    faster.sort(key=lambda other: -other.tokens_s)
-    return next(
-        (other for other in faster if fits(other.setup, memory_of_ranks(other.setup))), None
-    )
+def _combinations(values: Mapping[str, Iterable[Any]]) -> Iterator[dict[str, Any]]:
+    for chosen in product(*(dict.fromkeys(of_key) for of_key in values.values())):
+        yield dict(zip(values, chosen, strict=True))
+
+
+def _ranked(timed: Iterable[Timed]) -> list[Timed]:
+    return sorted(timed, key=lambda one: -one.tokens_s)

@@ -129,7 +129,17 @@ def _tokens_s(setup: Setup, time: StepTime) -> float:
 
 def fits(setup: Setup, memory: Iterable[RankMemory]) -> bool:
     """Return whether every rank fits its device. Those after one that does not are not read."""
-    return all(_needed_gib(rank) <= setup.machine.hardware.memory_gib for rank in memory)
+    return needed_share(setup, memory) <= 1
+
+
+def needed_share(setup: Setup, memory: Iterable[RankMemory]) -> float:
+    """Return the largest share of its device that a rank needs, up to the first that is above 1."""
+    largest = 0.0
+    for rank in memory:
+        largest = max(largest, _needed_gib(rank) / setup.machine.hardware.memory_gib)
+        if largest > 1:
+            break
+    return largest
 
 
 def _needed_gib(rank: RankMemory) -> float:

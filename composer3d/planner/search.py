@@ -1,6 +1,6 @@
 """Ranks the layouts of a recipe, and says what bounds each. No torch here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -8,13 +8,13 @@ from typing import NamedTuple
 from composer3d.facts.hardware import Hardware
 from composer3d.planner.intervals import close_probability
 from composer3d.planner.layouts import Choices, layouts
-from composer3d.planner.levers import Timed, improve
+from composer3d.planner.levers import Levers, Timed
 from composer3d.planner.memory import memory_of_ranks, predict_memory
 from composer3d.planner.predict import (
     Prediction,
-    fits,
     mfu,
     model_flops_per_token,
+    needed_share,
     of_recipe,
     predict,
     predict_speed,
@@ -25,6 +25,10 @@ from composer3d.recipe.schema import Recipe
 CLOSE = 0.03
 # With more layouts than this, those that fit and have the fewest ranks in tp, pp and cp are timed.
 _MOST_TIMED = 4000
+# Layouts that need less than this share of their device may fit with further keys. So many of them,
+# those that need least, are timed.
+_NEAR = 1.3
+_MOST_NEAR = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +92,7 @@ class Search(NamedTuple):
     Attributes:
         plans: those that fit, the fastest first; if none fits, those that come closest.
         legal: the number of legal layouts.
-        fitting: the number of those that fit.
+        fitting: the number of layouts that fit, with those that do by further keys.
         close: the probability that the first one is at most ``CLOSE`` slower than the best of those
             that fit; None: none fits.
     """
@@ -110,34 +114,40 @@ def search(
 ) -> Search:
     """Return the fastest layouts of a recipe on ``gpus`` devices.
 
-    Stages are cut by their parameters, and those of fast layouts by their time, where that helps
-    (``cut``). ``report`` is called for each layout whose memory or time is predicted next, or whose
-    stages are cut, with which of these.
+    Layouts that are fast, or would be if they did not need a little too much memory, are tried with
+    further keys, and their stages are cut by their time (``levers``). ``report`` is called for each
+    layout whose memory or time is predicted next, or that is tried so, with which of these.
     """
+    choices = choices or Choices()
     legal = 0
     fitting: list[tuple[Recipe, Setup]] = []
     too_large: list[tuple[Recipe, Setup]] = []
+    near: list[tuple[float, int]] = []
     for variant in layouts(recipe, gpus, device.per_node, choices):
         legal += 1
         report("memory")
         setup = device.setup(variant)
         # Most layouts of a large model do not fit, and most of them not even their first rank.
-        found = fitting if fits(setup, memory_of_ranks(setup)) else too_large
-        found.append((variant, setup))
-    if not fitting:
-        too_large.sort(key=lambda item: _largest_bytes(item[1]))
-        return Search([price(variant, device) for variant, _ in too_large[:top]], legal, 0, None)
+        share = needed_share(setup, memory_of_ranks(setup))
+        if 1 < share < _NEAR:
+            near.append((share, len(too_large)))
+        (fitting if share <= 1 else too_large).append((variant, setup))
+
+    def timed(chosen: Iterable[tuple[Recipe, Setup]]) -> Iterator[Timed]:
+        for variant, setup in chosen:
+            report("time")
+            yield Timed(variant, setup, predict_speed(setup))
 
     fitting.sort(key=lambda item: item[1].layout.tp * item[1].layout.pp * item[1].layout.cp)
-    timed: list[Timed] = []
-    for variant, setup in fitting[:_MOST_TIMED]:
-        report("time")
-        timed.append(Timed(variant, setup, predict_speed(setup)))
-    timed.sort(key=lambda one: -one.tokens_s)
-    best = improve(timed, device.setup, top, lambda: report("stages"))
+    nearest = [too_large[index] for _, index in sorted(near)[:_MOST_NEAR]]
+    levers = Levers(device.setup, top, choices, lambda: report("further keys"))
+    best = levers.improve(timed(fitting[:_MOST_TIMED]), timed(nearest))
+    if not best:
+        too_large.sort(key=lambda item: _largest_bytes(item[1]))
+        return Search([price(variant, device) for variant, _ in too_large[:top]], legal, 0, None)
     plans = [price(one.recipe, device) for one in best[:top]]
     close = close_probability([one.speed for one in best], CLOSE)
-    return Search(plans, legal, len(fitting), close)
+    return Search(plans, legal, max(len(fitting), len(best)), close)
 
 
 def _largest_bytes(setup: Setup) -> float:

@@ -136,7 +136,8 @@ def test_the_table_of_scale_says_why_and_has_progress(
     assert "80%: four of five measured values are expected in it" in text
     assert "bound by" in text
     assert "the fastest layout as devices grow" in text
-    assert {"memory of each layout", "time of each layout"} <= notes["plan"]
+    whats = ("memory", "time", "further keys")
+    assert notes["plan"] == {f"{what} of each layout" for what in whats}
     assert "memory on 2,048 devices, of each layout" in notes["plan --scale"]
 
 
@@ -208,9 +209,10 @@ def check_predictions(answer: dict[str, Any], predictions: Counter[str]) -> None
     """
     assert answer["legal"] > 100
     assert predictions["memory_of_ranks"] == answer["legal"]
-    assert predictions["predict_speed"] == min(answer["fitting"], search._MOST_TIMED)
+    assert predictions["predict_speed"] <= search._MOST_TIMED + search._MOST_NEAR
     assert predictions["predict"] == len(answer["layouts"])
-    assert predictions["of a lever"] <= answer["fitting"]
+    # Of 32 families at most, and of cuts.
+    assert predictions["of a lever"] <= 32 * (5 * 3 + 3) + 2 * answer["fitting"]
 
 
 def test_a_plan_of_a_large_job_predicts_no_layout_twice(
@@ -341,7 +343,7 @@ def test_a_cut_of_stages_by_time_is_shown_and_written(
     assert cli.main(command) == 0
     text = capsys.readouterr().out
     (words,) = re.findall(r"\n      with (parallel.stages=\S+)\n", text)
-    assert "its stages are cut so that the slowest one is as fast as can be" in text
+    assert "its stages are cut by predicted time" in text
 
     recipe = load(str(out)).recipe
     assert words == f"parallel.stages={list(recipe.parallel.stages or ())}".replace(" ", "")

@@ -8,7 +8,7 @@ import pytest
 
 from composer3d.planner.cut import Cutter
 from composer3d.planner.layouts import Choices, is_legal
-from composer3d.planner.levers import Timed, improve, main_cut
+from composer3d.planner.levers import Levers, Timed, main_cut
 from composer3d.planner.predict import predict_speed
 from composer3d.planner.search import Device, price, search
 from composer3d.planner.time import pipeline_times
@@ -111,7 +111,7 @@ def test_no_recipe_with_a_pipeline_becomes_slower(path: Path) -> None:
     recipe = load(path, check_files=False).recipe
     setup = H100.setup(recipe)
     own = Timed(recipe, setup, predict_speed(setup))
-    (found,) = improve([own], H100.setup, 1)
+    (found,) = Levers(H100.setup, 1, Choices()).with_other_cuts([own])
     assert found.tokens_s >= own.tokens_s
     assert is_legal(found.recipe)
     assert price(found.recipe, H100).prediction.tokens_s == found.tokens_s
@@ -124,7 +124,13 @@ def test_no_recipe_with_a_pipeline_becomes_slower(path: Path) -> None:
 
 def test_the_search_cuts_stages_where_that_is_faster_and_fits() -> None:
     recipe = recipe_of("deepseek-v3-1024")
-    choices = Choices(schedules=("1F1B",), checkpoints=("full",), zeros=(1,), micro_batches=(1,))
+    choices = Choices(
+        schedules=("1F1B",),
+        checkpoints=("full",),
+        zeros=(1,),
+        micro_batches=(1,),
+        further_checkpoints=(),
+    )
     found = search(recipe, 1024, H100, 3, choices)
     assert all(plan.prediction.fits for plan in found.plans)
     first = found.plans[0]
@@ -135,7 +141,8 @@ def test_the_search_cuts_stages_where_that_is_faster_and_fits() -> None:
     # With less memory than the stages of that cut need, the others stay.
     setup = H100.setup(uncut.recipe)
     own = Timed(uncut.recipe, setup, predict_speed(setup))
-    (cut,) = improve([own], H100.setup, 1)
+    (cut,) = Levers(H100.setup, 1, choices).with_other_cuts([own])
     assert cut.recipe.parallel.stages == first.recipe.parallel.stages
     tight = H100.hardware._replace(memory_gib=first.prediction.peak_gib - 0.01)
-    assert improve([own], Device(hardware=tight).setup, 1) == [own]
+    levers = Levers(Device(hardware=tight).setup, 1, choices)
+    assert levers.with_other_cuts([own]) == [own]
