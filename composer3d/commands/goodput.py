@@ -11,7 +11,8 @@ from composer3d.planner.search import Device, Plan
 from composer3d.runtime.launch import REPORT_S
 
 PUBLISHED = "published"
-_MOST = 1e9  # of hours, minutes and GB/s
+LOSS = 0.001  # of the best share of time, with a longer interval
+_LEAST, _MOST = 1e-6, 1e9  # of hours, minutes and GB/s
 _HOUR_S = 3600.0
 _SHARES = Goodput._fields[1:]
 
@@ -40,14 +41,14 @@ def read_question(
         The question, or None without ``--goodput``.
 
     Raises:
-        UserError: a value is no number above 0, or another one than ``--goodput`` stands alone.
+        UserError: a value is no number in its range, or stands without ``--goodput``.
     """
     others = {"--storage": storage_gb_s, "--restart": restart_minutes}
     for option, value in others.items():
         if value is not None and hours is None:
             raise UserError(f"{option} is for --goodput HOURS|{PUBLISHED}; give both")
-        if value is not None and not 0 < value < _MOST:
-            raise UserError(f"{option} {value:g}: give a number above 0 and below {_MOST:g}")
+        if value is not None and not _LEAST <= value <= _MOST:
+            raise UserError(f"{option} {value:g}: give a number from {_LEAST:g} to {_MOST:g}")
     if hours is None:
         return None
     mttf_hours = None
@@ -56,10 +57,10 @@ def read_question(
             mttf_hours = float(hours)
         except ValueError:
             mttf_hours = 0.0
-        if not 0 < mttf_hours < _MOST:
+        if not _LEAST <= mttf_hours <= _MOST:
             raise UserError(
                 f"--goodput {one_line(hours, 40)}: give the hours between two failures of the job, "
-                f"above 0 and below {_MOST:g}, or {PUBLISHED}"
+                f"from {_LEAST:g} to {_MOST:g}, or {PUBLISHED}"
             )
     return Question(mttf_hours, storage_gb_s, restart_minutes)
 
@@ -68,27 +69,21 @@ def predict_goodput(question: Question, plan: Plan, device: Device) -> dict[str,
     """Return the goodput of a layout as ``plan --json`` has it.
 
     Times in ``*_s`` are seconds. ``own`` is the recipe's interval between checkpoints, ``best`` the
-    best one; their values are shares of time. ``best_if_ranks_hang`` is the share that trains if
-    each failure is noticed after ``run.timeout_minutes`` alone.
+    best one, and ``longest`` one that costs ``LOSS``; their values are shares of time.
+    ``best_if_ranks_hang`` is the share that trains if each failure is noticed after
+    ``run.timeout_minutes`` alone.
 
     Raises:
         UserError: nobody published how often the device fails, and the user does not say it.
     """
     recipe, devices = plan.recipe, plan.recipe.world_size
-    mttf_hours, source = question.mttf_hours, None
-    if mttf_hours is None:
-        rate = model.published_failures(device.hardware)
-        mttf_hours, source = rate.device_hours / devices, rate.source
-    storage_bytes_s = model.STORAGE_BYTES_S * devices
-    if question.storage_gb_s is not None:
-        storage_bytes_s = 1e9 * question.storage_gb_s
-    restart_s = model.RESTART_S
-    if question.restart_minutes is not None:
-        restart_s = 60.0 * question.restart_minutes
+    mttf_hours, source = _failures(question, device, devices)
+    storage_gb_s = question.storage_gb_s or model.STORAGE_BYTES_S * devices / 1e9
+    restart_s = 60.0 * (question.restart_minutes or model.RESTART_S / 60)
     saves = model.predict_saves(
         device.setup(recipe),
         plan.prediction.memory,
-        storage_bytes_s,
+        1e9 * storage_gb_s,
         in_background=recipe.checkpoint.async_save,
     )
 
@@ -105,10 +100,11 @@ def predict_goodput(question: Question, plan: Plan, device: Device) -> dict[str,
     dies, hangs = costs(REPORT_S), costs(60.0 * recipe.run.timeout_minutes)
     own = model.own_every(recipe.checkpoint, recipe.run.steps, dies.step_s)
     best = model.best_every(dies, recipe.run.steps)
+    longest = model.longest_every(dies, best, recipe.run.steps, LOSS)
     return {
         "mttf_hours": mttf_hours,
         "mttf_source": source,
-        "storage_gb_s": storage_bytes_s / 1e9,
+        "storage_gb_s": storage_gb_s,
         "checkpoint_gb": saves.bytes / 1e9,
         "step_s": dies.step_s,
         "save_stops_s": saves.stop_s,
@@ -119,8 +115,17 @@ def predict_goodput(question: Question, plan: Plan, device: Device) -> dict[str,
         "restart_s": dies.restart_s,
         "own": model.goodput(dies, own)._asdict(),
         "best": model.goodput(dies, best)._asdict(),
+        "longest": model.goodput(dies, longest)._asdict(),
         "best_if_ranks_hang": model.goodput(hangs, best).trains,
     }
+
+
+def _failures(question: Question, device: Device, devices: int) -> tuple[float, str | None]:
+    """Return the hours between two failures of the job, and who published them."""
+    if question.mttf_hours is not None:
+        return question.mttf_hours, None
+    rate = model.published_failures(device.hardware)
+    return rate.device_hours / devices, rate.source
 
 
 def goodput_words(found: dict[str, Any]) -> list[str]:
@@ -131,9 +136,10 @@ def goodput_words(found: dict[str, Any]) -> list[str]:
     return [
         f"goodput of this layout: {best['trains']:.1%} of the time trains with checkpoint.every = "
         f"{best['every']:,} and checkpoint.every_minutes = 0",
-        f"  {'checkpoint after':20}{'minutes':>9}" + "".join(f"{name:>10}" for name in _SHARES),
-        _row(f"{best['every']:,} steps: best", best, found["step_s"]),
-        _row(f"{found['own']['every']:,.0f} steps: recipe", found["own"], found["step_s"]),
+        "  checkpoint.every          minutes" + "".join(f"{name:>10}" for name in _SHARES),
+        _row("best", best, found["step_s"]),
+        _row(f"{LOSS:.1%} less", found["longest"], found["step_s"]),
+        _row("recipe", found["own"], found["step_s"]),
         f"  a failure after {found['mttf_hours']:,.1f} h on average{source}",
         f"  a checkpoint of {found['checkpoint_gb']:,.1f} GB at {found['storage_gb_s']:,.1f} GB/s "
         f"stops training for {found['save_stops_s']:,.1f} s"
@@ -148,4 +154,5 @@ def goodput_words(found: dict[str, Any]) -> list[str]:
 
 def _row(name: str, shares: dict[str, float], step_s: float) -> str:
     minutes = shares["every"] * step_s / 60
-    return f"  {name:20}{minutes:9,.1f}" + "".join(f"{shares[key]:10.1%}" for key in _SHARES)
+    begin = f"  {shares['every']:16,.0f}  {name:8}{minutes:8,.1f}"
+    return begin + "".join(f"{shares[key]:10.1%}" for key in _SHARES)

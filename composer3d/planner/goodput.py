@@ -7,7 +7,7 @@ of use only when it is written. A failure before goes back to the checkpoint bef
 here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, exp, expm1, log
 from typing import NamedTuple
@@ -136,13 +136,27 @@ def best_every(costs: Costs, most: int) -> int:
     The share rises up to the best number, and falls from there on. That number depends on neither
     ``notice_s`` nor ``restart_s``, which a failure costs whenever it comes.
     """
-    low, high = 1, most
+    return _first(1, most, lambda every: _log_cost(costs, every + 1) >= _log_cost(costs, every))
+
+
+def longest_every(costs: Costs, best: int, most: int, loss: float) -> int:
+    """Return the most steps between checkpoints, ``best`` to ``most``, that lose at most ``loss``.
+
+    ``best`` is that of ``best_every``, and ``loss`` a share of time. Fewer saves are kinder to the
+    storage, and what a save costs besides its bytes is not predicted.
+    """
+    least = goodput(costs, best).trains - loss
+    return _first(best, most, lambda every: goodput(costs, every + 1).trains < least)
+
+
+def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """Return the first number from which on something holds, or ``high``."""
     while low < high:
         middle = (low + high) // 2
-        if _log_cost(costs, middle + 1) < _log_cost(costs, middle):
-            low = middle + 1
-        else:
+        if holds(middle):
             high = middle
+        else:
+            low = middle + 1
     return low
 
 

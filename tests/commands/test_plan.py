@@ -295,6 +295,7 @@ def test_goodput_of_the_first_layout_and_of_the_recipe_as_it_is(
         assert "2407.21783" in found["mttf_source"]
         assert found["storage_gb_s"] == pytest.approx(2000 / 16_384 * 8)
         assert found["best"]["trains"] >= found["own"]["trains"] > 0.5
+        assert found["longest"]["every"] >= found["best"]["every"]
     # A better storage and a worse job: what the user says counts.
     sets = ["--set", "checkpoint.async_save=true", "--set", "run.timeout_minutes=30"]
     values = ["--goodput", "12", "--storage", "20", "--restart", "4"]
@@ -319,8 +320,8 @@ def test_goodput_of_the_first_layout_and_of_the_recipe_as_it_is(
         (["--goodput", "0"], "--goodput 0: give the hours"),
         (["--goodput", "nan"], "--goodput nan: give the hours"),
         (["--goodput", "inf"], "--goodput inf: give the hours"),
-        (["--goodput", "3", "--storage", "-1"], "--storage -1: give a number above 0"),
-        (["--goodput", "3", "--restart", "nan"], "--restart nan: give a number above 0"),
+        (["--goodput", "3", "--storage", "-1"], "--storage -1: give a number from"),
+        (["--goodput", "3", "--restart", "nan"], "--restart nan: give a number from"),
         (["--storage", "3"], "--storage is for --goodput HOURS|published; give both"),
         (["--goodput", "published", "--gpu", "CPU"], "nobody published failures of CPU"),
     ],

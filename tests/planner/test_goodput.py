@@ -12,6 +12,7 @@ from composer3d.planner.goodput import (
     Goodput,
     best_every,
     goodput,
+    longest_every,
     own_every,
     predict_saves,
     published_failures,
@@ -82,6 +83,8 @@ def test_the_best_interval_is_that_of_brute_force(costs: Costs) -> None:
     assert shares[best - 1] == max(shares)
     assert 1 < best < 2_000
     assert best_every(costs, best - 1) == best - 1
+    longest = longest_every(costs, best, 2_000, loss=0.01)
+    assert longest == max(n + 1 for n in range(2_000) if shares[n] >= max(shares) - 0.01)
     # Neither of these changes where the best is.
     assert best_every(replace(costs, notice_s=50, restart_s=70), 2_000) == best
 

@@ -76,7 +76,7 @@ def gaps(count: int, mean_s: float, seed: int = 31) -> list[float]:
     return found
 
 
-def report(result: Result) -> list[str]:
+def summary(result: Result) -> list[str]:
     """Return the lines of the text, the last of which says whether the proof holds."""
     costs, predicted = result.costs, result.predicted
     steps = ", ".join(f"{1000 * step_s:.1f}" for step_s in result.step_s)
@@ -104,10 +104,10 @@ def measure(folder: Path) -> Result:
     write_inputs(folder)
     planned = gaps(KILLS, MTTF_S)
     calm = [_undisturbed(folder / "calm-0")]
-    steps, seconds = 0, 0.0
+    trained_s = seconds = 0.0
     for number in range(ROUNDS):
-        done, took_s = _storm(folder / f"storm-{number}", planned[number::ROUNDS])
-        steps, seconds = steps + done, seconds + took_s
+        kept_s, all_s = _storm(folder / f"storm-{number}", planned[number::ROUNDS])
+        trained_s, seconds = trained_s + kept_s, seconds + all_s
         calm.append(_undisturbed(folder / f"calm-{number + 1}"))
     times = _Times(*map(fmean, zip(*calm, strict=True)))
     costs = Costs(
@@ -121,7 +121,7 @@ def measure(folder: Path) -> Result:
         costs=costs,
         step_s=[each.step_s for each in calm],
         predicted=goodput(costs, EVERY),
-        measured=steps * costs.step_s / seconds,
+        measured=trained_s / seconds,
         kills=len(planned),
         seconds=seconds,
     )
@@ -171,8 +171,11 @@ def _drill(job: Job, step_s: float) -> tuple[float, float]:
     return started_s - begin_s, start.unix_s - started_s + first_s - step_s
 
 
-def _storm(folder: Path, planned: Sequence[float]) -> tuple[int, float]:
-    """Kill a rank after each of these times; return the steps that are left, and the seconds."""
+def _storm(folder: Path, planned: Sequence[float]) -> tuple[float, float]:
+    """Kill a rank after each of these times; return the seconds of steps that are left, and all.
+
+    Each step tells how long it took, and a start drops those that are not in its checkpoint.
+    """
     job = _start(folder)
     try:
         _wait_for_ranks(job, set())
@@ -181,8 +184,9 @@ def _storm(folder: Path, planned: Sequence[float]) -> tuple[int, float]:
             time.sleep(gap_s)
             _wait_for_ranks(job, _kill(job, number % WORLD))
         seconds = time.monotonic() - begin_s
-        newest = published(folder / "run" / "checkpoints")[-1].name
-        return int(newest.removeprefix("step-")), seconds
+        newest = int(published(folder / "run" / "checkpoints")[-1].name.removeprefix("step-"))
+        rows = logged_rows(folder / "run")
+        return sum(row["step_s"] for row in rows if row["step"] <= newest), seconds
     finally:
         job.end()
 

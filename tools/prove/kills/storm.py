@@ -204,7 +204,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.goodput:
         with tempfile.TemporaryDirectory(prefix="kill-storm-") as folder:
             result = goodput.measure(Path(folder))
-        print(*goodput.report(result), sep="\n")
+        print(*goodput.summary(result), sep="\n")
         return 0 if abs(result.points) <= goodput.MOST_POINTS else 1
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kill-storm-") as folder:
