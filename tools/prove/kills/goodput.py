@@ -4,7 +4,7 @@ A training runs undisturbed. That says how long a step takes, and a save. Then a
 killed, far apart, which says how long it takes to start the ranks again, and until they train.
 ``planner.goodput`` predicts from these times what share of the time a training keeps of which a
 rank is killed at a fixed rate. Such a training follows. Both are done several times in turn,
-because a machine has slower and faster minutes.
+because a machine has slower and faster minutes. Most of a step is a sleep (``paced``).
 
 Kills come as failures do, at random, but without the chance of a small sample: the times between
 them are evenly spaced quantiles of an exponential distribution, in a random order.
@@ -26,18 +26,21 @@ from tools.prove.kills.jobs import LIMIT_S, Job, rank_of, write_inputs
 from tools.prove.proof import logged_rows
 
 WORLD = 2
-EVERY = 40  # steps between checkpoints
+EVERY = 20  # steps between checkpoints
 ROUNDS = 3
-KILLS = 8 * ROUNDS
-MTTF_S = 12.0
+KILLS = 12 * ROUNDS
+MTTF_S = 8.0
 # The proof fails if prediction and measurement differ by more.
 MOST_POINTS = 3.0
 
-_WARM_SAVES, _CALM_SAVES = 2, 4  # the first ones are not timed
+_WARM_SAVES, _CALM_SAVES = 2, 6  # the first ones are not timed
 _DRILLS = 2
 _SELDOM_S = 0.5
 _SETS = (
     "run.steps=1000000",
+    "model.architecture=tools.prove.kills.paced:ARCHITECTURE",
+    "data.global_batch=2",
+    "data.micro_batch=1",
     f"checkpoint.every={EVERY}",
     "checkpoint.every_minutes=0",
     "reliability.restarts=1000000",
