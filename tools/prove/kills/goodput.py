@@ -177,7 +177,7 @@ def _drill(job: Job, step_s: float) -> tuple[float, float]:
 def _storm(folder: Path, planned: Sequence[float]) -> tuple[float, float]:
     """Kill a rank after each of these times; return the seconds of steps that are left, and all.
 
-    Each step tells how long it took, and a start drops those that are not in its checkpoint.
+    Each step tells how long it took. That of the first one after a start is the restart's, too.
     """
     job = _start(folder)
     try:
@@ -188,8 +188,9 @@ def _storm(folder: Path, planned: Sequence[float]) -> tuple[float, float]:
             _wait_for_ranks(job, _kill(job, number % WORLD))
         seconds = time.monotonic() - begin_s
         newest = int(published(folder / "run" / "checkpoints")[-1].name.removeprefix("step-"))
-        rows = logged_rows(folder / "run")
-        return sum(row["step_s"] for row in rows if row["step"] <= newest), seconds
+        firsts = {start.step + 1 for start in _events(job, "start")}
+        rows = [row for row in logged_rows(folder / "run") if row["step"] not in firsts]
+        return newest * fmean(row["step_s"] for row in rows), seconds
     finally:
         job.end()
 
