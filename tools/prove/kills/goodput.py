@@ -10,9 +10,11 @@ Kills come as failures do, at random, but without the chance of a small sample: 
 them are evenly spaced quantiles of an exponential distribution, in a random order.
 """
 
+import os
 import random
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import log
 from pathlib import Path
 from statistics import fmean
@@ -107,14 +109,13 @@ def measure(folder: Path) -> Result:
     write_inputs(folder)
     planned = gaps(KILLS, MTTF_S)
     calm = [_undisturbed(folder / "calm-0")]
-    trained_s = seconds = 0.0
+    storms = []
     for number in range(ROUNDS):
-        kept_s, all_s = _storm(folder / f"storm-{number}", planned[number::ROUNDS])
-        trained_s, seconds = trained_s + kept_s, seconds + all_s
+        storms.append(_storm(folder / f"storm-{number}", planned[number::ROUNDS]))
         calm.append(_undisturbed(folder / f"calm-{number + 1}"))
     times = _Times(*map(fmean, zip(*calm, strict=True)))
     costs = Costs(
-        mttf_s=fmean(planned),
+        mttf_s=fmean(life_s for storm in storms for life_s in storm.lives_s),
         step_s=times.step_s,
         stop_s=times.stop_s,
         notice_s=times.notice_s,
@@ -124,9 +125,9 @@ def measure(folder: Path) -> Result:
         costs=costs,
         step_s=[each.step_s for each in calm],
         predicted=goodput(costs, EVERY),
-        measured=trained_s / seconds,
+        measured=sum(storm.kept_s for storm in storms) / sum(storm.all_s for storm in storms),
         kills=len(planned),
-        seconds=seconds,
+        seconds=sum(storm.all_s for storm in storms),
     )
 
 
@@ -163,53 +164,69 @@ def _drill(job: Job, step_s: float) -> tuple[float, float]:
     The training itself tells when it has loaded, and how much longer its first step took.
     """
     count = len(_events(job, "save"))
-    begin_s = time.time()
-    _wait_for_ranks(job, _kill(job, 0))
-    started_s = time.time()
+    old, killed_s = _kill(job, 0)
+    started_s = _wait_for_ranks(job, old)
     # At least one save comes after the start; the kill may have come just after another one.
     _wait_for_saves(job, count + 2)
     start = _events(job, "start")[-1]
     rows = logged_rows(job.folder / "run")
     first_s = next(row["step_s"] for row in rows if row["step"] == start.step + 1)
-    return started_s - begin_s, start.unix_s - started_s + first_s - step_s
+    return started_s - killed_s, start.unix_s - started_s + first_s - step_s
 
 
-def _storm(folder: Path, planned: Sequence[float]) -> tuple[float, float]:
-    """Kill a rank after each of these times; return the seconds of steps that are left, and all.
+class _Storm(NamedTuple):
+    """Seconds of the steps that are left, of each life of the ranks, and of all."""
+
+    kept_s: float
+    lives_s: list[float]
+    all_s: float
+
+
+def _storm(folder: Path, planned: Sequence[float]) -> _Storm:
+    """Kill a rank after each of these times, and start the ranks once more.
 
     Each step tells how long it took. That of the first one after a start is the restart's, too.
     """
     job = _start(folder)
+    lives_s = []
     try:
-        _wait_for_ranks(job, set())
-        begin_s = time.monotonic()
+        begin_s = started_s = _wait_for_ranks(job, ())
         for number, gap_s in enumerate(planned):
             time.sleep(gap_s)
-            _wait_for_ranks(job, _kill(job, number % WORLD))
-        seconds = time.monotonic() - begin_s
+            old, killed_s = _kill(job, number % WORLD)
+            lives_s.append(killed_s - started_s)
+            started_s = _wait_for_ranks(job, old)
         newest = int(published(folder / "run" / "checkpoints")[-1].name.removeprefix("step-"))
         firsts = {start.step + 1 for start in _events(job, "start")}
         rows = [row for row in logged_rows(folder / "run") if row["step"] not in firsts]
-        return newest * fmean(row["step_s"] for row in rows), seconds
+        kept_s = newest * fmean(row["step_s"] for row in rows)
+        return _Storm(kept_s, lives_s, started_s - begin_s)
     finally:
         job.end()
 
 
-def _ranks(job: Job) -> set[int]:
-    """Return the processes of the ranks."""
-    return {pid for pid in job.processes() if rank_of(pid) is not None}
+def _ranks(job: Job) -> dict[int, int]:
+    """Return the ranks of a job by their processes."""
+    ranks = {pid: rank_of(pid) for pid in job.processes()}
+    return {pid: rank for pid, rank in ranks.items() if rank is not None}
 
 
-def _kill(job: Job, rank: int) -> set[int]:
-    """Kill a rank, and return the processes that were ranks before."""
-    found = _ranks(job)
-    job.kill("rank", rank)
-    return found
+def _kill(job: Job, victim: int) -> tuple[Collection[int], float]:
+    """Kill a rank; return the processes that were ranks, and when it was killed.
+
+    To find them takes a while, in which they train.
+    """
+    ranks = _ranks(job)
+    for pid, rank in ranks.items():
+        if rank == victim:
+            os.kill(pid, signal.SIGKILL)
+    return ranks.keys(), time.time()
 
 
-def _wait_for_ranks(job: Job, old: set[int]) -> None:
-    """Wait until all ranks have started whose processes are not ``old``."""
-    job.wait_until(lambda: len(_ranks(job) - old) == WORLD, "start of the ranks")
+def _wait_for_ranks(job: Job, old: Collection[int]) -> float:
+    """Wait until all ranks have started whose processes are not ``old``; return when."""
+    job.wait_until(lambda: len(_ranks(job).keys() - old) == WORLD, "start of the ranks")
+    return time.time()
 
 
 def _events(job: Job, kind: events.Kind) -> list[Event]:
