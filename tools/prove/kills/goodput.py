@@ -169,8 +169,7 @@ def _drill(job: Job, step_s: float) -> tuple[float, float]:
     # At least one save comes after the start; the kill may have come just after another one.
     _wait_for_saves(job, count + 2)
     start = _events(job, "start")[-1]
-    rows = logged_rows(job.folder / "run")
-    first_s = next(row["step_s"] for row in rows if row["step"] == start.step + 1)
+    first_s = _steps_s(job)[start.step + 1]
     return started_s - killed_s, start.unix_s - started_s + first_s - step_s
 
 
@@ -198,8 +197,8 @@ def _storm(folder: Path, planned: Sequence[float]) -> _Storm:
             started_s = _wait_for_ranks(job, old)
         newest = int(published(folder / "run" / "checkpoints")[-1].name.removeprefix("step-"))
         firsts = {start.step + 1 for start in _events(job, "start")}
-        rows = [row for row in logged_rows(folder / "run") if row["step"] not in firsts]
-        kept_s = newest * fmean(row["step_s"] for row in rows)
+        steps_s = _steps_s(job)
+        kept_s = newest * fmean(steps_s[step] for step in steps_s.keys() - firsts)
         return _Storm(kept_s, lives_s, started_s - begin_s)
     finally:
         job.end()
@@ -233,6 +232,12 @@ def _events(job: Job, kind: events.Kind) -> list[Event]:
     """Return the events of a kind that the training has told, in their order."""
     found = events.read(job.folder / "run")
     return [event for event in found if event is not None and event.kind == kind]
+
+
+def _steps_s(job: Job) -> dict[int, float]:
+    """Return the seconds of each step. Lines of slow ranks and the like have none."""
+    rows = logged_rows(job.folder / "run")
+    return {row["step"]: row["step_s"] for row in rows if "step_s" in row}
 
 
 def _wait_for_saves(job: Job, count: int) -> list[Event]:
