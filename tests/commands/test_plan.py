@@ -313,6 +313,15 @@ def test_goodput_of_the_first_layout_and_of_the_recipe_as_it_is(
     assert "if ranks hang instead, for run.timeout_minutes = 30: " in text
 
 
+def test_the_goodput_of_the_page_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--memory", "--gpu", "H100", "--goodput", "published"]
+    assert cli.main(["plan", "llama3-405b-16384-3d", *words]) == 0
+    text = capsys.readouterr().out.partition("goodput of this layout")[2]
+    assert f"\ngoodput of this layout{text}```" in (ROOT / "docs" / "plan.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
