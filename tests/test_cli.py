@@ -98,12 +98,13 @@ def imports_of(lines: Sequence[str]) -> list[tuple[str, set[str]]]:
 def test_parsing_a_command_needs_no_other_command_and_no_torch() -> None:
     # Report draws what layout and timeline draw, with the devices of plan. The ranks of commands
     # are started and joined by one module, those of tp by another; one copies files of composer3d,
-    # one copies checkpoints from and to elsewhere, and a shell completes the names of recipes. Eval
-    # has a module for tasks.
+    # one copies checkpoints from and to elsewhere, and a shell completes the names of recipes. Plan
+    # has a module for goodput, eval one for tasks.
     shared = {"arguments", "job", "parser", "registry", "shipped", "tp"}
     uses = {
-        "report": {"layout", "plan", "timeline"},
-        "timeline": {"plan"},
+        "plan": {"goodput"},
+        "report": {"goodput", "layout", "plan", "timeline"},
+        "timeline": {"goodput", "plan"},
         **{name: {"sources"} for name in ("convert", "generate", "inspect", "prepare")},
         "eval": {"eval_tasks", "sources"},
         "completion": {"recipes"},
