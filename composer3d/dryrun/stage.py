@@ -65,9 +65,9 @@ from composer3d.runtime.torch_private import (
     watch_resizes,
     with_data,
 )
+from composer3d.training import step
 from composer3d.training.build import build_stages, whole_model
 from composer3d.training.optimizers import Optimizer, build_stages_optimizer
-from composer3d.training.step import compute_gradients, update
 
 # GPUs of a node: whether an axis stays inside of one.
 _GPUS_PER_NODE = 8
@@ -116,7 +116,9 @@ class _ParameterKind(NamedTuple):
 
 def describe_stages(recipe: Recipe) -> list[StageContent]:
     """Return what each pipeline rank holds. Equal ones run equal steps if their order is equal."""
-    placement = place_stages(recipe.mesh.pp, recipe.parallel, recipe.micro_batches)
+    # All ranks of the job compare the file of a schedule.
+    with fake_world(0, recipe.world_size):
+        placement = place_stages(recipe.mesh.pp, recipe.parallel, recipe.micro_batches)
     matrices = matrices_of(architecture(recipe.model.architecture), recipe.model, recipe.optim)
     contents = []
     for rank in range(recipe.mesh.pp):
@@ -297,10 +299,10 @@ class RankWithoutData:
         ``before_update`` is called when all gradients are there.
         """
         optim = self.recipe.optim
-        sums = compute_gradients(self.stages, self.batch)
+        sums = step.compute_gradients(self.stages, self.batch)
         if before_update is not None:
             before_update()
-        update(self.stages, self.optimizer, sums, max_norm=optim.clip, lr=optim.lr)
+        step.update(self.stages, self.optimizer, sums, max_norm=optim.clip, lr=optim.lr)
 
 
 def first_rank(recipe: Recipe, pp_rank: int) -> int:
@@ -548,6 +550,9 @@ class Recorder(DispatchMode):
         """Return a context around the one step of a rank, for what watches more than this."""
         return nullcontext()
 
+    def see_read(self, number: Tensor) -> None:
+        """Is called when the host reads a number without data, of any shape with one element."""
+
     def see_gradients(self, stages: Stages) -> None:
         """Is called when all gradients of the step are there, before the optimizer reads them."""
 
@@ -588,6 +593,7 @@ class Recorder(DispatchMode):
             result = _run_with_values(operator, traits.name, arguments, keywords)
         elif traits.name == "aten::_local_scalar_dense":
             if arguments[0].is_floating_point():
+                self.see_read(arguments[0])
                 return _FLOAT
             if self._votes or self.ignores:
                 return 1

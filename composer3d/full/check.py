@@ -15,9 +15,9 @@ differs. This module checks it, with the real code on tensors without data:
    does, and what all ranks divide by is the same on all (``varying``);
 7. peers: ranks with other coordinates call the same collectives in the same order.
 
-The ranks of 3, 5 and 6 are the first of each distinct pipeline rank, with the full-size model.
-Those of 4 and 7 are of a small model on the full-size mesh: all pipeline ranks, and of some of them
-the middle and the last rank on every axis.
+The ranks of 3 to 6 are the first of each distinct pipeline rank, with the full-size model. What
+ranks of 4 receive as others send it, and 7, is of a small model on the full-size mesh: all pipeline
+ranks, and of some of them the middle and the last rank on every axis.
 
 No torch here: worker processes import it.
 """
@@ -25,7 +25,8 @@ No torch here: worker processes import it.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import compress
 from math import prod
 from typing import Any
 
@@ -35,6 +36,7 @@ from composer3d.dryrun.run import at_once, report_all, run_workers
 from composer3d.full import expected, places
 from composer3d.full.places import SAME, names
 from composer3d.full.predicates import PREDICATES, LostPredicate, differences
+from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
 from composer3d.verify.shrink import shrink_to
@@ -149,6 +151,8 @@ def _check_job(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> No
         structure.add("gradients", texts, len(witness.gradients))
         structure.add("seams", witness.unmet, witness.seams)
         structure.add("groups", _wrong_group_of_axis(full, witness), 0)
+    messages = sum(1 for _ in expected.messages(full))
+    structure.add("messages", _wrong_messages(full, seen), messages)
     representative = _representative_of(seen, reports)
     for report in reports:
         witness = representative[report.stage]
@@ -210,6 +214,7 @@ def _wrong_traffic(full: Recipe, report: StageReport, witness: Any) -> Iterator[
 
 def _wrong_gradients(full: Recipe, witness: Any) -> Iterator[str]:
     wanted = expected.gradients(full, witness.rank)
+    micro_batches = 1 + max(action.micro_batch for action in witness.taped.tape.actions)
     for name in sorted({*wanted, *witness.gradients}):
         if name not in wanted or name not in witness.gradients:
             yield f"{name} is {'missing on' if name in wanted else 'also on'} rank {witness.rank}"
@@ -220,6 +225,11 @@ def _wrong_gradients(full: Recipe, witness: Any) -> Iterator[str]:
             yield f"{name} {words}"
         elif ranks is not None:
             problem = _problem_of_path(full, witness.rank, ranks, path)
+            if not problem and path.additions != micro_batches:
+                problem = (
+                    f"it has what backward added {path.additions} times, and there are "
+                    f"{micro_batches} micro-batches"
+                )
             if problem:
                 yield f"the gradient of {name}: {problem}"
 
@@ -263,7 +273,7 @@ def _some(ranks: Sequence[int]) -> str:
 
 def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> None:
     """Check that ranks of one group call the same, and that messages meet."""
-    small = shrink_to(full, full.mesh)
+    small = _with_fewer_micro_batches(shrink_to(full, full.mesh), full.micro_batches)
     sizes, pp = small.mesh, small.mesh.pp
     corners = {pp_rank: places.corner(sizes, pp_rank, 0) for pp_rank in range(pp)}
     others = [
@@ -277,24 +287,37 @@ def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> 
     first = {pp_rank: witnesses[pp_rank, rank] for pp_rank, rank in corners.items()}
     for pp_rank, rank in others:
         one, other = first[pp_rank], witnesses[pp_rank, rank]
-        structure.add("peers", _unlike(one, other), len(one.calls))
+        structure.add("peers", _unlike(one, other, sizes.tp), len(one.calls))
     for witness in witnesses.values():
         structure.add("gradients", _wrong_gradients(small, witness), len(witness.gradients))
         structure.add("seams", witness.unmet, witness.seams)
         structure.add("groups", _wrong_group_of_axis(small, witness), 0)
         structure.add("collectives", _wrong_reductions(small, witness), 0)
         structure.add("messages", _unmet_in_ring(small, witness), 0)
-    structure.add(
-        "messages", _wrong_messages(small, first), sum(1 for _ in expected.messages(small))
-    )
+    structure.add("messages", _wrong_messages(small, first), 0)
 
 
-def _unlike(one: Any, other: Any) -> Iterator[str]:
-    """Say where two ranks of one pipeline rank call something else."""
+def _with_fewer_micro_batches(small: Recipe, most: int) -> Recipe:
+    """Return a recipe with at most as many micro-batches as the job, if its rules allow that."""
+    rows = small.data.micro_batch * most * small.mesh.batch_ranks
+    if most >= small.micro_batches:
+        return small
+    fewer = replace(small, data=replace(small.data, global_batch=rows))
+    return small if violations(fewer) else fewer
+
+
+def _unlike(one: Any, other: Any, tp: int) -> Iterator[str]:
+    """Say where two ranks of one pipeline rank call something else.
+
+    Ranks of tp may hold uneven shards. So ranks at other places of it need to agree about the size
+    of a call over tp alone.
+    """
+    is_same_place = one.rank % tp == other.rank % tp
     for number, (own, of_other) in enumerate(
         zip(_calls(one), _calls(other), strict=False), start=1
     ):
-        if own != of_other:
+        has_size = is_same_place or 1 in own[0]
+        if own != of_other and (has_size or _without_size(own) != _without_size(of_other)):
             yield (
                 f"call {number} of rank {one.rank} is {_call_text(own)}, "
                 f"and that of rank {other.rank} is {_call_text(of_other)}"
@@ -332,9 +355,26 @@ def _wrong_reductions(small: Recipe, witness: Any) -> Iterator[str]:
 
 
 def _calls(witness: Any) -> list[tuple[Any, ...]]:
-    """Return the calls of a rank, with groups as all ranks would name them: by distances."""
+    """Return the calls of a rank, as the ranks at other places should make them.
+
+    Groups are named by distances. Shards of tied parameters, which stages send each other, may have
+    another size at each place.
+    """
     shapes = [tuple(each - ranks[0] for each in ranks) for ranks in witness.groups]
-    return [(shapes[call.group], call._replace(group=0)) for call in witness.calls]
+    found = []
+    for call in witness.calls:
+        is_message = call.operation in ("send", "recv")
+        of_tie = (
+            is_message and call.content is None and shapes[call.group][-1] >= witness.taped.ranks
+        )
+        elements = 0 if of_tie else call.elements
+        found.append((shapes[call.group], call._replace(group=0, elements=elements)))
+    return found
+
+
+def _without_size(call: tuple[Any, ...]) -> tuple[Any, ...]:
+    shape, what = call
+    return shape, what._replace(elements=0)
 
 
 def _call_text(call: tuple[Any, ...]) -> str:
@@ -343,13 +383,18 @@ def _call_text(call: tuple[Any, ...]) -> str:
 
 
 def _wrong_messages(small: Recipe, first: Mapping[int, Any]) -> Iterator[str]:
-    """Compare what pipeline ranks send with what the schedule needs and what others receive."""
+    """Compare what pipeline ranks send with what the schedule needs and what others receive.
+
+    ``first`` has a rank of each pipeline rank that was seen.
+    """
     sent, received = (
         {pp_rank: _messages_of(small, witness, which) for pp_rank, witness in first.items()}
         for which in ("send", "recv")
     )
-    wanted = Counter(expected.messages(small))
+    scheduled = [*expected.messages(small)]
     for which, found in (("sent", sent), ("received", received)):
+        own = [(m.sender if which == "sent" else m.receiver) in first for m in scheduled]
+        wanted = Counter(compress(scheduled, own))
         counted = Counter(
             expected.ScheduledMessage(*ends, *call.content)
             for by_ends in found.values()
@@ -373,6 +418,8 @@ def _unmet(small: Recipe, sent: Any, received: Any) -> Iterator[str]:
     elements, ties = expected.elements_of_message(small), expected.tied_messages(small)
     pairs = {ends for by_ends in (*sent.values(), *received.values()) for ends in by_ends}
     for sender, receiver in sorted(pairs | set(ties)):
+        if sender not in sent or receiver not in sent:
+            continue  # one of them was not seen
         out = sent.get(sender, {}).get((sender, receiver), [])
         into = received.get(receiver, {}).get((sender, receiver), [])
         ends = f"from pipeline rank {sender} to {receiver}"

@@ -40,6 +40,7 @@ class GradientPath(NamedTuple):
         sums: over ranks, in order.
         factor: of all scalars that the gradient was multiplied by.
         partial_over: the axes over which the gradient was a part of a sum when backward made it.
+        additions: how often backward has added to what this gradient is made of.
         problem: what was done with it that no gradient should meet; "": nothing.
     """
 
@@ -47,6 +48,7 @@ class GradientPath(NamedTuple):
     factor: float = 1.0
     problem: str = ""
     partial_over: Varying = SAME
+    additions: int = 0
 
 
 Paths = Mapping[str, GradientPath]
@@ -86,7 +88,10 @@ def begin(name: str, gradient: Tensor, partial_over: Varying = SAME) -> None:
     if before is not None and before.sums:
         path = before._replace(problem="backward adds to what was summed over ranks before")
     else:
-        path = GradientPath(partial_over=partial_over)
+        path = before or GradientPath()
+    path = path._replace(
+        partial_over=path.partial_over | partial_over, additions=path.additions + 1
+    )
     _write(gradient, {name: path})
 
 
@@ -129,7 +134,7 @@ def follow(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], res
         for target, other in zip(targets, others, strict=False):
             more = paths_of(other)
             if more:
-                _write(target, _merged(paths_of(target), more))
+                _write(target, _merged(paths_of(target), more, are_added=True))
     elif leaf in _SCALES:
         _scale(arguments, result, _SCALES[leaf])
     elif leaf in _CLEARS:
@@ -198,15 +203,18 @@ def _paths_of_all(arguments: Iterable[Any]) -> Paths:
     return found
 
 
-def _merged(one: Paths, other: Paths) -> Paths:
-    """Return the ways of two tensors that are added or joined."""
+def _merged(one: Paths, other: Paths, *, are_added: bool = False) -> Paths:
+    """Return the ways of two tensors that are joined, or that are added."""
     if not one or not other:
         return one or other
     both = {**one, **other}
     for name in one.keys() & other.keys():
-        if one[name] != other[name]:
+        first, second = one[name], other[name]
+        additions = (first.additions + second.additions) if are_added else first.additions
+        if first._replace(additions=0) != second._replace(additions=0):
             words = "what was summed over some ranks is added to what was not"
-            both[name] = one[name]._replace(problem=one[name].problem or words)
+            first = first._replace(problem=first.problem or words)
+        both[name] = first._replace(additions=additions)
     return both
 
 

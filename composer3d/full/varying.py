@@ -18,7 +18,8 @@ varies may pass as the same, and never the other way round.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -29,6 +30,7 @@ from composer3d.full.places import SAME, Digit, Varying, digits_of, names
 from composer3d.parallel.pipeline.ties import local_shard
 
 _VARYING, _FIXED = "composer3d_varying", "composer3d_fixed_varying"
+_UNREAD = "composer3d_unread"
 
 
 def varying(tensor: Tensor) -> Varying:
@@ -56,36 +58,66 @@ def of_placements(parameter: Tensor, digits: Sequence[Digit]) -> Varying:
     return SAME.union(*cuts)
 
 
+class _Access(NamedTuple):
+    """How an operator uses its arguments.
+
+    Attributes:
+        writes: the places of those that it writes to.
+        writes_named: the names of the keywords that it writes to.
+        overwrites: it does not read what it writes to.
+        is_view: it makes tensors that share the memory of an argument, and does nothing else.
+    """
+
+    writes: tuple[int, ...]
+    writes_named: tuple[str, ...]
+    overwrites: bool
+    is_view: bool
+
+
 class Follower:
-    """Writes down the types of all that operators make.
+    """Writes down the types of all that operators make, and which results nothing has read.
 
     Args:
         digits: of a rank's number.
+
+    Attributes:
+        unread: what collectives and messages have brought and no operator has read, by a number.
     """
 
     def __init__(self, digits: Sequence[Digit]) -> None:
+        self.unread: dict[int, str] = {}
         self._digits = digits
-        self._writes: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+        self._numbers = count()
+        self._accesses: dict[Any, _Access] = {}
         self._groups: dict[str, Varying] = {}
         self._sent: dict[str, Varying] = {}
 
     def follow(
         self, operator: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any
-    ) -> None:
-        """Write down the types of what an operator has made or changed, which sends nothing."""
-        places, names = self._written(operator)
-        targets = [arguments[place] for place in places if place < len(arguments)]
-        targets += [keywords[name] for name in names if name in keywords]
-        overwrites = _overwrites(operator, names, keywords)
+    ) -> list[Tensor]:
+        """Write down the types of what an operator has made or changed, which sends nothing.
+
+        Returns:
+            The tensors of any shape that it has changed.
+        """
+        access = self._accesses.get(operator)
+        if access is None:
+            access = self._accesses[operator] = _access_of(operator)
+        if access.is_view and not _is_copy(result, arguments):
+            return []
+        targets = [arguments[place] for place in access.writes if place < len(arguments)]
+        targets += [keywords[name] for name in access.writes_named if name in keywords]
         read = [
             argument
             for place, argument in enumerate(arguments)
-            if not (overwrites and place in places)
+            if not (access.overwrites and place in access.writes)
         ]
-        read += [value for name, value in keywords.items() if name not in names]
-        joined = SAME.union(*map(varying, tensors_in(read)))
-        for tensor in tensors_in(targets if targets else result):
+        read += [value for name, value in keywords.items() if name not in access.writes_named]
+        joined = self._read(read)
+        changed = list(tensors_in(targets))
+        for tensor in changed or tensors_in(result):
             _write(tensor, joined)
+        return changed
 
     def follow_message(
         self, message: Message, is_functional: bool, arguments: Sequence[Any], result: Any
@@ -97,7 +129,7 @@ class Follower:
             target = result
         elif message.operation in ("all_gather", "reduce_scatter", "all_to_all"):
             source = arguments[1]
-        given = SAME.union(*map(varying, tensors_in(source)))
+        given = SAME if message.operation == "recv" else self._read([source])
         name = message.group.group_name
         match message.operation:
             case "all_gather" | "all_reduce" | "broadcast":
@@ -112,6 +144,21 @@ class Follower:
                 made = given | over
         for tensor in tensors_in(target):
             _write(tensor, made)
+            if message.group.size() > 1 and tensor.numel():
+                number = next(self._numbers)
+                vars(tensor.untyped_storage())[_UNREAD] = number
+                self.unread[number] = message.operation
+
+    def _read(self, arguments: Sequence[Any]) -> Varying:
+        """Return the type of what is made of some arguments, which are read now."""
+        joined = SAME
+        for tensor in tensors_in(arguments):
+            known = vars(tensor.untyped_storage())
+            if _UNREAD in known:
+                self.unread.pop(known.pop(_UNREAD), None)
+            fixed = known.get(_FIXED)
+            joined |= known.get(_VARYING, SAME) if fixed is None else fixed
+        return joined
 
     def _over(self, group: dist.ProcessGroup) -> Varying:
         name = group.group_name
@@ -120,28 +167,34 @@ class Follower:
             self._groups[name] = digits_of(ranks, self._digits)
         return self._groups[name]
 
-    def _written(self, operator: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Return the places and names of the arguments that an operator writes to."""
-        if operator not in self._writes:
-            entries = [
-                (place, entry)
-                for place, entry in enumerate(operator._schema.arguments)
-                if entry.alias_info is not None and entry.alias_info.is_write
-            ]
-            self._writes[operator] = (
-                tuple(place for place, entry in entries if not entry.kwarg_only),
-                tuple(entry.name for _, entry in entries),
-            )
-        return self._writes[operator]
-
 
 # Operators that do not read what they write to.
 _OVERWRITERS = frozenset(("copy_", "_foreach_copy_", "fill_", "zero_"))
 
 
-def _overwrites(operator: Any, names: Sequence[str], keywords: Mapping[str, Any]) -> bool:
+def _is_copy(result: Any, arguments: Sequence[Any]) -> bool:
+    """Return whether an operator that may make a view, such as ``to``, has made a copy."""
+    if not (isinstance(result, Tensor) and arguments and isinstance(arguments[0], Tensor)):
+        return False
+    return result.untyped_storage()._cdata != arguments[0].untyped_storage()._cdata
+
+
+def _access_of(operator: Any) -> _Access:
+    entries = [
+        (place, entry)
+        for place, entry in enumerate(operator._schema.arguments)
+        if entry.alias_info is not None and entry.alias_info.is_write
+    ]
+    named = tuple(entry.name for _, entry in entries if entry.kwarg_only)
     leaf = operator.name().partition("::")[2].partition(".")[0]
-    return leaf in _OVERWRITERS or any(name in keywords for name in names)
+    returned = [entry.alias_info for entry in operator._schema.returns]
+    return _Access(
+        writes=tuple(place for place, entry in entries if not entry.kwarg_only),
+        writes_named=named,
+        overwrites=leaf in _OVERWRITERS or bool(named),
+        is_view=leaf == "wait_tensor"
+        or (bool(returned) and not entries and all(alias is not None for alias in returned)),
+    )
 
 
 def _write(tensor: Tensor, digits: Varying) -> None:
@@ -158,7 +211,7 @@ class Seams:
 
     Attributes:
         seen: how many were compared.
-        wrong: what varies over which axes too many, in words.
+        wrong: what is wrong with which values, in words.
     """
 
     def __init__(self) -> None:
@@ -167,10 +220,14 @@ class Seams:
 
     def expect(self, what: str, tensor: Tensor, most: Varying) -> None:
         """Compare the type of a tensor of any shape with the digits over which it may vary."""
-        self.seen += 1
         more = varying(tensor) - most
-        if more:
-            self.wrong[what] = f"{what} vary between the ranks of {names(more)}"
+        self.agree(what, not more, f"vary between the ranks of {names(more)}")
+
+    def agree(self, what: str, is_right: bool, problem: str) -> None:
+        """Count something that was compared, and keep its problem if it is wrong."""
+        self.seen += 1
+        if not is_right:
+            self.wrong[what] = f"{what} {problem}"
 
     def watch(self, what: str, most: Varying) -> Callable[[Any, Any, Any], None]:
         """Return a forward hook that compares a module's output, and in backward its gradient."""

@@ -5,9 +5,11 @@ keeps the order of all collectives and messages, the ranks of their groups, the 
 gradient (``paths``), and the axes over which values vary (``varying``).
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,7 +20,7 @@ from composer3d.dryrun.collectives import Message, message_of, tensors_in
 from composer3d.dryrun.memory import MemoryLedger
 from composer3d.dryrun.replay import TapedStage
 from composer3d.dryrun.stage import OperatorTraits, RankWithoutData, Recorder, tape_stage
-from composer3d.facts.schedules import parse_action
+from composer3d.facts.schedules import Action, parse_action
 from composer3d.full import paths, places
 from composer3d.full.places import SAME, Varying
 from composer3d.full.varying import Follower, Seams, fix, of_placements, varying
@@ -82,8 +84,9 @@ class Witness:
         groups: the ranks of each group.
         groups_of: the groups of each axis for which ``taped`` counts.
         gradients: the way of each gradient; None: the optimizer has no gradient of the parameter.
-        seams: how many types of activations, gradients and sums were compared.
-        unmet: those that vary over an axis too many, in words.
+        seams: how many activations, gradients and sums were compared.
+        unmet: those that vary over an axis too many, or that a stage takes from something else than
+            the message of the micro-batch, in words.
     """
 
     rank: int
@@ -111,6 +114,7 @@ def see_one_of(jobs: Sequence[Job], plant: Callable[[], None] | None = None) -> 
     recipe, pp_rank, rank = jobs[environment.rank()]
     recorder = _Watcher(recipe, MemoryLedger(offload=recipe.memory.cpu_offload))
     taped = tape_stage(recipe, pp_rank, 1.0, recorder=recorder, rank=rank)
+    recorder.see_unread()
     return Witness(
         rank=rank,
         taped=taped,
@@ -137,6 +141,7 @@ class _Watcher(Recorder):
         self.gradients: dict[str, paths.GradientPath | None] = {}
         self._numbers: dict[str, int] = {}
         self._pipeline: Pipeline | None = None
+        self._action: Action | None = None
         self._knows_buffers = False
 
     def see(
@@ -152,7 +157,8 @@ class _Watcher(Recorder):
             return
         message = message_of(operator, arguments) if traits.is_collective else None
         if message is None:
-            self._follower.follow(operator, arguments, keywords, result)
+            for changed in self._follower.follow(operator, arguments, keywords, result):
+                vars(changed.untyped_storage()).pop(_CONTENT, None)
         else:
             is_functional = not traits.name.startswith("c10d::")
             self._follower.follow_message(message, is_functional, arguments, result)
@@ -175,11 +181,22 @@ class _Watcher(Recorder):
             content = self._content_of(tensors[0])
         elif message.operation == "all_to_all":
             elements = 0
+        elif message.operation in ("all_gather", "reduce_scatter"):
+            self._expect_parts(message, arguments)
         self.calls.append(
             CollectiveCall(
                 message.operation, reduction, number, str(message.dtype), elements, steps, content
             )
         )
+
+    def _expect_parts(self, message: Message, arguments: Sequence[Any]) -> None:
+        """Compare the whole of a collective with the parts of all ranks, which are equal."""
+        made, given = (sum(x.numel() for x in tensors_in(one)) for one in arguments[:2])
+        if not given:
+            return  # an operator of DTensor, which makes its output itself
+        whole, part = (made, given) if message.operation == "all_gather" else (given, made)
+        is_whole = whole == part * message.group.size()
+        self.seams.agree(f"the parts of {message.operation}", is_whole, "do not make up the whole")
 
     def _content_of(self, message: Tensor) -> Content | None:
         """Return what a message carries; None: it is none between the stages of the pipeline."""
@@ -216,10 +233,12 @@ class _Watcher(Recorder):
             yield
             return
         self._pipeline = pipeline = stages.executor
+        for module in stages.modules:
+            self._watch_inputs(module)
 
         @contextmanager
         def label(name: str) -> Iterator[None]:
-            action = parse_action(name)
+            self._action = action = parse_action(name)
             yield
             if action is not None:
                 for content, tensors in messages_of_stage(pipeline.stages, action):
@@ -230,6 +249,27 @@ class _Watcher(Recorder):
 
         with pipeline.around_actions(label):
             yield
+
+    def _watch_inputs(self, stage: Stage) -> None:
+        """Compare what a stage works on with what the messages of the micro-batch carry."""
+
+        def expect(which: int, kind: str, tensor: Tensor) -> None:
+            assert self._action is not None
+            wanted = Content(which, self._action.micro_batch, kind)
+            found = vars(tensor.untyped_storage()).get(_CONTENT)
+            what = f"the {kind} that stage {stage.number} takes for micro-batch {wanted[1]}"
+            self.seams.agree(what, found == wanted, "are not those that were sent for it")
+
+        def see_activations(_: Any, arguments: tuple[Tensor, ...]) -> None:
+            expect(stage.number - 1, "activations", arguments[0])
+
+        def see_output(_: Any, __: Any, output: Tensor) -> None:
+            output.register_hook(partial(expect, stage.number + 1, "gradients"))
+
+        if stage.first is None:
+            stage.register_forward_pre_hook(see_activations)
+        if stage.last is None:
+            stage.register_forward_hook(see_output)
 
     def _watch_sums(self, own: RankWithoutData) -> None:
         """Compare what all ranks must divide by: the tokens, and the norm of all gradients."""
@@ -247,6 +287,16 @@ class _Watcher(Recorder):
 
         executor.forward_backward = forward_backward  # type: ignore[method-assign, assignment]
         optimizer.apply_gradients = apply_gradients  # type: ignore[method-assign]
+
+    def see_unread(self) -> None:
+        """Say after the step what has come from other ranks and was never read."""
+        for operation, number in Counter(self._follower.unread.values()).items():
+            what = f"{number} results of {operation}"
+            self.seams.agree(what, is_right=False, problem="are read by nothing")
+
+    def see_read(self, number: Tensor) -> None:
+        if self.counts:
+            self.seams.expect("numbers that the host reads", number, SAME)
 
     def see_gradients(self, stages: Stages) -> None:
         for name, parameter in stages.named_parameters():
@@ -267,26 +317,31 @@ class _Types(NamedTuple):
 
     Attributes:
         digits: all of them.
+        stages: those over which all varies, because other ranks hold other layers.
         batch: those over which tokens vary.
         stream: those over which the residual stream varies.
     """
 
     digits: tuple[places.Digit, ...]
+    stages: Varying
     batch: Varying
     stream: Varying
 
     @classmethod
     def of(cls, recipe: Recipe) -> "_Types":
         digits = places.digits(recipe.mesh)
-        cut = {"dp_replicate", "dp_shard", "cp"}
-        batch = frozenset(digit for digit in digits if digit.axis in cut)
-        over_tp = frozenset(digit for digit in digits if digit.axis == "tp")
-        return cls(digits, batch, batch | over_tp if recipe.parallel.sequence_parallel else batch)
+
+        def of_axes(*axes: str) -> Varying:
+            return frozenset(digit for digit in digits if digit.axis in axes)
+
+        stages = of_axes("pp")
+        batch = stages | of_axes("dp_replicate", "dp_shard", "cp")
+        stream = batch | of_axes("tp") if recipe.parallel.sequence_parallel else batch
+        return cls(digits, stages, batch, stream)
 
 
-def _watch_seams(stage: nn.Module, types: _Types, seams: Seams) -> None:
+def _watch_seams(stage: Stage, types: _Types, seams: Seams) -> None:
     """Compare the types of what each block and the stage return, and of their gradients."""
-    assert isinstance(stage, Stage)
     for name, block in stage.blocks.items():
         block.register_forward_hook(seams.watch(f"block {name}", types.stream))
     if stage.last is not None:
@@ -298,13 +353,21 @@ def _follow_gradients(stage: nn.Module, types: _Types) -> None:
     names = {parameter: name for name, parameter in stage.named_parameters()}
 
     def follow(name: str, parameter: nn.Parameter) -> None:
-        of_parameter = of_placements(parameter, types.digits)
+        of_parameter = types.stages | of_placements(parameter, types.digits)
         fix(parameter, of_parameter)
 
+        seen: tuple[Any, int] | None = None
+
         def begin(parameter: Tensor) -> None:
-            if parameter.grad is not None:
-                gradient = local_shard(parameter.grad)
-                paths.begin(name, gradient, varying(gradient) - of_parameter)
+            nonlocal seen
+            if parameter.grad is None:
+                return
+            gradient = local_shard(parameter.grad)
+            version = gradient.untyped_storage(), parameter.grad._version
+            if seen is not None and seen[0] is version[0] and seen[1] == version[1]:
+                return  # backward comes by without a gradient, which a later action computes
+            seen = version
+            paths.begin(name, gradient, varying(gradient) - of_parameter)
 
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(begin)

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
-from composer3d.full.check import check_structure
+from composer3d.full.check import _problem_of_path, check_structure
+from composer3d.full.paths import GradientPath, Sum
+from composer3d.full.places import SAME, digits
 from composer3d.recipe.draft import split_overrides
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
-from tools.prove.faults.exchanges import drop_reduction_of_norms
+from tools.prove.faults.exchanges import drop_reduction_of_norms, drop_sum_of_outputs
 from tools.prove.full.at_scale import pair_ranks_of_cp, send_to_the_rank_before
 from tools.prove.full.run import _nothing
 from tools.prove.full.spoil import Spoil
@@ -32,6 +34,11 @@ def _spoil(way: str, call: str) -> Any:
             "mesh.tp=2",
             drop_reduction_of_norms,
             r"gradients: .*norm\.weight: it is summed over noth",
+        ),
+        (
+            "mesh.tp=2 parallel.sequence_parallel=false",
+            drop_sum_of_outputs,
+            "seams: the activations after block 0 vary between the ranks of tp",
         ),
         ("mesh.cp=4 data.global_batch=4", pair_ranks_of_cp, "groups: rank 0 sends over cp to"),
         (
@@ -60,3 +67,15 @@ def test_a_fault_is_found_and_a_right_layout_is_sound(
         # Each check has compared something.
         assert all(structure.counts[check] > 0 for check in structure.counts)
         assert structure.counts["messages"] == 4
+
+
+def test_the_ranks_of_a_formula_and_the_axes_of_the_types_must_agree() -> None:
+    full = load(str(RECIPE), ["mesh.dp_shard=2", "mesh.tp=2"], check_files=False).recipe
+    (tp, shards), ranks = digits(full.mesh), (0, 2)
+    over_shards = GradientPath(
+        sums=(Sum("reduce_scatter", ranks),), partial_over=frozenset((shards,))
+    )
+    assert _problem_of_path(full, 0, ranks, over_shards) == ""
+    for partial_over, axes in ((SAME, "no axis"), (frozenset((tp, shards)), "dp_shard, tp")):
+        problem = _problem_of_path(full, 0, ranks, over_shards._replace(partial_over=partial_over))
+        assert problem == f"it is summed over fsdp (2 ranks), and is partial over {axes}"

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from composer3d.full.paths import GradientPath, begin, follow, paths_of
+from composer3d.full.places import digits
+from composer3d.recipe.schema import MeshTable
 
 F = torch.ops.aten
 
@@ -32,7 +34,10 @@ def test_gradients_that_are_joined_and_cut_again_keep_their_ways() -> None:
     a, b = _gradient("a"), _gradient("b")
     _run(F.div_.Scalar, b, 4)
     packed = _run(F.cat.default, [a, b])
-    assert paths_of(packed) == {"a": GradientPath(), "b": GradientPath(factor=0.25)}
+    assert paths_of(packed) == {
+        "a": GradientPath(additions=1),
+        "b": GradientPath(factor=0.25, additions=1),
+    }
     # A part that is overwritten has another way; the rest keeps its own.
     first, second = packed[:4], packed[4:]
     _run(F.copy_.default, first, _run(F.mul.Tensor, a, 2.0))
@@ -42,10 +47,13 @@ def test_gradients_that_are_joined_and_cut_again_keep_their_ways() -> None:
 
 
 def test_parts_with_other_ways_may_not_be_added() -> None:
-    a, half = _gradient("a"), _gradient("a")
-    _run(F.mul_.Tensor, half, 0.5)
+    a = _gradient("a")
     _run(F.add_.Tensor, a, _gradient("a"))
-    assert not paths_of(a)["a"].problem
+    assert paths_of(a) == {"a": GradientPath(additions=2)}
+    begin("a", a, frozenset(digits(MeshTable(dp_shard=1, tp=2))))
+    assert paths_of(a)["a"].additions == 3
+    assert [digit.axis for digit in paths_of(a)["a"].partial_over] == ["tp"]
+    half = _run(F.mul.Tensor, _gradient("a"), 0.5)
     _run(F.add_.Tensor, a, half)
     assert "is added to what was not" in paths_of(a)["a"].problem
 

@@ -15,7 +15,7 @@ from composer3d.parallel.context import ring
 from composer3d.parallel.data import fsdp
 from composer3d.parallel.expert import api
 from composer3d.parallel.pipeline import neighbours, stage_cut
-from composer3d.parallel.tensor import collectives, vocab
+from composer3d.parallel.tensor import collectives
 from composer3d.runtime import mesh as mesh_module
 from composer3d.runtime.mesh import Mesh
 from tools.prove.faults.plant import Plant, fault_of
@@ -67,6 +67,7 @@ def _instead_of_cached(name: str) -> Callable[[Callable[..., Any]], Plant]:
 
 
 _WIDE = "mesh.dp_shard=32 data.global_batch=64"
+_WHOLE = "parallel.sequence_parallel=false"
 
 
 @_shows("mesh.cp=4", "mesh.cp=2")
@@ -173,17 +174,17 @@ def set_up_no_unit_beyond_32(right: Any, stage: Any) -> list[Any]:
     return found[:33]
 
 
-@_shows("mesh.tp=4 model.vocab=258", "mesh.tp=2")
-@fault_of(vocab, vocab.own_rows)
-def cut_the_vocabulary_down(right: Any, size: int, group: Any) -> tuple[int, int]:
-    """Vocabulary: with more than two ranks, the rows of a rank are rounded down."""
-    if group.size() == 2:
-        result: tuple[int, int] = right(size, group)
-        return result
-    return group.rank() * (size // group.size()), size // group.size()
+@_shows(f"{_WIDE} model.dim=72 model.head_dim=16", "mesh.dp_shard=2")
+@fault_of(dist, dist.all_gather_single)
+def lose_the_padding_of_shards(
+    right: Any, output: Any, input: Any, *arguments: Any, group: Any = None, **options: Any
+) -> Any:
+    """FSDP: beyond 16 ranks, the row with which an uneven shard is padded is not sent."""
+    is_wide = group is not None and group.size() > 16
+    return right(output, input[:-1] if is_wide else input, *arguments, group=group, **options)
 
 
-@_shows("mesh.tp=4", "mesh.tp=2")
+@_shows(f"mesh.tp=4 {_WHOLE}", f"mesh.tp=2 {_WHOLE}")
 @fault_of(collectives, collectives._all_reduce)
 def sum_over_tp_in_two_halves(right: Any, x: Any, group: Any) -> Any:
     """tp without sequence parallelism: the sum is over pairs of ranks."""
@@ -222,7 +223,7 @@ def leave_a_stage_empty(
     return found
 
 
-@_shows("mesh.pp=2 data.global_batch=20", "mesh.pp=2")
+@_shows("mesh.pp=2 data.global_batch=40", "mesh.pp=2")
 @fault_of(_PipelineStageBase, _PipelineStageBase.get_fwd_send_ops)
 def lose_the_seventeenth_message(right: Any, self: Any, chunk: int) -> Any:
     """Pipeline: activations of micro-batches beyond 16 are not sent."""

@@ -21,7 +21,8 @@ _FUNCTIONS: Final = {
 ANY: Final = ("drop all", "lose one", "call twice", "last rank skips", "call over another group")
 HALF: Final = "send half"
 OF_REDUCTIONS: Final = ("take the average", "take the maximum")
-OF_MESSAGES: Final = ("drop all", "lose one", "call twice", "last rank skips", "wrong neighbour")
+OF_MESSAGES: Final = ("drop all", "lose one", "call twice", "last rank skips")
+WRONG_NEIGHBOUR: Final = "wrong neighbour"
 
 
 class _Done:
@@ -36,7 +37,7 @@ class Spoil:
     """A way to spoil the calls of one operation over one group.
 
     Attributes:
-        way: one of ``ANY``, ``HALF``, ``OF_REDUCTIONS`` or ``OF_MESSAGES``.
+        way: one of ``ANY``, ``HALF``, ``OF_REDUCTIONS``, ``OF_MESSAGES`` or ``WRONG_NEIGHBOUR``.
         operation: "message", or a key of ``_FUNCTIONS``.
         group: as in ``places.GROUPS``; "pp" for messages between stages.
         sizes: of the mesh.

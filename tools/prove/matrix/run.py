@@ -6,12 +6,24 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from composer3d.full.check import check_structure
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.progress import Progress
 from composer3d.verify.judge import Verdict
 from composer3d.verify.proof import verify_layout
 from tools.prove.matrix import report
-from tools.prove.matrix.cover import STEPS, Row, context, cover, read, sets, slice_of, to_text
+from tools.prove.matrix.cover import (
+    STEPS,
+    Row,
+    context,
+    cover,
+    line_of,
+    read,
+    recipe_of,
+    sets,
+    slice_of,
+    to_text,
+)
 from tools.prove.paths import MATRIX, RECIPE, ROOT
 
 
@@ -37,6 +49,12 @@ def main(arguments: Sequence[str]) -> int:
         type=_range_of,
         help="prove layouts A to B of matrix.txt, counted from 1, write nothing",
     )
+    parser.add_argument(
+        "--structure",
+        action="store_true",
+        help="look at the chosen layouts with the checks of verify --full alone, which compute no "
+        "number and must find nothing; write nothing",
+    )
     options = parser.parse_args(arguments)
     if options.find:
         matrix = cover(read().rows)
@@ -59,6 +77,8 @@ def main(arguments: Sequence[str]) -> int:
     else:
         rows = list(matrix.rows)
 
+    if options.structure:
+        return _look(rows, first)
     begin = time.monotonic()
     verdicts = prove(rows, first)
     seconds = time.monotonic() - begin
@@ -68,6 +88,23 @@ def main(arguments: Sequence[str]) -> int:
     if n_exact == len(rows) and is_whole:
         report.write(ROOT, matrix, verdicts, seconds)
     return 0 if n_exact == len(rows) else 1
+
+
+def _look(rows: Sequence[Row], first: int) -> int:
+    """Check the structure of layouts, and print what is found in them."""
+    begin = time.monotonic()
+    wrong = 0
+    with Pool() as pool:
+        for number, row in enumerate(rows, first):
+            recipe = recipe_of(row)
+            structure = check_structure(pool, recipe, [recipe])
+            wrong += not structure.passed
+            print(f"{number:>3} {'sound' if structure.passed else 'WRONG'}  {line_of(row)}")
+            for finding in structure.findings:
+                print(f"    {finding}", flush=True)
+    minutes = (time.monotonic() - begin) / 60
+    print(f"{len(rows) - wrong} of {len(rows)} layouts are sound, in {minutes:.1f} minutes")
+    return int(wrong > 0)
 
 
 def _range_of(text: str) -> tuple[int, int]:
