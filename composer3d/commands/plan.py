@@ -22,6 +22,7 @@ from composer3d.commands.goodput import (
     predict_goodput,
     read_question,
 )
+from composer3d.commands.why import AS_IT_IS, as_json, explain, in_words, read_other
 from composer3d.facts import hardware
 from composer3d.facts.calibration import MOST_OBSERVATIONS, Observation, toml_of
 from composer3d.facts.errors import DeviceError, UserError
@@ -43,6 +44,7 @@ from composer3d.planner.search import (
 )
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.schema import Recipe
+from composer3d.recipe.values import as_toml
 from composer3d.runtime.progress import Progress
 
 _MOST_TOKENS_S = 1e15
@@ -126,6 +128,13 @@ class Options:
         help="with --goodput: from the end of the job until its ranks load; default: "
         f"{RESTART_S / 60:.0f}, published for 100,000 devices",
     )
+    why: str | None = argument(
+        "--why",
+        metavar="LAYOUT",
+        help="also compare the first layout with LAYOUT, term by term: the number of a row, or "
+        f"overrides of the recipe as one text, such as 'mesh.tp=2 mesh.pp=4', or {AS_IT_IS}, as it "
+        "is",
+    )
     write: str | None = argument(
         "--write", metavar="FILE", help="make FILE, a recipe with the fastest layout"
     )
@@ -166,6 +175,9 @@ def run(options: Options) -> int:
         return _memory(resolved.recipe, device, question, as_json=options.as_json)
 
     count = options.gpus or resolved.recipe.world_size
+    other = None
+    if options.why is not None:
+        other = read_other(options.why, options.recipe, options.sets, count)
     with Progress("plan", 0, "predictions") as progress:
         found = search(
             resolved.recipe,
@@ -206,6 +218,9 @@ def run(options: Options) -> int:
         answer["calibration"] = calibrated
     if question is not None and found.fitting:
         answer["goodput"] = predict_goodput(question, found.plans[0], device)
+    compared = None if other is None else explain(found.plans, other, device)
+    if compared is not None:
+        answer["why"] = as_json(compared)
     if options.as_json:
         print(json.dumps(answer))
         return 0 if found.fitting else 1
@@ -214,6 +229,8 @@ def run(options: Options) -> int:
     _print_search(answer, found.plans, device)
     if "goodput" in answer:
         print(*goodput_words(answer["goodput"]), sep="\n")
+    if compared is not None:
+        print(*in_words(compared, options.why or "", device), sep="\n")
     if table:
         _print_scaling(table)
     if options.write is not None and found.fitting:
@@ -302,6 +319,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         "micro_batch": recipe.data.micro_batch,
         "schedule": recipe.parallel.schedule,
         "activation_checkpoint": recipe.memory.activation_checkpoint,
+        "stages": recipe.parallel.stages,
         "step_time_s": prediction.time.step_s,
         "step_time_s_80": prediction.interval(prediction.time.step_s),
         "tokens_per_s_per_gpu": prediction.tokens_s,
@@ -332,7 +350,7 @@ def _print_search(answer: dict[str, Any], plans: list[Plan], device: Device) -> 
             f"{_layout_cells(plan)}{prediction.tokens_s:11,.0f}"
             f"{_range(speeds, ',.0f'):>15} {_mfu_cell(plan)} "
             f"{prediction.peak_gib:7.1f}{_range(sizes, '.1f'):>13} "
-            f"{_probability(prediction.fits_probability):>5}  {plan.bound_by}"
+            f"{_probability(prediction.fits_probability):>5}  {plan.bound_by}{_further(plan)}"
         )
     print("80%: four of five measured values are expected in it; fits: the probability of it")
     close = answer["first_is_close_probability"]
@@ -356,6 +374,12 @@ def _layout_cells(plan: Plan) -> str:
         f"{one['cp']:5}{one['ep']:5}{one['zero']:6}{one['micro_batch']:7}  "
         f"{one['schedule'] if one['pp'] > 1 else '-':16} {one['activation_checkpoint']:10}"
     )
+
+
+def _further(plan: Plan) -> str:
+    """Return what no cell of a layout says, as overrides in a line of their own, or nothing."""
+    stages = plan.recipe.parallel.stages
+    return f"\n      with parallel.stages={as_toml(stages).replace(' ', '')}" if stages else ""
 
 
 def _mfu_cell(plan: Plan) -> str:
@@ -397,6 +421,8 @@ def _reasons(plan: Plan, device: Device) -> list[str]:
         reasons.append(f"tp {mesh.tp} {place}: it cuts every layer, and its traffic is frequent")
     if mesh.pp > 1:
         reasons.append(f"pp {mesh.pp}: stages cut the memory of parameters with little traffic")
+    if plan.recipe.parallel.stages:
+        reasons.append("its stages are cut so that the slowest one is as fast as can be")
     if mesh.cp > 1:
         reasons.append(f"cp {mesh.cp}: a sequence has {plan.recipe.data.seq_len:,} tokens")
     if mesh.ep > 1:
@@ -446,7 +472,7 @@ def scale_line(point: ScalePoint) -> str:
     return (
         f"{point.gpus:7,}  {plan.recipe.data.global_batch:7,}{_layout_cells(plan)}  "
         f"{point.efficiency:10.1%} {work_share(plan.prediction):6.1%} {_mfu_cell(plan)}"
-        f"{_mfu_range(plan):>11}  {plan.bound_by}"
+        f"{_mfu_range(plan):>11}  {plan.bound_by}{_further(plan)}"
     )
 
 

@@ -78,9 +78,22 @@ class Calibration:
 
     def spread(self, run: Mapping[str, float]) -> float:
         """Return the spread that the error of another run has left."""
+        return sqrt(self._variance_left(run) + self._own(run))
+
+    def spread_between(self, one: Mapping[str, float], other: Mapping[str, float]) -> float:
+        """Return the spread of the error of the ratio of two runs, each with its ``shares``.
+
+        What both have in common cancels: the machine, and the collectives of an axis, the bubble
+        and the host, as far as both spend the same share of a step on them.
+        """
+        apart = {part: one[part] - other[part] for part in _OF_MACHINE}
+        return sqrt(self._variance_left(apart) + self._own(one) + self._own(other))
+
+    def _variance_left(self, run: Mapping[str, float]) -> float:
+        """Return the variance of what a run has of the machine's errors, beside the known part."""
         known = [self._shared(run, observation.shares) for observation in self.observed]
         explained = sum(a * b for a, b in zip(known, self._solve(known), strict=True))
-        return sqrt(max(0.0, self._shared(run, run) - explained) + self._own(run))
+        return max(0.0, self._shared(run, run) - explained)
 
     def moved(self, time: StepTime) -> StepTime:
         """Return a predicted time with the expected error of each part taken out."""
@@ -100,6 +113,10 @@ class Calibration:
             exposed_s={axis: all_of_it * seconds for axis, seconds in exposed.items()},
             optimizer_s=all_of_it * time.optimizer_s,
             overhead_s=all_of_it * overhead_s,
+            products_s=all_of_it * time.products_s,
+            attention_s=all_of_it * time.attention_s,
+            head_s=all_of_it * time.head_s,
+            host_s=all_of_it * factor["host"] * time.host_s,
         )
 
 

@@ -97,12 +97,18 @@ class Work(NamedTuple):
         input_s: gradients of inputs.
         weight_s: gradients of weights.
         recompute_s: what backward computes again.
+        products_s: of all but ``recompute_s``, the matrix products of blocks.
+        attention_s: of the same, attention itself, without its projections.
+        head_s: of the same, the head and the loss.
     """
 
     forward_s: float = 0.0
     input_s: float = 0.0
     weight_s: float = 0.0
     recompute_s: float = 0.0
+    products_s: float = 0.0
+    attention_s: float = 0.0
+    head_s: float = 0.0
 
     @property
     def backward_s(self) -> float:
@@ -349,9 +355,13 @@ def block_work(
     # The host launches kernels one after the other; the device cannot be faster.
     backward_input = input_products + attend_backward + _BACKWARD_ELEMENTWISE * elementwise + gap
     backward_input += input_rounding
+    all_products = forward_products + input_products + weight_products
     if setup.layout.sends_latents and setup.sizes.latents is not None:
         # Attention keeps no keys and values: its backward makes them again.
-        backward_input += seconds([_product_up(setup, setup.sizes.latents)])
+        repeated = seconds([_product_up(setup, setup.sizes.latents)])
+        backward_input += repeated
+        all_products += repeated
+    attention = attend_forward + attend_backward
     if setup.software.launches_synchronously:
         launch = launches * _SYNCHRONOUS_LAUNCH_S
         again = launch if recompute > 0.5 * forward else 0.0
@@ -360,6 +370,8 @@ def block_work(
             backward_input + launch,
             weight_products + launch,
             recompute + again,
+            all_products,
+            attention,
         )
     launch = launches * _LAUNCH_S
     return Work(
@@ -367,6 +379,8 @@ def block_work(
         max(backward_input, launch),
         max(weight_products, 0.5 * launch),
         max(recompute, launch) if recompute > 0.5 * forward else recompute,
+        all_products,
+        attention,
     )
 
 
@@ -501,9 +515,12 @@ def head_work(setup: Setup, constants: Constants) -> Work:
         weight_gradient += setup.loss_chunks * _adding_s(
             setup, product.depth * product.columns, rate
         )
+    forward += loss
+    input_gradient = product_s(product.input_gradient(), rate.head, rate) + loss
     return Work(
-        forward + loss,
-        product_s(product.input_gradient(), rate.head, rate) + loss,
+        forward,
+        input_gradient,
         weight_gradient,
-        forward + loss if setup.repeats_loss else 0.0,
+        forward if setup.repeats_loss else 0.0,
+        head_s=forward + input_gradient + weight_gradient,
     )

@@ -205,6 +205,21 @@ def fits_probability(needed: float, limit: float, spreads: Spreads = SHIPPED_SPR
     return _normal(log(limit / needed) / _deviation(spreads.ours, spreads.memory_quantile))
 
 
+def faster_probability(
+    ratio: float, spread_of_it: float, spreads: Spreads = SHIPPED_SPREADS
+) -> float:
+    """Return the probability that a layout is faster than another one.
+
+    Args:
+        ratio: the predicted time of the other one, as a multiple of its own.
+        spread_of_it: the spread of the error of ``ratio``.
+        spreads: the spreads.
+    """
+    if spread_of_it == 0:
+        return 0.5 * (1 + (ratio > 1) - (ratio < 1))
+    return _normal(log(ratio) / _deviation(spread_of_it, spreads.quantile))
+
+
 def _deviation(spread_of_it: float, quantile: float) -> float:
     """Return the standard deviation of a normal error whose 80% interval is as wide."""
     return spread_of_it * quantile / _QUANTILE_80

@@ -6,8 +6,9 @@ from functools import partial
 from typing import NamedTuple
 
 from composer3d.facts.hardware import Hardware
-from composer3d.planner.intervals import Candidate, close_probability
+from composer3d.planner.intervals import close_probability
 from composer3d.planner.layouts import Choices, layouts
+from composer3d.planner.levers import Timed, improve
 from composer3d.planner.memory import memory_of_ranks, predict_memory
 from composer3d.planner.predict import (
     Prediction,
@@ -109,7 +110,9 @@ def search(
 ) -> Search:
     """Return the fastest layouts of a recipe on ``gpus`` devices.
 
-    ``report`` is called for each layout whose memory or time is predicted next, with which of both.
+    Stages are cut by their parameters, and those of fast layouts by their time, where that helps
+    (``cut``). ``report`` is called for each layout whose memory or time is predicted next, or whose
+    stages are cut, with which of these.
     """
     legal = 0
     fitting: list[tuple[Recipe, Setup]] = []
@@ -126,13 +129,14 @@ def search(
         return Search([price(variant, device) for variant, _ in too_large[:top]], legal, 0, None)
 
     fitting.sort(key=lambda item: item[1].layout.tp * item[1].layout.pp * item[1].layout.cp)
-    timed: list[tuple[Candidate, int]] = []
-    for index, (_, setup) in enumerate(fitting[:_MOST_TIMED]):
+    timed: list[Timed] = []
+    for variant, setup in fitting[:_MOST_TIMED]:
         report("time")
-        timed.append((predict_speed(setup), index))
-    timed.sort(key=lambda item: -item[0].tokens_s)
-    plans = [price(fitting[index][0], device) for _, index in timed[:top]]
-    close = close_probability([candidate for candidate, _ in timed], CLOSE)
+        timed.append(Timed(variant, setup, predict_speed(setup)))
+    timed.sort(key=lambda one: -one.tokens_s)
+    best = improve(timed, device.setup, top, lambda: report("stages"))
+    plans = [price(one.recipe, device) for one in best[:top]]
+    close = close_probability([one.speed for one in best], CLOSE)
     return Search(plans, legal, len(fitting), close)
 
 

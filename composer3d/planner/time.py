@@ -5,7 +5,7 @@ gathers of FSDP run beside them. The times of stages go through the schedule's o
 happens once a step is added. No torch here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import accumulate, pairwise
@@ -25,7 +25,7 @@ from composer3d.planner.collectives import (
 from composer3d.planner.compute import Work
 from composer3d.planner.constants import SHIPPED, Constants
 from composer3d.planner.pipeline import Compiled, length_s
-from composer3d.planner.setup import BlockMatrices, Setup
+from composer3d.planner.setup import BlockKind, BlockMatrices, Setup
 from composer3d.planner.simulate import StageTimes
 
 LengthOf = Callable[[Compiled, Sequence[StageTimes], Sequence[float]], float]
@@ -39,10 +39,14 @@ class StepTime:
         step_s: the whole step.
         compute_s: products, attention and memory traffic of the slowest rank, without waiting.
         recompute_s: the part of it that repeats forward.
+        products_s: another part of it: the matrix products of blocks.
+        attention_s: another part of it: attention itself, without its projections.
+        head_s: another part of it: the head and the loss.
         bubble_s: waiting for other pipeline ranks, and for their messages.
         exposed_s: visible time of collectives, by axis: tp, cp, ep, dp (FSDP is dp).
         optimizer_s: the optimizer's step, with what it sends.
         overhead_s: the host, and the slowest of many ranks.
+        host_s: the part of it that is the host.
     """
 
     step_s: float
@@ -52,6 +56,10 @@ class StepTime:
     exposed_s: dict[str, float] = field(default_factory=dict)
     optimizer_s: float
     overhead_s: float
+    products_s: float = 0.0
+    attention_s: float = 0.0
+    head_s: float = 0.0
+    host_s: float = 0.0
 
 
 def groups(setup: Setup) -> dict[str, GroupShape]:
@@ -81,7 +89,7 @@ def predict_time(
     stage_times = _stage_parts(setup, constants)
     busy = [
         sum(
-            part.work.forward_s + part.work.backward_s
+            part.busy_s
             for stage, part in enumerate(stage_times)
             if rank_of(layout.pp, stage, layout.schedule) == rank
         )
@@ -93,8 +101,10 @@ def predict_time(
 
     exposed = {"tp": 0.0, "cp": 0.0, "ep": 0.0, "dp": 0.0}
     recompute_s = 0.0
+    works = []
     for stage, part in enumerate(stage_times):
         if rank_of(layout.pp, stage, layout.schedule) == slowest:
+            works.append(part.work)
             recompute_s += micro_batches * part.recompute_s
             for axis, seconds in part.exposed.items():
                 exposed[axis] += micro_batches * seconds
@@ -114,13 +124,33 @@ def predict_time(
         exposed_s=exposed,
         optimizer_s=optimizer_s,
         overhead_s=constants.step_overhead_s + total_s - step_s,
+        products_s=micro_batches * sum(work.products_s for work in works),
+        attention_s=micro_batches * sum(work.attention_s for work in works),
+        head_s=micro_batches * sum(work.head_s for work in works),
+        host_s=constants.step_overhead_s,
     )
 
 
 def _stage_parts(setup: Setup, constants: Constants) -> list["_BlockTimes"]:
     """Return the times of each stage."""
-    layout = setup.layout
-    blocks = {
+    blocks = _times_of_kinds(setup, constants, set().union(*setup.block_kinds))
+    stage_times: list[_BlockTimes] = []
+    for stage, counts in enumerate(setup.block_kinds):
+        part = _BlockTimes(Work(), 0.0, {})
+        for kind, block in blocks.items():
+            if counts[kind]:
+                part = part.plus(block.times(counts[kind]))
+        if stage == setup.layout.stages - 1:
+            part = part.plus(_losses(setup, constants))
+        stage_times.append(part)
+    return stage_times
+
+
+def _times_of_kinds(
+    setup: Setup, constants: Constants, kinds: Iterable[BlockKind]
+) -> dict[BlockKind, "_BlockTimes"]:
+    """Return the times of a block of each kind."""
+    return {
         kind: _block(
             replace(setup, recompute=kind.recompute),
             constants,
@@ -128,21 +158,40 @@ def _stage_parts(setup: Setup, constants: Constants) -> list["_BlockTimes"]:
             window=kind.window,
             predicts=kind.predicts,
         )
-        for kind in sorted(set().union(*setup.block_kinds))
+        for kind in sorted(kinds)
     }
-    head = compute.head_work(setup, constants)
 
-    stage_times: list[_BlockTimes] = []
-    for stage, counts in enumerate(setup.block_kinds):
-        part = _BlockTimes(Work(), 0.0, {})
-        for kind, block in blocks.items():
-            if counts[kind]:
-                part = part.plus(block.times(counts[kind]))
-        if stage == layout.stages - 1:
-            losses = 1 + setup.sizes.mtp_layers
-            part = part.plus(_BlockTimes(head, head.recompute_s, {}).times(losses))
-        stage_times.append(part)
-    return stage_times
+
+def _losses(setup: Setup, constants: Constants) -> "_BlockTimes":
+    """Return the times of the head and the loss, and of those of multi-token prediction."""
+    head = compute.head_work(setup, constants)
+    return _BlockTimes(head, head.recompute_s, {}).times(1 + setup.sizes.mtp_layers)
+
+
+class PartTimes(NamedTuple):
+    """The seconds in which parts of a model run forward and backward of one micro-batch.
+
+    Attributes:
+        blocks: a block of each kind.
+        losses: the head and the loss, and those of multi-token prediction.
+    """
+
+    blocks: dict[BlockKind, float]
+    losses: float
+
+
+def part_times(setup: Setup, constants: Constants = SHIPPED) -> PartTimes:
+    """Return the times of the parts that make up the stages of a pipeline, however it is cut.
+
+    Raises:
+        DeviceError: the device has no rate for the type of the products.
+    """
+    places = range(min(2, setup.recompute_every))
+    kinds = {setup.kind_of(block, place) for block in range(setup.sizes.layers) for place in places}
+    blocks = _times_of_kinds(setup, constants, kinds)
+    return PartTimes(
+        {kind: block.busy_s for kind, block in blocks.items()}, _losses(setup, constants).busy_s
+    )
 
 
 class _BlockTimes(NamedTuple):
@@ -157,6 +206,11 @@ class _BlockTimes(NamedTuple):
     work: Work
     recompute_s: float
     exposed: dict[str, float]
+
+    @property
+    def busy_s(self) -> float:
+        """The seconds of forward and backward."""
+        return self.work.forward_s + self.work.backward_s
 
     def times(self, count: int) -> "_BlockTimes":
         """Return the times of ``count`` such parts."""
@@ -190,7 +244,7 @@ def _block(
     work = compute.block_work(
         setup, constants, has_experts=has_experts, window=window, predicts=predicts
     )
-    forward_s, input_s, weight_s, recompute_s = work
+    forward_s, input_s, weight_s, recompute_s = work[:4]
     repeats = {"full": 1.0, "half_blocks": 0.5}.get(setup.recompute, 0.0)
     exposed: dict[str, float] = {}
 
@@ -253,7 +307,10 @@ def _block(
         dp_s += added
         weight_s += added
     exposed["dp"] = dp_s
-    return _BlockTimes(Work(forward_s, input_s, weight_s, recompute_s), work.recompute_s, exposed)
+    with_collectives = work._replace(
+        forward_s=forward_s, input_s=input_s, weight_s=weight_s, recompute_s=recompute_s
+    )
+    return _BlockTimes(with_collectives, work.recompute_s, exposed)
 
 
 def _beside(compute_s: float, collective_s: float, constants: Constants) -> float:

@@ -1,6 +1,7 @@
 """``composer3d plan``: ranked layouts, memory, a written recipe, and errors."""
 
 import json
+import re
 from collections import Counter
 from math import prod
 from pathlib import Path
@@ -12,7 +13,7 @@ from composer3d import cli
 from composer3d.commands import plan as plan_command
 from composer3d.commands.plan import scale_line
 from composer3d.facts import hardware
-from composer3d.planner import predict, search
+from composer3d.planner import levers, predict, search
 from composer3d.planner.search import Device, ScalePoint, price, scaling
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
@@ -135,7 +136,7 @@ def test_the_table_of_scale_says_why_and_has_progress(
     assert "80%: four of five measured values are expected in it" in text
     assert "bound by" in text
     assert "the fastest layout as devices grow" in text
-    assert notes["plan"] == {"memory of each layout", "time of each layout"}
+    assert {"memory of each layout", "time of each layout"} <= notes["plan"]
     assert "memory on 2,048 devices, of each layout" in notes["plan --scale"]
 
 
@@ -186,14 +187,16 @@ def recipe_of_row(recipe: Recipe, row: str) -> Recipe:
 def predictions(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each prediction of the planner was asked for."""
     calls: Counter[str] = Counter()
-    for name in ("predict", "predict_speed", "memory_of_ranks"):
-        right = getattr(search, name)
+    names = ("predict", "predict_speed", "memory_of_ranks")
+    for module, name in (*((search, name) for name in names), (levers, "predict_speed")):
+        right = getattr(module, name)
+        key = name if module is search else "of a lever"
 
-        def counted(*given: Any, name: str = name, right: Any = right) -> Any:
-            calls[name] += 1
+        def counted(*given: Any, key: str = key, right: Any = right) -> Any:
+            calls[key] += 1
             return right(*given)
 
-        monkeypatch.setattr(search, name, counted)
+        monkeypatch.setattr(module, name, counted)
     return calls
 
 
@@ -207,6 +210,7 @@ def check_predictions(answer: dict[str, Any], predictions: Counter[str]) -> None
     assert predictions["memory_of_ranks"] == answer["legal"]
     assert predictions["predict_speed"] == min(answer["fitting"], search._MOST_TIMED)
     assert predictions["predict"] == len(answer["layouts"])
+    assert predictions["of a lever"] <= answer["fitting"]
 
 
 def test_a_plan_of_a_large_job_predicts_no_layout_twice(
@@ -349,3 +353,61 @@ def test_an_unknown_device_lists_those_that_are_known(
     error = capsys.readouterr().err
     assert "abacus: unknown device" in error
     assert "MI300X" in error
+
+
+def test_why_compares_the_first_layout_with_another_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With a row of the table, with overrides, and with the recipe, some of which do not fit."""
+    plan = ("plan", RECIPE, "--top", "3", "--why")
+    for layout, fits in (
+        ("3", True),
+        ("recipe", True),
+        ("data.micro_batch=4", False),
+    ):
+        assert cli.main([*plan, layout, "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        why = answer["why"]
+        assert why["fits"] == [True, fits]
+        seconds = why["step_time_s"]
+        assert seconds[0] == answer["layouts"][0]["step_time_s"]
+        assert (seconds[1] == answer["layouts"][2]["step_time_s"]) == (layout == "3")
+        assert seconds[1] - seconds[0] == why["more_s"]
+    assert cli.main([*plan, layout]) == 0
+    text = capsys.readouterr().out
+    assert "B: the recipe with data.micro_batch=4\n" in text
+    assert "B does not fit: pipeline rank 0 needs" in text
+    assert f"what decides is {why['decisive']}" in text
+
+    for layout, message in (
+        ("4", "the table has the rows 1 to 3"),
+        ("mesh.tp=3", "mesh.tp = 3 must divide model.n_heads = 32"),
+        ("mesh.tp=2", "but the world has 8"),
+        ("model.dim=64", "give others with --set"),
+        ("fast", "give others with --set"),
+    ):
+        assert cli.main([*plan, layout]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_cut_of_stages_by_time_is_shown_and_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "fastest.toml"
+    sets = ("--set", "data.global_batch=16")
+    command = ["plan", "deepseek-v2-lite-16", *sets, "--top", "2", "--write", str(out)]
+    assert cli.main(command) == 0
+    text = capsys.readouterr().out
+    (words,) = re.findall(r"\n      with (parallel.stages=\S+)\n", text)
+    assert "its stages are cut so that the slowest one is as fast as can be" in text
+
+    recipe = load(str(out)).recipe
+    assert words == f"parallel.stages={list(recipe.parallel.stages or ())}".replace(" ", "")
+    assert "# composer3d plan" in out.read_text().partition("\nstages = ")[2].splitlines()[0]
+    # The words are an override.
+    mesh = f"mesh.pp={recipe.mesh.pp} mesh.dp_shard=-1 parallel.virtual_stages=4"
+    assert cli.main([*command[:-2], "--json", "--why", f"{mesh} {words}"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["layouts"][0]["stages"] == list(recipe.parallel.stages or ())
+    assert answer["layouts"][1]["stages"] is None
+    assert answer["why"]["fits"] == [True, True]

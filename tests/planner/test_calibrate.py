@@ -63,6 +63,9 @@ def test_parts_move_and_add_up() -> None:
     assert log(moved.step_s / time.step_s) == pytest.approx(
         calibration.expected(slow.shares), rel=0.05
     )
+    for part in ("recompute_s", "products_s", "attention_s", "head_s"):
+        share = getattr(moved, part) / getattr(time, part)
+        assert share == pytest.approx(moved.compute_s / time.compute_s)
     # What is exposed for long is blamed more than the rest.
     assert moved.exposed_s["dp"] / time.exposed_s["dp"] > moved.step_s / time.step_s
     assert 1.1 < moved.step_s / time.step_s < 1.25

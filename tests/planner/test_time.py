@@ -107,6 +107,8 @@ def test_each_rank_of_cp_projects_the_latents_of_all(tp: int) -> None:
     # Backward makes them once more.
     assert latents.input_s - keys.input_s > more_input_s + seconds(all_four)
     assert latents.weight_s - keys.weight_s == pytest.approx(more_weight_s)
+    more = more_s + more_input_s + seconds(all_four) + more_weight_s
+    assert latents.products_s - keys.products_s == pytest.approx(more)
 
 
 @pytest.mark.parametrize(("tp", "fewer"), [(1, 49_152 / 576), (8, 6_144 / 576)])

@@ -1,0 +1,158 @@
+"""Cuts a model into pipeline stages of about equal predicted time. No torch here.
+
+By default, stages have about equal parameters. But a head takes another time than a block of as
+many parameters, each depth of multi-token prediction adds a pass of the head, blocks with experts
+hold more than they compute, and windows save time, not parameters. Here the predicted time of
+forward and backward of each part is weighed instead. The lookup in the embedding takes none.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from itertools import accumulate, pairwise, product
+from math import inf
+
+from composer3d.planner.setup import Setup
+from composer3d.planner.time import part_times, rank_of
+
+# The blocks of each stage, in order, without depths of multi-token prediction, which are on the
+# last one: ``parallel.stages``.
+Cut = tuple[int, ...]
+
+_ROUNDING = 1 + 1e-9  # a sum that is larger by less is as large
+
+
+class Cutter:
+    """Finds cuts of a model into the stages of a setup. The setup's own cut does not matter."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._times = part_times(setup)
+        self._layers = setup.sizes.layers - setup.sizes.mtp_layers
+        layout = setup.layout
+        stages = range(layout.stages)
+        self._rank_of = [rank_of(layout.pp, stage, layout.schedule) for stage in stages]
+
+    def seconds(self, cut: Cut) -> list[float]:
+        """Return the seconds of forward and backward of one micro-batch of each stage."""
+        spans = pairwise(accumulate(cut, initial=0))
+        return [self._stage_s(begin, end) for begin, end in spans]
+
+    def cuts(self) -> list[Cut]:
+        """Return a cut whose slowest stage is fast, and maybe one whose slowest rank is faster."""
+        stages = self.of_fastest_stages()
+        if self._setup.layout.stages_per_rank == 1:
+            return [stages]
+        return list(dict.fromkeys((stages, self.of_faster_ranks(stages))))
+
+    def of_fastest_stages(self) -> Cut:
+        """Return a cut whose slowest stage is as fast as the slowest one of any cut.
+
+        Of those, it is one whose stages differ least: the sum of the squares of their times is the
+        least. Both are exact, by dynamic programming over the ends of stages.
+        """
+        slowest_s, _ = self._least(inf, max)
+        _, cut = self._least(slowest_s * _ROUNDING, lambda sum_s2, stage_s: sum_s2 + stage_s**2)
+        return cut
+
+    def of_faster_ranks(self, cut: Cut) -> Cut:
+        """Move blocks from the slowest rank to the fastest one, as long as that helps.
+
+        A rank has several stages. Where blocks do not divide evenly, the sums of their times differ
+        more than those times.
+        """
+        best, least = cut, self._load(cut)
+        while True:
+            ranks_s = self._ranks_s(best)
+            slowest, fastest = (ranks_s.index(edge(ranks_s)) for edge in (max, min))
+            moved = min(self._moves(best, slowest, fastest), key=self._load, default=best)
+            load = self._load(moved)
+            is_as_slow = load[0] * _ROUNDING >= least[0]
+            if is_as_slow and (load[0] > least[0] * _ROUNDING or load[1] * _ROUNDING >= least[1]):
+                return best
+            best, least = moved, load
+
+    def most_gain(self, cut: Cut) -> float:
+        """Return how many times as long the slowest stage of a cut takes as that of any must."""
+        seconds = self.seconds(cut)
+        last_s = self._stage_s(self._layers - 1, self._layers)
+        return max(seconds) / max(last_s, sum(seconds) / len(seconds))
+
+    def _moves(self, cut: Cut, giver: int, taker: int) -> Iterator[Cut]:
+        """Yield the cuts in which a stage of one rank has a block less, and one of another more."""
+        stages = [[s for s, rank in enumerate(self._rank_of) if rank == r] for r in (giver, taker)]
+        for fewer, more in product(*stages):
+            if cut[fewer] > 1 and fewer != more:
+                sizes = list(cut)
+                sizes[fewer] -= 1
+                sizes[more] += 1
+                yield tuple(sizes)
+
+    def _ranks_s(self, cut: Cut) -> list[float]:
+        found = [0.0] * self._setup.layout.pp
+        for rank, stage_s in zip(self._rank_of, self.seconds(cut), strict=True):
+            found[rank] += stage_s
+        return found
+
+    def _load(self, cut: Cut) -> tuple[float, float]:
+        """Return the time of the slowest rank, and how unevenly ranks are loaded."""
+        ranks_s = self._ranks_s(cut)
+        return max(ranks_s), sum(rank_s**2 for rank_s in ranks_s)
+
+    def _least(self, limit_s: float, add: Callable[[float, float], float]) -> tuple[float, Cut]:
+        """Return the least value of a cut, and the cut.
+
+        Args:
+            limit_s: no stage takes longer.
+            add: returns the value of stages from that of all but the last of them, and from the
+                seconds of that one. It must not fall with either.
+        """
+        count, layers = len(self._rank_of), self._layers
+        # The least value of the stages so far if they end at a block, and where the last begins.
+        values = {0: 0.0}
+        begins: list[dict[int, int]] = []
+        for stage in range(count):
+            left = count - 1 - stage
+            ends = range(stage + 1, layers - left + 1) if left else (layers,)
+            found: dict[int, float] = {}
+            found_begins: dict[int, int] = {}
+            for end in ends:
+                for begin in range(end - 1, stage - 1, -1):
+                    stage_s = self._stage_s(begin, end)
+                    if stage_s > limit_s or add(0.0, stage_s) >= found.get(end, inf):
+                        break  # stages that begin earlier take longer
+                    value = add(values[begin], stage_s) if begin in values else inf
+                    if value < found.get(end, inf):
+                        found[end], found_begins[end] = value, begin
+            values = found
+            begins.append(found_begins)
+        ends_of = [layers]
+        for found_begins in reversed(begins):
+            ends_of.append(found_begins[ends_of[-1]])
+        cut = tuple(end - begin for begin, end in pairwise(reversed(ends_of)))
+        return values[layers], cut
+
+    def _stage_s(self, begin: int, end: int) -> float:
+        """Return the seconds of a stage of these blocks of the main model."""
+        is_last = end == self._layers
+        return self._span_s[begin][end - begin] + (self._end_s(end - begin) if is_last else 0.0)
+
+    def _end_s(self, place: int) -> float:
+        """Return the seconds of what ends the last stage, which has ``place`` blocks before it."""
+        later = range(self._layers, self._setup.sizes.layers)
+        blocks_s = (self._block_s(block, place + nth) for nth, block in enumerate(later))
+        return self._times.losses + sum(blocks_s)
+
+    @cached_property
+    def _span_s(self) -> list[list[float]]:
+        """The seconds of 0, 1, 2 and so on blocks of a stage, by its first block."""
+        every, layers = self._setup.recompute_every, range(self._layers)
+        first, others = ([self._block_s(block, place) for block in layers] for place in (0, 1))
+        found = []
+        for begin in layers:
+            seconds = others[begin:] if every > 1 else first[begin:]
+            seconds[::every] = first[begin::every]
+            found.append(list(accumulate(seconds, initial=0.0)))
+        return found
+
+    def _block_s(self, block: int, place: int) -> float:
+        return self._times.blocks[self._setup.kind_of(block, place)]
