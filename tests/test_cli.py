@@ -99,12 +99,13 @@ def test_parsing_a_command_needs_no_other_command_and_no_torch() -> None:
     # Report draws what layout and timeline draw, with the devices of plan. The ranks of commands
     # are started and joined by one module, those of tp by another; one copies files of composer3d,
     # one copies checkpoints from and to elsewhere, and a shell completes the names of recipes. Plan
-    # has a module for comparisons, eval one for tasks.
+    # has modules for goodput and for comparisons, eval one for tasks.
     shared = {"arguments", "job", "parser", "registry", "shipped", "tp"}
+    of_plan = {"goodput", "why"}
     uses = {
-        "plan": {"why"},
-        "report": {"layout", "plan", "timeline", "why"},
-        "timeline": {"plan", "why"},
+        "plan": of_plan,
+        "report": {"layout", "plan", "timeline"} | of_plan,
+        "timeline": {"plan"} | of_plan,
         **{name: {"sources"} for name in ("convert", "generate", "inspect", "prepare")},
         "eval": {"eval_tasks", "sources"},
         "completion": {"recipes"},

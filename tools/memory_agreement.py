@@ -318,7 +318,10 @@ CASES: dict[str, tuple[str, ...]] = {
 # What the tests run: one case for each of the largest parts of the model, none of them slow.
 SLICE = (
     "zero1-blocks",
+    "zero2-full",
     "zero3-narrow",
+    "loss-in-parts",
+    "experts-without-ep",
     "every-3-blocks",
     "zero3-2-blocks-a-unit",
     "tp-selective",

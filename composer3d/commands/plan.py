@@ -15,6 +15,13 @@ from composer3d.commands.arguments import (
     recipe_argument,
     set_option,
 )
+from composer3d.commands.goodput import (
+    PUBLISHED,
+    Question,
+    goodput_words,
+    predict_goodput,
+    read_question,
+)
 from composer3d.commands.why import AS_IT_IS, as_json, explain, in_words, read_other
 from composer3d.facts import hardware
 from composer3d.facts.calibration import MOST_OBSERVATIONS, Observation, toml_of
@@ -22,6 +29,7 @@ from composer3d.facts.errors import DeviceError, UserError
 from composer3d.facts.text import one_line
 from composer3d.models.registry import is_ours
 from composer3d.planner.calibrate import observe
+from composer3d.planner.goodput import RESTART_S, STORAGE_BYTES_S
 from composer3d.planner.intervals import Interval
 from composer3d.planner.memory import GIB, RankMemory
 from composer3d.planner.search import (
@@ -100,6 +108,26 @@ class Options:
         metavar="FILE.toml",
         help="make FILE.toml, a row for --gpu that remembers what --calibrate says",
     )
+    goodput: str | None = argument(
+        "--goodput",
+        metavar=f"HOURS|{PUBLISHED}",
+        help="also say how much of the time trains, and the best checkpoint.every, if the job "
+        "fails once in HOURS, or as often as others published for such devices",
+    )
+    storage: float | None = argument(
+        "--storage",
+        metavar="GB_S",
+        type=float,
+        help="with --goodput: GB/s of all ranks to the storage of checkpoints; default: "
+        f"{STORAGE_BYTES_S / 1e9:.3f} for each device, as Llama 3 had",
+    )
+    restart: float | None = argument(
+        "--restart",
+        metavar="MINUTES",
+        type=float,
+        help="with --goodput: from the end of the job until its ranks load; default: "
+        f"{RESTART_S / 60:.0f}, published for 100,000 devices",
+    )
     why: str | None = argument(
         "--why",
         metavar="LAYOUT",
@@ -121,6 +149,7 @@ def run(options: Options) -> int:
     Raises:
         UserError: the recipe or the device cannot be used.
     """
+    question = read_question(options.goodput, options.storage, options.restart)
     device = Device(hardware=find_device(options.gpu), per_node=options.gpus_per_node)
     resolved = load(options.recipe, options.sets, check_files=False, may_import=True)
     if options.gpus is not None and resolved.fills_world:
@@ -143,7 +172,7 @@ def run(options: Options) -> int:
     if not device.hardware.is_fitted and not options.as_json and not options.memory:
         print(_NOT_FITTED.format(name=device.hardware.name))
     if options.memory:
-        return _memory(resolved.recipe, device, options.as_json)
+        return _memory(resolved.recipe, device, question, as_json=options.as_json)
 
     count = options.gpus or resolved.recipe.world_size
     other = None
@@ -187,6 +216,8 @@ def run(options: Options) -> int:
         answer["scaling"] = [_scale_json(point) for point in table]
     if calibrated is not None:
         answer["calibration"] = calibrated
+    if question is not None and found.fitting:
+        answer["goodput"] = predict_goodput(question, found.plans[0], device)
     compared = None if other is None else explain(found.plans, other, device)
     if compared is not None:
         answer["why"] = as_json(compared)
@@ -196,6 +227,8 @@ def run(options: Options) -> int:
     if calibrated is not None:
         print(_calibration_words(calibrated))
     _print_search(answer, found.plans, device)
+    if "goodput" in answer:
+        print(*goodput_words(answer["goodput"]), sep="\n")
     if compared is not None:
         print(*in_words(compared, options.why or "", device), sep="\n")
     if table:
@@ -453,7 +486,7 @@ def scale_line(point: ScalePoint) -> str:
     )
 
 
-def _memory(recipe: Recipe, device: Device, as_json: bool) -> int:
+def _memory(recipe: Recipe, device: Device, question: Question | None, *, as_json: bool) -> int:
     """Print whether the recipe fits as it is, by kind and pipeline rank."""
     plan = price(recipe, device)
     prediction = plan.prediction
@@ -470,6 +503,8 @@ def _memory(recipe: Recipe, device: Device, as_json: bool) -> int:
             "fits_probability": prediction.fits_probability,
             "ranks": ranks,
         }
+        if question is not None:
+            answer["goodput"] = predict_goodput(question, plan, device)
         print(json.dumps(answer))
         return 0 if prediction.fits else 1
     print("GiB        " + "".join(f"{kind:>13}" for kind in _MEMORY_KINDS) + "        total")
@@ -484,6 +519,8 @@ def _memory(recipe: Recipe, device: Device, as_json: bool) -> int:
         f"{_range(prediction.peak_interval, '.1f')} GiB with 80%; "
         f"probability that it fits: {_probability(prediction.fits_probability)}"
     )
+    if question is not None:
+        print(*goodput_words(predict_goodput(question, plan, device)), sep="\n")
     return 0 if prediction.fits else 1
 
 

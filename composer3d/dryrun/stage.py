@@ -116,7 +116,9 @@ class _ParameterKind(NamedTuple):
 
 def describe_stages(recipe: Recipe) -> list[StageContent]:
     """Return what each pipeline rank holds. Equal ones run equal steps if their order is equal."""
-    placement = place_stages(recipe.mesh.pp, recipe.parallel, recipe.micro_batches)
+    # All ranks of the job compare the file of a schedule.
+    with fake_world(0, recipe.world_size):
+        placement = place_stages(recipe.mesh.pp, recipe.parallel, recipe.micro_batches)
     matrices = matrices_of(architecture(recipe.model.architecture), recipe.model, recipe.optim)
     contents = []
     for rank in range(recipe.mesh.pp):

@@ -287,7 +287,7 @@ def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> 
     first = {pp_rank: witnesses[pp_rank, rank] for pp_rank, rank in corners.items()}
     for pp_rank, rank in others:
         one, other = first[pp_rank], witnesses[pp_rank, rank]
-        structure.add("peers", _unlike(one, other), len(one.calls))
+        structure.add("peers", _unlike(one, other, sizes.tp), len(one.calls))
     for witness in witnesses.values():
         structure.add("gradients", _wrong_gradients(small, witness), len(witness.gradients))
         structure.add("seams", witness.unmet, witness.seams)
@@ -306,12 +306,18 @@ def _with_fewer_micro_batches(small: Recipe, most: int) -> Recipe:
     return small if violations(fewer) else fewer
 
 
-def _unlike(one: Any, other: Any) -> Iterator[str]:
-    """Say where two ranks of one pipeline rank call something else."""
+def _unlike(one: Any, other: Any, tp: int) -> Iterator[str]:
+    """Say where two ranks of one pipeline rank call something else.
+
+    Ranks of tp may hold uneven shards. So ranks at other places of it need to agree about the size
+    of a call over tp alone.
+    """
+    is_same_place = one.rank % tp == other.rank % tp
     for number, (own, of_other) in enumerate(
         zip(_calls(one), _calls(other), strict=False), start=1
     ):
-        if own != of_other:
+        has_size = is_same_place or 1 in own[0]
+        if own != of_other and (has_size or _without_size(own) != _without_size(of_other)):
             yield (
                 f"call {number} of rank {one.rank} is {_call_text(own)}, "
                 f"and that of rank {other.rank} is {_call_text(of_other)}"
@@ -364,6 +370,11 @@ def _calls(witness: Any) -> list[tuple[Any, ...]]:
         elements = 0 if of_tie else call.elements
         found.append((shapes[call.group], call._replace(group=0, elements=elements)))
     return found
+
+
+def _without_size(call: tuple[Any, ...]) -> tuple[Any, ...]:
+    shape, what = call
+    return shape, what._replace(elements=0)
 
 
 def _call_text(call: tuple[Any, ...]) -> str:

@@ -94,8 +94,13 @@ def some_ranks(sizes: MeshTable, most: int) -> list[int]:
 
 
 def corner(sizes: MeshTable, pp_rank: int, number: int) -> int:
-    """Return a rank of a pipeline rank: first (0), middle (2) or last (-1) on all other axes."""
+    """Return a rank of a pipeline rank: first (0), middle (2) or last (-1) on all other axes.
+
+    The middle one is the first of tp, so that its shards are as large as those of the first one.
+    """
     places = {axis: _coordinate(_size(axis, sizes), number) for axis in _DENSE if axis != "pp"}
+    if number == 2:
+        places["tp"] = 0
     return rank_at(sizes, pp=pp_rank, **places)
 
 

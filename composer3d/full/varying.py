@@ -103,7 +103,7 @@ class Follower:
         access = self._accesses.get(operator)
         if access is None:
             access = self._accesses[operator] = _access_of(operator)
-        if access.is_view:
+        if access.is_view and not _is_copy(result, arguments):
             return []
         targets = [arguments[place] for place in access.writes if place < len(arguments)]
         targets += [keywords[name] for name in access.writes_named if name in keywords]
@@ -170,6 +170,13 @@ class Follower:
 
 # Operators that do not read what they write to.
 _OVERWRITERS = frozenset(("copy_", "_foreach_copy_", "fill_", "zero_"))
+
+
+def _is_copy(result: Any, arguments: Sequence[Any]) -> bool:
+    """Return whether an operator that may make a view, such as ``to``, has made a copy."""
+    if not (isinstance(result, Tensor) and arguments and isinstance(arguments[0], Tensor)):
+        return False
+    return result.untyped_storage()._cdata != arguments[0].untyped_storage()._cdata
 
 
 def _access_of(operator: Any) -> _Access:

@@ -22,6 +22,8 @@ class Unit(NamedTuple):
         ahead: those that are gathered while the unit before it runs. A group of one rank copies its
             parameters only when they are needed.
         trained, trained_shard: those of ``elements`` and of ``shard`` that have gradients.
+        turned: those that FSDP cuts along another dim than the first. It copies what it has
+            gathered once more, to put their parts in order.
     """
 
     elements: float
@@ -29,6 +31,7 @@ class Unit(NamedTuple):
     ahead: float
     trained: float
     trained_shard: float
+    turned: float
 
 
 class Temporaries(NamedTuple):
@@ -131,7 +134,7 @@ def unit_of(setup: Setup, dense: float, experts: float, share: Share) -> Unit:
     trained, trained_experts = share.dense * dense, share.experts * experts
     if layout.zero == 0:
         whole = trained + trained_experts
-        return Unit(dense + experts, dense + experts, 0.0, whole, whole)
+        return Unit(dense + experts, dense + experts, 0.0, whole, whole, 0.0)
     ranks = layout.dp_shard * layout.cp
     expert_ranks = max(1, ranks * layout.tp // layout.ep)
     ahead = (dense if ranks > 1 else 0.0) + (experts if expert_ranks > 1 else 0.0)
@@ -141,6 +144,7 @@ def unit_of(setup: Setup, dense: float, experts: float, share: Share) -> Unit:
         ahead,
         trained + trained_experts,
         trained / ranks + trained_experts / expert_ranks,
+        experts if expert_ranks > 1 else 0.0,
     )
 
 

@@ -301,11 +301,11 @@ def _orthogonalising(rank: _Rank, matrices: Matrices) -> Moment:
 
 
 def _step_moments(rank: _Rank) -> list[Moment]:
-    """Return the moments of a later micro-batch, and of the last one, without a pipeline."""
-    repeats = rank.setup.batch.micro_batches > 1
-    moments = _MicroBatch(rank, repeats=repeats, is_last=True).moments()
-    if repeats:
-        moments += _MicroBatch(rank, repeats=True, is_last=False).moments()
+    """Return the moments of the last micro-batch and of one before it, without a pipeline."""
+    micro_batches = rank.setup.batch.micro_batches
+    moments = _MicroBatch(rank, repeats=micro_batches > 1, is_last=True).moments()
+    if micro_batches > 1:
+        moments += _MicroBatch(rank, repeats=micro_batches > 2, is_last=False).moments()
     return moments
 
 
@@ -330,24 +330,31 @@ class _MicroBatch:
         self.sums_whole = zero <= 1 or not rank.has_fsdp
         self.reduces = rank.has_fsdp and (zero >= 2 or is_last)
         self.repeats = repeats
+        # The elements that backward has dropped after the last micro-batch, where only it does.
+        self.dropped = 0.0
+        self.drops_at_end = rank.has_fsdp and zero < 3 and is_last
 
     def moments(self) -> list[Moment]:
         """Return the moments: loss, head, and the backward of blocks and embedding."""
         rank, stage, last, head = self.rank, self.stage, self.last, self.rank.head
         wide, narrow = rank.wide, rank.narrow
         groups = stage.groups[::-1]
-        units = stage.units_of_groups[:-5:-1]
+        units = stage.units_of_groups[::-1]
         held = sum(each.kept for each in stage.blocks)
 
         sums = self._earlier_sums()
         # The buffer of the unit that the micro-batch before has reduced last.
         buffer = wide * self.end.trained if self.repeats and not self.sums_whole else 0.0
-        at_loss = self._gathered(units[:1], last.elements)
+        at_head = self._gathered(units[:1], last.elements)
+        if rank.setup.loss_chunks > 1 and not rank.setup.repeats_loss and not self.is_tied:
+            # Forward computes the gradients. It ends with the head, and keeps the buffer of its
+            # all-gather.
+            at_head = self._gathered([], last.elements + last.ahead)
         moments = [
-            Moment(sums, at_loss, buffer, held + head.kept, head.loss),
+            Moment(sums, at_head, buffer, held + head.kept, head.loss),
             Moment(
                 sums + narrow * last.trained,
-                at_loss,
+                at_head,
                 buffer,
                 held + head.kept + head.input_gradient,
                 head.gradient,
@@ -367,32 +374,36 @@ class _MicroBatch:
             sums += head_gradient
         else:
             buffer = wide * last.trained if self.reduces else 0.0
+            self._drop(last)
             gathered = self._gathered(units[:1])
             moments.append(Moment(sums + head_gradient, gathered, buffer, held + rank.stream))
             moments += self._exchange(sums, gathered, last, held + rank.stream)
 
-        # The last unit may be smaller than the two before it.
-        for nth, (group, unit) in enumerate(zip(groups[:3], units, strict=False)):
-            after = units[nth + 1 : nth + 2]
-            waiting = rank.waiting_losses(nth)
-            moments += self._backward_of_unit(
-                group,
-                unit,
-                after,
-                sums=sums,
-                buffer=buffer,
-                held=held + waiting,
-                kept_width=kept_width,
-            )
-            for block in reversed(group):
-                held -= block.kept
+        for nth, (group, unit) in enumerate(zip(groups, units, strict=True)):
+            # The last unit may be smaller than the two before it. Between those and the first ones,
+            # all grows or falls evenly.
+            if nth < 3 or nth >= len(groups) - 2:
+                moments += self._backward_of_unit(
+                    group,
+                    unit,
+                    units[nth + 1 : nth + 2],
+                    sums=sums,
+                    buffer=buffer,
+                    held=held + rank.waiting_losses(nth),
+                    kept_width=kept_width,
+                )
+            held -= sum(block.kept for block in group)
+            self._drop(unit)
+            if not self.repeats:
+                sums += self._left_by(unit)
             if self.reduces:
                 buffer = wide * unit.trained
         end_buffer = wide * self.end.trained if self.reduces else 0.0
         end_sums = sums if self.is_tied else sums + narrow * self.end.trained
         end_gathered = self._gathered([], self.end.elements)
         moments.append(Moment(end_sums, end_gathered, end_buffer, rank.stream))
-        moments += self._exchange(sums, end_gathered, self.end, rank.stream)
+        # FSDP drops what it has gathered before it reduces.
+        moments += self._exchange(sums, self._gathered([]), self.end, rank.stream)
         return moments
 
     def _backward_of_unit(
@@ -419,6 +430,8 @@ class _MicroBatch:
         rank = self.rank
         # The buffer of the all-gather, and the parameters copied from it.
         copied = self._gathered([unit, unit])
+        if self.drops:
+            copied += rank.narrow * unit.turned
         moments = [Moment(sums, copied, buffer, held)]
         gathered = self._gathered([unit, *after])
         whole = 0.0
@@ -444,13 +457,26 @@ class _MicroBatch:
         """Return the moment at which the gradients of a unit are sent narrow, if they are.
 
         FSDP's buffer has them, and the copies that leave and arrive. The gradients themselves are
-        gone.
+        gone, but for the last one of a unit. Of the embedding and of the head, it is almost all.
         """
         rank = self.rank
         if not self.reduces or not rank.exchanged:
             return []
         buffers = (rank.wide + rank.exchanged) * unit.trained
+        if unit in (self.last, self.end):
+            buffers += rank.narrow * unit.trained
         return [Moment(sums, gathered, buffers, activations)]
+
+    def _drop(self, unit: Unit) -> None:
+        """Note that backward is done with a unit."""
+        if self.drops_at_end:
+            self.dropped += unit.elements
+
+    def _left_by(self, unit: Unit) -> float:
+        """Return the gradients of a unit that the first micro-batch leaves."""
+        if self.reduces:
+            return self.rank.sharded_gradients(unit.trained_shard)
+        return self.rank.wide * unit.trained
 
     def _earlier_sums(self) -> float:
         """Return the gradients that earlier micro-batches have left."""
@@ -469,7 +495,7 @@ class _MicroBatch:
         if not self.rank.has_fsdp:
             return 0.0
         if not self.drops:
-            return self.rank.narrow * self.stage.elements
+            return self.rank.narrow * (self.stage.elements - self.dropped)
         of_blocks = sum(unit.elements for unit in units[:1])
         of_blocks += sum(unit.ahead for unit in units[1:])
         ends = self.last.elements if self.is_tied else ends
@@ -611,7 +637,7 @@ class _PipelineRank:
             *earlier, unit = stage.units_of_groups
             ahead = earlier[-1].ahead if earlier else 0.0
             # The buffer of the all-gather, and the parameters copied from it.
-            copied = at_block + rank.narrow * (last + unit.elements + unit.ahead)
+            copied = at_block + rank.narrow * (last + unit.elements + unit.ahead + unit.turned)
             moments.append(Moment(sums, copied, self.messages, held))
             at_loss += rank.narrow * (last + unit.elements)
             at_block += rank.narrow * (last + unit.elements + ahead)

@@ -45,3 +45,8 @@ def test_an_impossible_skew_is_refused(skew: str, capsys: pytest.CaptureFixture[
 def test_a_wrong_recipe_is_a_user_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dryrun", RECIPE, "--gpus", "12"]) == 2
     assert "12" in capsys.readouterr().err
+
+
+def test_a_schedule_from_a_file_runs(ask: Ask) -> None:
+    _, answer = ask("dryrun", "debug-2-csv")
+    assert [stage["stage"] for stage in answer["stages"]] == [0, 1]

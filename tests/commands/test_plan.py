@@ -290,6 +290,64 @@ def test_a_run_calibrates_the_plans_of_its_machine(
     assert first.read_text() == text
 
 
+def test_goodput_of_the_first_layout_and_of_the_recipe_as_it_is(
+    ask: Ask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["--top", "2"], ["--memory"]):
+        status, answer = ask("plan", RECIPE, "--goodput", "published", *words)
+        found = answer["goodput"]
+        assert status == 0
+        assert found["mttf_hours"] == pytest.approx(16_384 * 54 * 24 / 419 / 8)
+        assert "2407.21783" in found["mttf_source"]
+        assert found["storage_gb_s"] == pytest.approx(2000 / 16_384 * 8)
+        assert found["best"]["trains"] >= found["own"]["trains"] > 0.5
+        assert found["longest"]["every"] >= found["best"]["every"]
+    # A better storage and a worse job: what the user says counts.
+    sets = ["--set", "checkpoint.async_save=true", "--set", "run.timeout_minutes=30"]
+    values = ["--goodput", "12", "--storage", "20", "--restart", "4"]
+    status, found = ask("plan", RECIPE, "--memory", *values, *sets)
+    found = found["goodput"]
+    assert (found["mttf_hours"], found["mttf_source"], found["storage_gb_s"]) == (12, None, 20)
+    assert found["restart_s"] == pytest.approx(240 + found["load_s"])
+    assert found["save_writes_s"] == pytest.approx(found["checkpoint_gb"] / 20)
+    lost = found["best"]["trains"] - found["best_if_ranks_hang"]
+    assert lost == pytest.approx((1800 - found["notice_s"]) / (12 * 3600), rel=0.1)
+    assert cli.main(["plan", RECIPE, "--memory", *values, *sets]) == 0
+    text = capsys.readouterr().out
+    assert f"{found['best']['trains']:.1%} of the time trains with checkpoint.every = " in text
+    assert "a failure after 12.0 h on average\n" in text
+    assert "if ranks hang instead, for run.timeout_minutes = 30: " in text
+
+
+def test_the_goodput_of_the_page_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--memory", "--gpu", "H100", "--goodput", "published"]
+    assert cli.main(["plan", "llama3-405b-16384-3d", *words]) == 0
+    text = capsys.readouterr().out.partition("goodput of this layout")[2]
+    assert f"\ngoodput of this layout{text}```" in (ROOT / "docs" / "plan.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--goodput", "often"], "--goodput often: give the hours between two failures"),
+        (["--goodput", "0"], "--goodput 0: give the hours"),
+        (["--goodput", "nan"], "--goodput nan: give the hours"),
+        (["--goodput", "inf"], "--goodput inf: give the hours"),
+        (["--goodput", "3", "--storage", "-1"], "--storage -1: give a number from"),
+        (["--goodput", "3", "--restart", "nan"], "--restart nan: give a number from"),
+        (["--storage", "3"], "--storage is for --goodput HOURS|published; give both"),
+        (["--goodput", "published", "--gpu", "CPU"], "nobody published failures of CPU"),
+    ],
+)
+def test_goodput_of_nonsense_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "quickstart", "--top", "1", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_an_unknown_device_lists_those_that_are_known(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -34,6 +34,9 @@ class _Group:
     def __init__(self, name: str) -> None:
         self.group_name = name
 
+    def size(self) -> int:
+        return len(members(self.group_name, 0, MESH))
+
 
 def _run(follower: Follower, operator: Any, *arguments: Any, **keywords: Any) -> Any:
     result = operator(*arguments, **keywords)
@@ -71,6 +74,9 @@ def test_what_is_computed_from_values_that_vary_varies(follower: Follower) -> No
     over_tp, over_data, same = _typed(frozenset({TP})), _typed(frozenset({LOW})), torch.ones(4)
     assert varying(_run(follower, F.add.Tensor, over_tp, over_data)) == {TP, LOW}
     assert varying(_run(follower, F.mul.Tensor, same, 2.0)) == SAME
+    # ``to`` may make a view or a copy.
+    assert varying(_run(follower, F.to.dtype, over_tp, torch.float64)) == {TP}
+    assert varying(_run(follower, F.to.dtype, over_tp, torch.float32)) == {TP}
     # What is overwritten does not count, and what is changed in place does.
     changed = _run(follower, F.mul.Tensor, over_tp, 1.0)
     _run(follower, F.add_.Tensor, changed, over_data)
@@ -96,6 +102,10 @@ def test_collectives_make_values_the_same_or_let_them_vary(follower: Follower) -
     assert _send(follower, "all_to_all", "ep", torch.zeros(4), _typed(frozenset({HIGH}))) == {
         *(TP, LOW, HIGH)
     }
+    # The calls of ``given``'s results that nothing has read.
+    assert list(follower.unread.values()) == [
+        *("all_reduce", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    ]
     # What arrives in a ring is of the type of what is sent.
     assert _send(follower, "send", "tp", _typed(frozenset({LOW}))) == {LOW}
     assert _send(follower, "recv", "tp", torch.zeros(4)) == {TP, LOW}

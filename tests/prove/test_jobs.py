@@ -13,10 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
 import pytest
 
+from composer3d.planner.goodput import Costs, goodput
+from tools.prove.kills.goodput import Result, gaps, summary
 from tools.prove.kills.jobs import STEPS, Job, Killer, Launcher
 from tools.prove.kills.storm import Storm, check, kills
 from tools.prove.kills.storm import prove as prove_storm
@@ -258,6 +261,22 @@ def test_a_storm_with_another_loss_a_doubled_step_or_much_lost_work_is_wrong(
         "a step is logged twice, or steps are out of order",
         "a kill cost 21 steps, but a checkpoint was due every 20",
     ]
+
+
+def test_times_between_kills_of_the_goodput_are_those_of_failures_at_random() -> None:
+    found = gaps(200, 12.0)
+    assert found == gaps(200, 12.0) != sorted(found)
+    assert fmean(found) == pytest.approx(12.0, rel=0.01)
+    # Those of an exponential distribution vary as much as their mean is.
+    assert pstdev(found) == pytest.approx(12.0, rel=0.05)
+
+
+@pytest.mark.parametrize(("measured", "verdict"), [(0.72, "+2.0 points, within"), (0.66, "NOT")])
+def test_the_goodput_that_is_measured_is_compared(measured: float, verdict: str) -> None:
+    costs = Costs(mttf_s=12.0, step_s=0.05, stop_s=0.1, notice_s=0.6, restart_s=1.5)
+    predicted = goodput(costs, 40)._replace(trains=0.70)
+    result = Result(costs, [0.05], predicted, measured, kills=24, seconds=300.0)
+    assert verdict in summary(result)[-1]
 
 
 def test_a_job_whose_folder_another_job_has_made_again_ends(start: Callable[..., Job]) -> None:

@@ -1,16 +1,19 @@
 """A fixed slice of ``tools/memory_agreement.py``: the planner's memory against dry runs."""
 
 import pytest
+import torch
 
 from composer3d.runtime.launch import Pool
 from tools.memory_agreement import CASES, SLICE, Agreement, compare
 
 
-def test_the_planner_agrees_with_dry_runs_within_5_percent(pool: Pool) -> None:
+def test_the_planner_agrees_with_dry_runs(pool: Pool) -> None:
+    # The order in which FSDP frees its buffers was read off torch 2.13. Newer ones have another.
+    limit = 0.025 if torch.__version__.startswith("2.13.") else 0.05
     found = compare(pool, SLICE, at_once=8)
     assert [row.name for row in found if row.pp_rank == 0] == list(SLICE)
     for row in found:
-        assert abs(row.error) <= 0.05, row
+        assert abs(row.error) <= limit, row
 
 
 def test_the_cases_cover_every_axis_and_schedule() -> None:

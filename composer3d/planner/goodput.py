@@ -1,0 +1,248 @@
+"""The share of time that trains, in spite of failures and of the saves that guard against them.
+
+Failures come at random, as often at any time (a Poisson process), as in Young (doi
+10.1145/361147.361115) and Daly (doi 10.1016/j.future.2004.11.016). The share is exact for such
+failures: they may hit a save, a restart, or work that is done again. A save in the background is
+of use only when it is written. A failure before goes back to the checkpoint before it. No torch
+here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, exp, expm1, log
+from typing import NamedTuple
+
+from composer3d.facts.errors import UserError
+from composer3d.facts.hardware import Generation, Hardware
+from composer3d.planner.memory import RankMemory, predict_memory
+from composer3d.planner.setup import Setup
+from composer3d.recipe.schema import CheckpointTable
+
+_HOUR_S = 3600.0
+
+
+class FailureRate(NamedTuple):
+    """How often jobs on some devices failed.
+
+    Attributes:
+        device_hours: the hours of a device for each failure.
+        source: the devices and the publication, in words.
+    """
+
+    device_hours: float
+    source: str
+
+
+# Llama 3 counts all interruptions that were not planned, of one job. RSC-1 counts nodes of 8 GPUs
+# that failed, and no errors of programs.
+_FAILURE_RATES: dict[Generation, FailureRate] = {
+    "ampere": FailureRate(
+        8 * 24.0 * 1000 / 6.50,
+        "Meta's RSC-1, 6.50 in 1,000 days of a node with 8 A100, arXiv 2410.21680",
+    ),
+    "hopper": FailureRate(
+        16_384 * 54 * 24.0 / 419, "Llama 3, 419 in 54 days on 16,384 H100, arXiv 2407.21783"
+    ),
+}
+
+# What each device adds to the rate of storage: 2 TB/s, sustained, for 16,384 devices (Llama 3,
+# arXiv 2407.21783, section 3.3.1).
+STORAGE_BYTES_S = 2e12 / 16_384
+
+# From the end of a job to the load of its checkpoint: how long recovery stalled synchronous jobs on
+# the order of 100,000 GPUs (arXiv 2602.00277).
+RESTART_S = 600.0
+
+
+def published_failures(hardware: Hardware) -> FailureRate:
+    """Return the published rate of a device's generation, or of H100 if there is none.
+
+    Raises:
+        UserError: the device is a CPU.
+    """
+    if hardware.generation == "cpu":
+        raise UserError(
+            f"--goodput published: nobody published failures of {hardware.name}; give the hours "
+            "between two failures of the job"
+        )
+    found = _FAILURE_RATES.get(hardware.generation)
+    if found is not None:
+        return found
+    other = _FAILURE_RATES["hopper"]
+    return FailureRate(other.device_hours, f"not of {hardware.name}: {other.source}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What saves and failures cost a job; all times are in seconds, and above 0 or 0.
+
+    Attributes:
+        mttf_s: from the start of the ranks to a failure, on average.
+        step_s: an optimizer step.
+        stop_s: how long a save stops training.
+        write_s: from then until the checkpoint can be loaded; 0: it can be at once. The next save
+            waits for it.
+        notice_s: from a failure until the ranks are started again.
+        restart_s: from then until they train.
+    """
+
+    mttf_s: float
+    step_s: float
+    stop_s: float
+    write_s: float = 0.0
+    notice_s: float = 0.0
+    restart_s: float = 0.0
+
+
+class Goodput(NamedTuple):
+    """Where the time of a long run goes. The shares add up to 1.
+
+    Attributes:
+        every: steps between checkpoints.
+        trains: steps that no failure has undone.
+        saves: training stands still for a save.
+        notices: a failure is not noticed yet.
+        restarts: the ranks start and load.
+        redoes: steps and saves that a failure has undone.
+    """
+
+    every: float
+    trains: float
+    saves: float
+    notices: float
+    restarts: float
+    redoes: float
+
+
+def goodput(costs: Costs, every: float) -> Goodput:
+    """Return where the time goes with a checkpoint after ``every`` steps, which may be a mean."""
+    mttf_s = costs.mttf_s
+    # A failure, on average: the time until it comes, and until it is noticed.
+    cycle_s = mttf_s + costs.notice_s
+    trains = exp(-_log_cost(costs, every) - costs.restart_s / mttf_s) * mttf_s / cycle_s
+    work_s = every * costs.step_s
+    waits_s = max(0.0, costs.write_s - work_s)
+    saves = trains * (costs.stop_s + waits_s) / work_s
+    notices = costs.notice_s / cycle_s
+    restarts = -expm1(-costs.restart_s / mttf_s) * mttf_s / cycle_s
+    # Rounding must not make it less than nothing.
+    redoes = max(0.0, 1.0 - trains - saves - notices - restarts)
+    return Goodput(every, trains, saves, notices, restarts, redoes)
+
+
+def best_every(costs: Costs, most: int) -> int:
+    """Return the number of steps between checkpoints, up to ``most``, with which most time trains.
+
+    The share rises up to the best number, and falls from there on. That number depends on neither
+    ``notice_s`` nor ``restart_s``, which a failure costs whenever it comes.
+    """
+    return _first(1, most, lambda every: _log_cost(costs, every + 1) >= _log_cost(costs, every))
+
+
+def longest_every(costs: Costs, best: int, most: int, loss: float) -> int:
+    """Return the most steps between checkpoints, ``best`` to ``most``, that lose at most ``loss``.
+
+    ``best`` is that of ``best_every``, and ``loss`` a share of time. Fewer saves are kinder to the
+    storage, and what a save costs besides its bytes is not predicted.
+    """
+    least = goodput(costs, best).trains - loss
+    return _first(best, most, lambda every: goodput(costs, every + 1).trains < least)
+
+
+def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """Return the first number from which on something holds, or ``high``."""
+    while low < high:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _log_cost(costs: Costs, every: float) -> float:
+    """Return the logarithm of how much longer a run takes, without notices and restarts.
+
+    Between two checkpoints that are written lie T seconds, T = max(work, write) + stop. A failure
+    comes in them with the probability 1 - exp(-T/M), M being the mean time to it. Then work, stop
+    and write must follow each other without another failure, T' seconds after the restart of R
+    seconds: exp((R + T')/M) tries. So there are f = (1 - exp(-T/M)) exp((R + T')/M) failures for
+    each checkpoint, and f (M + notice) seconds, of which only the work counts. With write = 0, this
+    is Daly's formula. The logarithm cannot overflow.
+    """
+    work_s = every * costs.step_s
+    between_s = max(work_s, costs.write_s) + costs.stop_s
+    again_s = work_s + costs.stop_s + costs.write_s
+    fails = -expm1(-between_s / costs.mttf_s)
+    return log(fails) + again_s / costs.mttf_s - log(work_s / costs.mttf_s)
+
+
+def own_every(checkpoint: CheckpointTable, steps: int, step_s: float) -> float:
+    """Return the mean number of steps between the checkpoints of a recipe.
+
+    Both ``checkpoint.every`` and ``checkpoint.every_minutes`` cause saves. The minutes count from
+    the last save.
+
+    Args:
+        checkpoint: the table of the recipe.
+        steps: of the whole run, whose end always saves.
+        step_s: seconds of a step.
+    """
+    every = min(checkpoint.every or steps, steps)
+    if checkpoint.every_minutes == 0:
+        return float(every)
+    by_clock = ceil(60.0 * checkpoint.every_minutes / step_s)
+    return every / ceil(every / by_clock)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saves:
+    """What the checkpoints of a job cost.
+
+    Attributes:
+        bytes: of a checkpoint: parameters and the state of the optimizer, each element once.
+        stop_s: how long a save stops training, in seconds.
+        write_s: how long it is written beside training, in seconds.
+        load_s: to check and load one, in seconds.
+    """
+
+    bytes: float
+    stop_s: float
+    write_s: float
+    load_s: float
+
+
+def predict_saves(
+    setup: Setup,
+    memory: Sequence[RankMemory],
+    storage_bytes_s: float,
+    *,
+    in_background: bool,
+) -> Saves:
+    """Predict what a checkpoint costs, if the storage is what limits writes and loads.
+
+    Each element is written once. At a start, all files are read once to compare their digests, and
+    each replica reads its elements.
+
+    Args:
+        setup: of the job.
+        memory: what ``predict_memory`` says of its pipeline ranks.
+        storage_bytes_s: what all ranks together write to the storage, or read from it.
+        in_background: ``checkpoint.async_save``.
+    """
+    layout, links = setup.layout, setup.machine.hardware.links
+    held = memory
+    if setup.software.offloads:
+        held = predict_memory(replace(setup, software=replace(setup.software, offloads=False)))
+    shards = layout.world_size / layout.pp / layout.replicas
+    n_bytes = shards * sum(rank.weights + rank.optimizer for rank in held)
+    # What is in host memory already needs no copy.
+    copied = max(rank.weights + rank.optimizer for rank in memory)
+    copy_s = copied / links.host_bytes_s if links is not None else 0.0
+    write_s = n_bytes / storage_bytes_s
+    return Saves(
+        bytes=n_bytes,
+        stop_s=copy_s if in_background else copy_s + write_s,
+        write_s=write_s if in_background else 0.0,
+        load_s=(1 + layout.replicas) * write_s,
+    )
