@@ -35,7 +35,8 @@ class Choices:
         schedules: pipeline schedules.
         checkpoints: values of ``memory.activation_checkpoint``.
         zeros: values of ``parallel.zero``; with a pipeline, the rules refuse 2.
-        micro_batches: values of ``data.micro_batch``.
+        micro_batches: values of ``data.micro_batch``. Twice the largest is tried, too, on layouts
+            that have it and are fast (``levers``).
         tp_over_nodes: whether tp may cross nodes.
         any_mesh: whether to try meshes that are legal but seldom fast: cp with short sequences, any
             number of replicas, and fewer micro-batches than pipeline ranks.

@@ -1,8 +1,8 @@
 """Improves fast layouts by keys that the enumeration of layouts leaves as they are.
 
 Each further key would multiply the number of layouts. So it is tried on those layouts alone that it
-may make one of the fastest: the loss in chunks, checkpointing of some blocks, units of FSDP and the
-method of cp, and then other cuts of the stages. No torch here.
+may make one of the fastest: the loss in chunks, checkpointing of some blocks, a larger micro-batch,
+units of FSDP and the method of cp, and then other cuts of the stages. No torch here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -132,7 +132,10 @@ class Levers:
     def _fastest_of(self, family: Recipe) -> Timed | None:
         """Return the fastest layout of a family with other keys; None: none fits."""
         choices, parallel, memory = self._choices, family.parallel, family.memory
+        micro_batch = family.data.micro_batch
+        is_largest = micro_batch == max(choices.micro_batches)
         values = {
+            "data.micro_batch": (micro_batch, 2 * micro_batch)[: 1 + is_largest],
             _CHECKPOINT: (*choices.checkpoints, *choices.further_checkpoints),
             "memory.loss_chunks": (memory.loss_chunks, *choices.loss_chunks),
             "parallel.cp_method": (parallel.cp_method, *choices.cp_methods * (family.mesh.cp > 1)),

@@ -15,7 +15,9 @@ from composer3d.recipe.values import value_of, variant
 from tests.planner.setups import device, recipe_of
 
 H100 = Device(hardware=device("H100"))
-NONE = Choices(further_checkpoints=(), loss_chunks=(), fsdp_blocks=(), cp_methods=())
+NONE = Choices(
+    micro_batches=(0,), further_checkpoints=(), loss_chunks=(), fsdp_blocks=(), cp_methods=()
+)
 
 
 def timed(recipe: Recipe, place: Device = H100) -> Timed:
@@ -33,6 +35,14 @@ def improved(recipe: Recipe, choices: Choices, *, fits: bool = True) -> Timed | 
 
 # Each key alone makes a layout faster; the last two layouts do not fit as they are.
 LEVERS = [
+    (
+        "qwen3-30b-a3b-16-ep-pp",
+        "mesh.pp=1 mesh.dp_shard=16 mesh.ep=8 parallel.virtual_stages=1 parallel.schedule=1F1B "
+        "data.micro_batch=4 memory.activation_checkpoint=full memory.loss_chunks=4",
+        "data.micro_batch",
+        8,
+        True,
+    ),
     ("llama3-405b-16384-4d", "", "parallel.cp_method", "ring", True),
     (
         "llama3.2-1b-8-fsdp",
@@ -58,6 +68,7 @@ LEVERS = [
     ),
 ]
 FIELDS = {
+    "data.micro_batch": "micro_batches",
     "parallel.cp_method": "cp_methods",
     "parallel.fsdp_blocks": "fsdp_blocks",
     "memory.activation_checkpoint": "further_checkpoints",
