@@ -113,6 +113,7 @@ class Calibration:
             exposed_s={axis: all_of_it * seconds for axis, seconds in exposed.items()},
             optimizer_s=all_of_it * time.optimizer_s,
             overhead_s=all_of_it * overhead_s,
+            uneven_s=all_of_it * time.uneven_s,
             products_s=all_of_it * time.products_s,
             attention_s=all_of_it * time.attention_s,
             head_s=all_of_it * time.head_s,

@@ -78,12 +78,13 @@ def compare(first: Plan, second: Plan, device: Device) -> Comparison:
 
 def terms_of(time: StepTime) -> dict[str, float]:
     """Return the terms of a step in seconds, by name. They add up to the step."""
-    named_s = time.recompute_s + time.products_s + time.attention_s + time.head_s
+    named_s = time.recompute_s + time.uneven_s + time.products_s + time.attention_s + time.head_s
     return {
         "products of blocks": time.products_s,
         "attention": time.attention_s,
         "other kernels of blocks": time.compute_s - named_s,
         "head and loss": time.head_s,
+        "uneven stages": time.uneven_s,
         "recomputed": time.recompute_s,
         "collectives of tp": time.exposed_s["tp"],
         "keys and values of cp": time.exposed_s["cp"],

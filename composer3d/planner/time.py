@@ -39,9 +39,11 @@ class StepTime:
         step_s: the whole step.
         compute_s: products, attention and memory traffic of the slowest rank, without waiting.
         recompute_s: the part of it that repeats forward.
-        products_s: another part of it: the matrix products of blocks.
-        attention_s: another part of it: attention itself, without its projections.
-        head_s: another part of it: the head and the loss.
+        uneven_s: another part of it: how much longer the slowest rank takes for all but
+            ``recompute_s`` than ranks do on average.
+        products_s: another part of it: the matrix products of blocks, on average over the ranks.
+        attention_s: another part of it: attention itself, without its projections, likewise.
+        head_s: another part of it: the head and the loss, likewise.
         bubble_s: waiting for other pipeline ranks, and for their messages.
         exposed_s: visible time of collectives, by axis: tp, cp, ep, dp (FSDP is dp).
         optimizer_s: the optimizer's step, with what it sends.
@@ -56,6 +58,7 @@ class StepTime:
     exposed_s: dict[str, float] = field(default_factory=dict)
     optimizer_s: float
     overhead_s: float
+    uneven_s: float = 0.0
     products_s: float = 0.0
     attention_s: float = 0.0
     head_s: float = 0.0
@@ -101,14 +104,13 @@ def predict_time(
 
     exposed = {"tp": 0.0, "cp": 0.0, "ep": 0.0, "dp": 0.0}
     recompute_s = 0.0
-    works = []
     for stage, part in enumerate(stage_times):
         if rank_of(layout.pp, stage, layout.schedule) == slowest:
-            works.append(part.work)
             recompute_s += micro_batches * part.recompute_s
             for axis, seconds in part.exposed.items():
                 exposed[axis] += micro_batches * seconds
     in_blocks_s = sum(exposed.values())
+    mean_s = micro_batches / layout.pp * sum(part.own_s for part in stage_times)
 
     tail_s = _gradient_tail_s(setup, constants, stage_times)
     exposed["dp"] += tail_s
@@ -124,9 +126,10 @@ def predict_time(
         exposed_s=exposed,
         optimizer_s=optimizer_s,
         overhead_s=constants.step_overhead_s + total_s - step_s,
-        products_s=micro_batches * sum(work.products_s for work in works),
-        attention_s=micro_batches * sum(work.attention_s for work in works),
-        head_s=micro_batches * sum(work.head_s for work in works),
+        uneven_s=busy_s - in_blocks_s - recompute_s - mean_s,
+        products_s=micro_batches / layout.pp * sum(part.work.products_s for part in stage_times),
+        attention_s=micro_batches / layout.pp * sum(part.work.attention_s for part in stage_times),
+        head_s=micro_batches / layout.pp * sum(part.work.head_s for part in stage_times),
         host_s=constants.step_overhead_s,
     )
 
@@ -211,6 +214,11 @@ class _BlockTimes(NamedTuple):
     def busy_s(self) -> float:
         """The seconds of forward and backward."""
         return self.work.forward_s + self.work.backward_s
+
+    @property
+    def own_s(self) -> float:
+        """The seconds of these without collectives, and without what is computed again."""
+        return self.busy_s - self.recompute_s - sum(self.exposed.values())
 
     def times(self, count: int) -> "_BlockTimes":
         """Return the times of ``count`` such parts."""

@@ -64,6 +64,18 @@ def test_a_change_is_in_its_own_terms(sets: str, changed: set[str]) -> None:
     assert found == changed
 
 
+def test_uneven_stages_are_a_term() -> None:
+    """The default cut of DeepSeek-V3 gives its first stage six blocks."""
+    place = Device(hardware=device("H100")._replace(calibration=(SLOW,)))
+    cut = f"parallel.stages={[4] * 13 + [3] * 3}".replace(" ", "")
+    plans = [price(recipe_of("deepseek-v3-1024", *sets), place) for sets in ([cut], [])]
+    found = compare(plans[0], plans[1], place)
+    assert found.decisive == "uneven stages"
+    for name in ("products of blocks", "attention", "other kernels of blocks", "head and loss"):
+        a, b = found.terms[name]
+        assert a == pytest.approx(b)
+
+
 def test_a_layout_is_as_fast_as_itself() -> None:
     place = Device(hardware=device("H100"))
     plan = price(recipe_of("llama3-70b-64-fsdp-tp"), place)
