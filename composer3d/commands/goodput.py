@@ -138,7 +138,7 @@ def goodput_words(found: dict[str, Any]) -> list[str]:
         f"{best['every']:,} and checkpoint.every_minutes = 0",
         "  checkpoint.every          minutes" + "".join(f"{name:>10}" for name in _SHARES),
         _row("best", best, found["step_s"]),
-        _row(f"{LOSS:.1%} less", found["longest"], found["step_s"]),
+        _row(f"-{LOSS:.1%}", found["longest"], found["step_s"]),
         _row("recipe", found["own"], found["step_s"]),
         f"  a failure after {found['mttf_hours']:,.1f} h on average{source}",
         f"  a checkpoint of {found['checkpoint_gb']:,.1f} GB at {found['storage_gb_s']:,.1f} GB/s "

@@ -193,8 +193,6 @@ def run(options: Options) -> int:
             f"data.global_batch = {batch}; try a batch that grows with the devices, such as "
             f"--set data.global_batch={_larger_batch(batch, resolved.recipe.world_size, count)}"
         )
-    if options.write is not None and found.fitting:
-        _write(resolved, found.plans[0].recipe, Path(options.write))
     answer: dict[str, Any] = {
         "gpus": count,
         "gpu": device.hardware.name,
@@ -221,6 +219,9 @@ def run(options: Options) -> int:
     compared = None if other is None else explain(found.plans, other, device)
     if compared is not None:
         answer["why"] = as_json(compared)
+    # Nothing above is refused any more, and a file is never replaced.
+    if options.write is not None and found.fitting:
+        _write(resolved, found.plans[0].recipe, Path(options.write))
     if options.as_json:
         print(json.dumps(answer))
         return 0 if found.fitting else 1

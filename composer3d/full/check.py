@@ -15,9 +15,10 @@ differs. This module checks it, with the real code on tensors without data:
    does, and what all ranks divide by is the same on all (``varying``);
 7. peers: ranks with other coordinates call the same collectives in the same order.
 
-The ranks of 3 to 6 are the first of each distinct pipeline rank, with the full-size model. What
-ranks of 4 receive as others send it, and 7, is of a small model on the full-size mesh: all pipeline
-ranks, and of some of them the middle and the last rank on every axis.
+Checks 3 to 6 look at the first rank of each distinct pipeline rank, with the full-size model.
+Whether a rank receives what another one sends, and check 7, use a small model on the full-size
+mesh: the first rank of each pipeline rank, and of three of them also the middle and the last rank
+on the other axes.
 
 No torch here: worker processes import it.
 """
@@ -68,6 +69,7 @@ class Structure:
         world_size: ranks of the job.
         findings: what is wrong.
         left_out: predicates that no proof keeps, with the reason.
+        unchecked: what could not be checked, and why.
         counts: how much each check has compared.
         seconds: that the checks took.
     """
@@ -75,6 +77,7 @@ class Structure:
     world_size: int
     findings: list[Finding] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -115,6 +118,10 @@ def check_structure(
     structure = Structure(full.world_size)
     lost: list[LostPredicate] = differences(full, small_recipes)
     structure.left_out = [f"{one}: {one.left_out}" for one in lost if one.left_out]
+    if not places.digits(full.mesh):
+        structure.unchecked.append(
+            f"over which axes values vary: mesh.ep = {full.mesh.ep} cuts ranks of tp or cp apart"
+        )
     texts = [str(one) for one in lost if not one.left_out]
     structure.add("predicates", texts, len(PREDICATES))
     for check in (_check_job, _check_groups, _check_peers):
@@ -203,6 +210,10 @@ def _wrong_traffic(full: Recipe, report: StageReport, witness: Any) -> Iterator[
         want = planned.get(key, expected.CallsAndBytes(0, 0))
         # Bytes of a call are whole numbers, and the planner's are those of all calls.
         is_equal = abs(got.sent_bytes - want.sent_bytes) <= 0.5 * max(1, want.calls)
+        if full.optim.train is not None and got.sent_bytes <= want.sent_bytes:
+            # Backward does not go through what is frozen below all that trains, where the planner's
+            # figures are upper bounds. What must be reduced, ``_wrong_gradients`` knows.
+            continue
         if got.calls != want.calls or not is_equal:
             ranks, name = key
             yield (

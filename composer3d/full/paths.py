@@ -54,13 +54,12 @@ class GradientPath(NamedTuple):
 Paths = Mapping[str, GradientPath]
 
 # Operators, by what they do with a gradient. Views need no row: they share the storage.
-_COPIES = frozenset(
-    ("_to_copy", "clone", "cat", "stack", "constant_pad_nd", "add", "sum", "neg", "alias_copy")
-)
+_COPIES = frozenset(("_to_copy", "clone", "cat", "stack", "constant_pad_nd", "sum", "alias_copy"))
 _COPIES_INTO = frozenset(
     ("copy_", "chunk_cat", "chunk_cat_mixed_dtype", "split_with_sizes_copy", "_foreach_copy_")
 )
-_ADDS_INTO = frozenset(("add_", "_foreach_add_"))
+_ADDS = frozenset(("add", "add_", "_foreach_add_"))
+_SCALED = "a multiple of it is added"
 _SCALES = {"mul": 1, "div": -1, "mul_": 1, "div_": -1, "_foreach_mul_": 1, "_foreach_div_": -1}
 _CLEARS = frozenset(("zero_", "fill_", "resize_"))
 _REDUCES = {
@@ -129,16 +128,26 @@ def follow(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], res
         sources = _paths_of_all(arguments[1:] if leaf.endswith("copy_") else arguments)
         for target in tensors_in(keywords.get("out", arguments[0])):
             _write(target, sources)
-    elif leaf in _ADDS_INTO:
+    elif leaf in _ADDS:
+        alpha = keywords.get("alpha", arguments[2] if len(arguments) > 2 else 1)
         targets, others = (list(tensors_in(argument)) for argument in arguments[:2])
-        for target, other in zip(targets, others, strict=False):
-            more = paths_of(other)
-            if more:
-                _write(target, _merged(paths_of(target), more, are_added=True))
+        results = targets if leaf != "add" else tensors_in(result)
+        for target, one, other in zip(results, targets, others, strict=False):
+            before, more = paths_of(one), paths_of(other)
+            if more and alpha != 1:
+                more = {name: path._replace(problem=_SCALED) for name, path in more.items()}
+            if before or more:
+                _write(target, _merged(before, more, are_added=True))
     elif leaf in _SCALES:
         _scale(arguments, result, _SCALES[leaf])
-    elif leaf in _CLEARS:
-        _write(arguments[0], {})
+    elif leaf in _CLEARS or _changes(leaf):
+        for target in tensors_in(arguments[:1]):
+            _write(target, {})
+
+
+def _changes(leaf: str) -> bool:
+    """Return whether an operator that no table has changes its first argument in place."""
+    return leaf.endswith("_") and not leaf.endswith("__")
 
 
 def _sum_over_ranks(leaf: str, arguments: Sequence[Any]) -> None:

@@ -13,8 +13,9 @@ which it varies and its parameter does not.
 Axes are cut into digits of a rank's number (``places.Digit``), because experts cut a stage into ep
 and efsdp, which are no axes of the other parameters.
 
-What it does not see: a rank that takes its own part of a tensor by its number. So a value that
-varies may pass as the same, and never the other way round.
+What it does not see: a rank that takes its own part of a tensor by its number, so that a value
+which varies passes as the same. A value that is the same passes as one that varies where it shares
+its memory, or the list that an operator gets, with one that varies.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,12 +67,14 @@ class _Access(NamedTuple):
         writes_named: the names of the keywords that it writes to.
         overwrites: it does not read what it writes to.
         is_view: it makes tensors that share the memory of an argument, and does nothing else.
+        is_constant: it makes a tensor of equal values, and reads the size of its argument only.
     """
 
     writes: tuple[int, ...]
     writes_named: tuple[str, ...]
     overwrites: bool
     is_view: bool
+    is_constant: bool
 
 
 class Follower:
@@ -113,7 +116,7 @@ class Follower:
             if not (access.overwrites and place in access.writes)
         ]
         read += [value for name, value in keywords.items() if name not in access.writes_named]
-        joined = self._read(read)
+        joined = SAME if access.is_constant else self._read(read)
         changed = list(tensors_in(targets))
         for tensor in changed or tensors_in(result):
             _write(tensor, joined)
@@ -170,6 +173,9 @@ class Follower:
 
 # Operators that do not read what they write to.
 _OVERWRITERS = frozenset(("copy_", "_foreach_copy_", "fill_", "zero_"))
+_CONSTANTS = frozenset(
+    ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+)
 
 
 def _is_copy(result: Any, arguments: Sequence[Any]) -> bool:
@@ -194,6 +200,7 @@ def _access_of(operator: Any) -> _Access:
         overwrites=leaf in _OVERWRITERS or bool(named),
         is_view=leaf == "wait_tensor"
         or (bool(returned) and not entries and all(alias is not None for alias in returned)),
+        is_constant=leaf in _CONSTANTS,
     )
 
 

@@ -65,6 +65,7 @@ class FullVerdict:
             if structure.counts.get(check)
         ]
         lines += [f"  not kept by any proof: {words}" for words in structure.left_out]
+        lines += [f"  not checked: {words}" for words in structure.unchecked]
         lines += [f"  {finding}" for finding in structure.findings]
         return "\n".join(lines)
 

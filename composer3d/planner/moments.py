@@ -378,6 +378,8 @@ class _MicroBatch:
             gathered = self._gathered(units[:1])
             moments.append(Moment(sums + head_gradient, gathered, buffer, held + rank.stream))
             moments += self._exchange(sums, gathered, last, held + rank.stream)
+            if not self.reduces and not self.repeats:
+                sums += self._left_by(last)
 
         for nth, (group, unit) in enumerate(zip(groups, units, strict=True)):
             # The last unit may be smaller than the two before it. Between those and the first ones,

@@ -58,6 +58,16 @@ def test_parts_with_other_ways_may_not_be_added() -> None:
     assert "is added to what was not" in paths_of(a)["a"].problem
 
 
+def test_what_is_added_counts_once_for_each_addition() -> None:
+    a, b = _gradient("a"), _gradient("a")
+    assert paths_of(_run(F.add.Tensor, a, b)) == {"a": GradientPath(additions=2)}
+    assert paths_of(_run(F.add.Tensor, a, b, alpha=2))["a"].problem.startswith("what was summed")
+    assert paths_of(_run(F.add.Tensor, torch.zeros(4), b, alpha=2))["a"].problem == (
+        "a multiple of it is added"
+    )
+    assert paths_of(_run(F.neg_.default, a)) == {}
+
+
 def test_an_unknown_operator_and_a_tensor_as_factor_end_a_way() -> None:
     a = _gradient("a")
     assert paths_of(_run(F.relu.default, a)) == {}

@@ -74,6 +74,7 @@ def test_what_is_computed_from_values_that_vary_varies(follower: Follower) -> No
     over_tp, over_data, same = _typed(frozenset({TP})), _typed(frozenset({LOW})), torch.ones(4)
     assert varying(_run(follower, F.add.Tensor, over_tp, over_data)) == {TP, LOW}
     assert varying(_run(follower, F.mul.Tensor, same, 2.0)) == SAME
+    assert varying(_run(follower, F.zeros_like.default, over_tp)) == SAME
     # ``to`` may make a view or a copy.
     assert varying(_run(follower, F.to.dtype, over_tp, torch.float64)) == {TP}
     assert varying(_run(follower, F.to.dtype, over_tp, torch.float32)) == {TP}
