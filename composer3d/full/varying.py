@@ -36,9 +36,13 @@ _UNREAD = "composer3d_unread"
 
 def varying(tensor: Tensor) -> Varying:
     """Return over which digits the values of a tensor of any shape vary; a DTensor: its shard's."""
-    storage = vars(local_shard(tensor).untyped_storage())
-    fixed: Varying | None = storage.get(_FIXED)
-    return storage.get(_VARYING, SAME) if fixed is None else fixed
+    return _type_of(vars(local_shard(tensor).untyped_storage()))
+
+
+def _type_of(known: Mapping[str, Any]) -> Varying:
+    """Return the type that is written down on a storage."""
+    fixed: Varying | None = known.get(_FIXED)
+    return known.get(_VARYING, SAME) if fixed is None else fixed
 
 
 def fix(tensor: Tensor, digits: Varying) -> None:
@@ -159,8 +163,7 @@ class Follower:
             known = vars(tensor.untyped_storage())
             if _UNREAD in known:
                 self.unread.pop(known.pop(_UNREAD), None)
-            fixed = known.get(_FIXED)
-            joined |= known.get(_VARYING, SAME) if fixed is None else fixed
+            joined |= _type_of(known)
         return joined
 
     def _over(self, group: dist.ProcessGroup) -> Varying:

@@ -11,7 +11,12 @@ from composer3d.full.places import SAME, digits
 from composer3d.recipe.draft import split_overrides
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
-from tools.prove.faults.exchanges import drop_reduction_of_norms, drop_sum_of_outputs
+from tools.prove.faults.exchanges import (
+    drop_reduction_of_norms,
+    drop_sum_of_outputs,
+    lose_the_hop_of_keys,
+)
+from tools.prove.faults.pipeline import lose_a_gradient_between_stages
 from tools.prove.full.at_scale import pair_ranks_of_cp, send_to_the_rank_before
 from tools.prove.full.run import _nothing
 from tools.prove.full.spoil import Spoil
@@ -39,6 +44,12 @@ def _spoil(way: str, call: str) -> Any:
             "mesh.tp=2 parallel.sequence_parallel=false",
             drop_sum_of_outputs,
             "seams: the activations after block 0 vary between the ranks of tp",
+        ),
+        ("mesh.cp=2", lose_the_hop_of_keys, "seams: .* results of recv are read by nothing"),
+        (
+            "mesh.pp=2",
+            lose_a_gradient_between_stages,
+            "seams: the gradients that stage 0 takes for micro-batch 1 are not those",
         ),
         ("mesh.cp=4 data.global_batch=4", pair_ranks_of_cp, "groups: rank 0 sends over cp to"),
         (

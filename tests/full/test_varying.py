@@ -107,6 +107,12 @@ def test_collectives_make_values_the_same_or_let_them_vary(follower: Follower) -
     assert list(follower.unread.values()) == [
         *("all_reduce", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
     ]
+    arrived = torch.zeros(4)
+    _send(follower, "all_gather", "tp", arrived, torch.zeros(2))
+    _run(follower, F.view.default, arrived, [2, 2])
+    assert len(follower.unread) == 6
+    _run(follower, F.neg.default, arrived)
+    assert len(follower.unread) == 5
     # What arrives in a ring is of the type of what is sent.
     assert _send(follower, "send", "tp", _typed(frozenset({LOW}))) == {LOW}
     assert _send(follower, "recv", "tp", torch.zeros(4)) == {TP, LOW}
