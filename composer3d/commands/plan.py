@@ -150,6 +150,10 @@ def run(options: Options) -> int:
         UserError: the recipe or the device cannot be used.
     """
     question = read_question(options.goodput, options.storage, options.restart)
+    of_search = {"--why": options.why, "--write": options.write, "--scale": options.scale or None}
+    for option, value in of_search.items():
+        if options.memory and value is not None:
+            raise UserError(f"--memory prices the recipe as it is, and {option} the fastest layout")
     device = Device(hardware=find_device(options.gpu), per_node=options.gpus_per_node)
     resolved = load(options.recipe, options.sets, check_files=False, may_import=True)
     if options.gpus is not None and resolved.fills_world:
@@ -199,6 +203,7 @@ def run(options: Options) -> int:
         "gpu_is_fitted": device.hardware.is_fitted,
         "legal": found.legal,
         "fitting": found.fitting,
+        "fitting_by_keys": found.by_keys,
         "first_is_close_probability": found.close,
         "layouts": [_as_json(plan) for plan in found.plans],
     }
@@ -214,29 +219,32 @@ def run(options: Options) -> int:
         answer["scaling"] = [_scale_json(point) for point in table]
     if calibrated is not None:
         answer["calibration"] = calibrated
-    if question is not None and found.fitting:
+    fits = found.plans[0].prediction.fits
+    if question is not None and fits:
         answer["goodput"] = predict_goodput(question, found.plans[0], device)
     compared = None if other is None else explain(found.plans, other, device)
     if compared is not None:
         answer["why"] = as_json(compared)
     # Nothing above is refused any more, and a file is never replaced.
-    if options.write is not None and found.fitting:
+    if options.write is not None and fits:
         _write(resolved, found.plans[0].recipe, Path(options.write))
     if options.as_json:
         print(json.dumps(answer))
-        return 0 if found.fitting else 1
+        return 0 if fits else 1
     if calibrated is not None:
         print(_calibration_words(calibrated))
     _print_search(answer, found.plans, device)
     if "goodput" in answer:
         print(*goodput_words(answer["goodput"]), sep="\n")
+    elif question is not None:
+        print("goodput: no layout fits, so there is none to predict it for")
     if compared is not None:
         print(*in_words(compared, options.why or "", device), sep="\n")
     if table:
         _print_scaling(table)
-    if options.write is not None and found.fitting:
+    if options.write is not None and fits:
         print(f"the fastest layout is written to {one_line(options.write)}")
-    return 0 if found.fitting else 1
+    return 0 if fits else 1
 
 
 def _calibrated(recipe: Recipe, device: Device, options: Options) -> tuple[Device, dict[str, Any]]:
@@ -340,9 +348,10 @@ def _as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _print_search(answer: dict[str, Any], plans: list[Plan], device: Device) -> None:
+    by_keys = answer["fitting_by_keys"]
     print(
         f"{answer['legal']:,} legal layouts on {answer['gpus']:,} x {device.hardware.name}, "
-        f"{answer['fitting']:,} fit"
+        f"{answer['fitting']:,} fit" + (f", and {by_keys:,} more with further keys" * (by_keys > 0))
     )
     print(
         f"{_LAYOUT_HEADING}    tokens/s          (80%)    MFU     GiB        (80%)  fits  bound by"
@@ -358,7 +367,7 @@ def _print_search(answer: dict[str, Any], plans: list[Plan], device: Device) -> 
         )
     print("80%: four of five measured values are expected in it; fits: the probability of it")
     close = answer["first_is_close_probability"]
-    if close is not None and answer["fitting"] > 1:
+    if close is not None and answer["fitting"] + by_keys > 1:
         print(_closeness(close))
     if plans:
         print("why:", *_reasons(plans[0], device), sep="\n  ")

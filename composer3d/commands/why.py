@@ -38,7 +38,7 @@ def read_other(layout: str, recipe: str, sets: Sequence[str], gpus: int) -> Othe
     """
     if layout.isdecimal():
         return int(layout[:10])
-    overrides = [] if layout == AS_IT_IS else split_overrides(layout)
+    overrides = [] if layout == AS_IT_IS else split_overrides(layout) or [layout]
     for override in overrides:
         if not key_of_override(override).startswith(_OF_LAYOUT):
             raise UserError(
@@ -47,7 +47,11 @@ def read_other(layout: str, recipe: str, sets: Sequence[str], gpus: int) -> Othe
                 "for both layouts"
             )
     every = [*sets, *overrides]
-    return load(recipe, every, check_files=False, world_size=gpus, may_import=True).recipe
+    try:
+        return load(recipe, every, check_files=False, world_size=gpus, may_import=True).recipe
+    except UserError as error:
+        # The error calls each override --set, which the user did not write.
+        raise UserError(f"--why {one_line(layout, 200)}: {error}") from None
 
 
 def explain(plans: Sequence[Plan], other: Other, device: Device) -> Comparison:
@@ -94,7 +98,7 @@ def in_words(found: Comparison, layout: str, device: Device) -> list[str]:
     for kind, counts in found.bytes.items():
         if any(counts):
             lines.append(_numbers(kind, counts, 1 / GIB))
-    lines.append(_numbers("with the least that CUDA takes", (first.peak_gib, second.peak_gib)))
+    lines.append(_numbers("all, with the least CUDA takes", (first.peak_gib, second.peak_gib)))
     for name, plan in zip("AB", found.plans, strict=True):
         prediction = plan.prediction
         if not prediction.fits:

@@ -92,7 +92,8 @@ class Search(NamedTuple):
     Attributes:
         plans: those that fit, the fastest first; if none fits, those that come closest.
         legal: the number of legal layouts.
-        fitting: the number of layouts that fit, with those that do by further keys.
+        fitting: how many of these fit.
+        by_keys: how many layouts with further keys were found besides these, which fit as well.
         close: the probability that the first one is at most ``CLOSE`` slower than the best of those
             that fit; None: none fits.
     """
@@ -100,6 +101,7 @@ class Search(NamedTuple):
     plans: list[Plan]
     legal: int
     fitting: int
+    by_keys: int
     close: float | None
 
 
@@ -139,15 +141,16 @@ def search(
             yield Timed(variant, setup, predict_speed(setup))
 
     fitting.sort(key=lambda item: item[1].layout.tp * item[1].layout.pp * item[1].layout.cp)
+    as_they_are = fitting[:_MOST_TIMED]
     nearest = [too_large[index] for _, index in sorted(near)[:_MOST_NEAR]]
     levers = Levers(device.setup, top, choices, lambda: report("further keys"))
-    best = levers.improve(timed(fitting[:_MOST_TIMED]), timed(nearest))
+    best = levers.improve(timed(as_they_are), timed(nearest))
     if not best:
         too_large.sort(key=lambda item: _largest_bytes(item[1]))
-        return Search([price(variant, device) for variant, _ in too_large[:top]], legal, 0, None)
+        return Search([price(variant, device) for variant, _ in too_large[:top]], legal, 0, 0, None)
     plans = [price(one.recipe, device) for one in best[:top]]
     close = close_probability([one.speed for one in best], CLOSE)
-    return Search(plans, legal, max(len(fitting), len(best)), close)
+    return Search(plans, legal, len(fitting), len(best) - len(as_they_are), close)
 
 
 def _largest_bytes(setup: Setup) -> float:

@@ -213,6 +213,7 @@ def check_predictions(answer: dict[str, Any], predictions: Counter[str]) -> None
     assert predictions["predict"] == len(answer["layouts"])
     # Of 32 families at most, and of cuts.
     assert predictions["of a lever"] <= 32 * (5 * 3 + 3) + 2 * answer["fitting"]
+    assert answer["fitting"] <= answer["legal"]
 
 
 def test_a_plan_of_a_large_job_predicts_no_layout_twice(
@@ -239,6 +240,8 @@ def test_a_device_of_the_user_on_which_all_fit_or_none(
     status, answer = ask("plan", "quickstart", "--gpu", str(row), "--top", "1")
     assert (status, answer["fitting"]) == (1, 0)
     assert not answer["layouts"][0]["fits"]
+    assert cli.main(["plan", "quickstart", "--gpu", str(row), "--goodput", "10"]) == 1
+    assert "goodput: no layout fits" in capsys.readouterr().out
     row.write_text('name = "Mine"\nmemory_gib = -1\nspeed = 3\n')
     assert cli.main(["plan", RECIPE, "--gpu", str(row)]) == 2
     error = capsys.readouterr().err
@@ -339,9 +342,12 @@ def test_the_goodput_of_the_page_is_what_the_command_prints(
         (["--goodput", "3", "--restart", "nan"], "--restart nan: give a number from"),
         (["--storage", "3"], "--storage is for --goodput HOURS|published; give both"),
         (["--goodput", "published", "--gpu", "CPU"], "nobody published failures of CPU"),
+        (["--memory", "--why", "1"], "--memory prices the recipe as it is, and --why"),
+        (["--memory", "--write", "x.toml"], "and --write the fastest layout"),
+        (["--memory", "--scale"], "and --scale the fastest layout"),
     ],
 )
-def test_goodput_of_nonsense_is_refused(
+def test_what_cannot_be_answered_is_refused(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["plan", "quickstart", "--top", "1", *words]) == 2
@@ -387,6 +393,8 @@ def test_why_compares_the_first_layout_with_another_one(
         ("mesh.tp=2", "but the world has 8"),
         ("model.dim=64", "give others with --set"),
         ("fast", "give others with --set"),
+        (" ", "give others with --set"),
+        ("mesh.tp=2 mesh.nope=1", "--why mesh.tp=2 mesh.nope=1: "),
     ):
         assert cli.main([*plan, layout]) == 2
         assert message in capsys.readouterr().err
