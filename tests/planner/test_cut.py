@@ -25,7 +25,8 @@ H100 = Device(hardware=device("H100"))
 SMALL = {
     "experts": (
         "deepseek-v3-1024",
-        "model.n_layers=9 mesh.pp=4 mesh.dp_shard=-1 memory.activation_checkpoint=every 2 blocks",
+        "model.n_layers=9 mesh.pp=4 mesh.dp_shard=-1 parallel.schedule=1F1B "
+        "parallel.stages=[3,2,2,2] memory.activation_checkpoint=every 2 blocks",
     ),
     "windows": (
         "debug-2-dp",
@@ -108,7 +109,7 @@ PIPELINES = [
 
 @pytest.mark.parametrize("path", PIPELINES, ids=lambda path: path.stem)
 def test_no_recipe_with_a_pipeline_becomes_slower(path: Path) -> None:
-    recipe = load(path, check_files=False).recipe
+    recipe = variant(load(path, check_files=False).recipe, {"parallel.stages": None})
     setup = H100.setup(recipe)
     own = Timed(recipe, setup, predict_speed(setup))
     (found,) = Levers(H100.setup, 1, Choices()).with_other_cuts([own])

@@ -75,7 +75,8 @@ def test_products_are_those_that_mfu_counts(tp: int) -> None:
 
 def latents_over_cp(*sets: str) -> tuple[Setup, Setup]:
     """DeepSeek-V3 over four ranks of cp, which send latents; and the same with keys and values."""
-    sets = ("mesh.pp=1", "mesh.cp=4", "model.n_layers=4", "data.global_batch=64", *sets)
+    layers = ("model.n_layers=4", "parallel.stages=[4]")
+    sets = ("mesh.pp=1", "mesh.cp=4", *layers, "data.global_batch=64", *sets)
     setup = setup_on("H100", "deepseek-v3-1024", *sets)
     assert setup.layout.sends_latents
     return setup, replace(setup, layout=replace(setup.layout, sends_latents=False))
