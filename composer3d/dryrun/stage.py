@@ -486,6 +486,8 @@ class OperatorTraits:
     Attributes:
         name: with its namespace, such as "aten::mm".
         body: the Python function of a custom operator, else None.
+        is_composed: it only calls other operators, such as ``contiguous``, which may copy. Autograd
+            replaces it by these; inside of a custom operator, it arrives as a whole.
         makes_tensors: its outputs have storages of their own.
         is_collective: it may send something.
         tells_kind: it is one of ``_TELL_KIND``.
@@ -493,6 +495,7 @@ class OperatorTraits:
 
     name: str
     body: Callable[..., Any] | None
+    is_composed: bool
     makes_tensors: bool
     is_collective: bool
     tells_kind: bool
@@ -577,6 +580,9 @@ class Recorder(DispatchMode):
         if traits is None:
             traits = self._traits[operator] = _traits_of(operator)
 
+        if traits.is_composed:
+            with self:
+                return operator.decompose(*arguments, **keywords)
         if traits.body is not None:
             counter = self._collectives
             with self, nullcontext() if counter is None else counter.inside(operator):
@@ -670,10 +676,17 @@ def _traits_of(operator: Any) -> OperatorTraits:
     return OperatorTraits(
         name=name,
         body=body_of(operator),
+        is_composed=operator.namespace == "aten" and _is_composed(operator.name()),
         makes_tensors=any(alias is None for alias in returned),
         is_collective=is_collective(operator),
         tells_kind=name in _TELL_KIND,
     )
+
+
+def _is_composed(name: str) -> bool:
+    """Return whether an operator calls others, and no device has a kernel of it."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
 
 
 def _grouped_product(a: Tensor, b: Tensor, offsets_G: Tensor | None) -> Tensor:

@@ -154,9 +154,11 @@ class _Sizes(NamedTuple):
     Attributes:
         width: one of the four tensors of the feed-forward layer's width.
         rows: the tokens that go to experts; 0 without experts.
-        expert_width: one of four tensors of the experts' width.
-        ffn_parameters: the elements of the feed-forward layer's parameters.
-        matrix: about the elements of one weight.
+        expert_width: a tensor of the experts' width.
+        routed: the router's input, which it reads in float32; 0 without experts.
+        ffn_matrix: the elements of one weight of the feed-forward layer.
+        experts: the elements of all experts' weights.
+        output_matrix: the elements of attention's last projection.
     """
 
     query: float
@@ -164,8 +166,10 @@ class _Sizes(NamedTuple):
     width: float
     rows: float
     expert_width: float
-    ffn_parameters: float
-    matrix: float
+    routed: float
+    ffn_matrix: float
+    experts: float
+    output_matrix: float
 
 
 class _LatentBytes(NamedTuple):
@@ -237,6 +241,7 @@ def block_bytes(
         latent = _latent_bytes(setup, sizes.latents)
     ffn = (sizes.shared_parameters if has_experts else sizes.dense_parameters) / tp
     experts = sizes.expert_parameters / layout.ep if has_experts else 0.0
+    output_width = sizes.query_width if latent is None else sizes.heads * sizes.latents.value
     merge = sizes.merge_parameters if predicts else 0.0
     linear = attention + ffn + merge
     rows = local * sizes.experts_per_token * e if has_experts else 0.0
@@ -246,8 +251,10 @@ def block_bytes(
         width=local * (sizes.shared_width if has_experts else sizes.ffn) * e,
         rows=rows * sizes.dim,
         expert_width=rows * sizes.expert_width,
-        ffn_parameters=ffn + experts,
-        matrix=linear / (4 + sizes.ffn_matrices),
+        routed=stream.own * max(1.0, _WIDE / e) if has_experts else 0.0,
+        ffn_matrix=ffn / sizes.ffn_matrices,
+        experts=experts,
+        output_matrix=sizes.dim * output_width / tp,
     )
     is_ulysses = layout.cp > 1 and layout.cp_method == "ulysses"
     # What an exchange over cp returns: queries, keys and values; and the output.
@@ -263,8 +270,7 @@ def block_bytes(
     full += part.query + kept_kv + attended + exchanged_out
     if latent is not None:
         full += latent.down + latent.inputs + latent.out
-    full += 4 * part.width + 4 * part.expert_width
-    full += 3 * part.rows  # as they are sent, as they arrive, and the outputs
+    full += 4 * part.width + _kept_by_experts(setup, part)
     if sizes.wide_norms:
         full += (part.query + part.kv) * of_norm
     if sizes.norms_over_heads and tp > 1:
@@ -304,8 +310,9 @@ def block_bytes(
             # Values, if they are no copies, and the gate's halves are not computed again, and the
             # output of attention's product is dropped when it has been added.
             again = full - stream.own - attended - 2 * part.width - rows_exchanged
-            again -= part.kv if latent is None else latent.down
-            again -= attention_output + exchanged_out + 2 * part.expert_width
+            # Queries and keys are dropped when they have been rotated.
+            again -= part.query + 2 * part.kv if latent is None else latent.down
+            again -= attention_output + exchanged_out + 2 * part.expert_width + part.rows
     return BlockBytes(
         kept=kept,
         again=again,
@@ -318,6 +325,16 @@ def block_bytes(
         unit=unit_of(setup, linear, experts, share),
         linear=linear,
     )
+
+
+def _kept_by_experts(setup: Setup, part: _Sizes) -> float:
+    """Return what a router and experts keep for backward, in bytes.
+
+    Besides tensors of their width, they keep the rows that they read, and their outputs in the
+    order of the tokens.
+    """
+    widths = 3 if setup.sizes.clamps_gates else 4
+    return widths * part.expert_width + 2 * part.rows + part.routed
 
 
 def _kept_by_a_norm(setup: Setup) -> float:
@@ -341,26 +358,69 @@ def _backward_temporaries(
 ) -> tuple[Temporaries, ...]:
     """Return the temporaries of a block's backward, less what it has freed by then.
 
-    There are five times: in the product of the second feed-forward matrix, in the activation, in
-    the products of the first matrices, in the experts, and in attention.
+    They are those of the feed-forward layer, in the product of its second matrix, in the activation
+    and in the products of the first matrices; those of experts; and those of attention.
     """
-    stream = stream_of(setup)
+    stream, sizes = stream_of(setup), setup.sizes
     row_input = stream.inner if setup.layout.tp > 1 else 0.0
-    of_experts = 2 * part.expert_width + part.rows
-    freed_by_ffn = 4 * part.width + 4 * part.expert_width + 3 * part.rows
-    attention = _attention_extra(setup, part.query, part.kv) - freed_by_ffn - stream.inner
-    if splits_backward:  # gradients of outputs stay, and no weight has one yet
+    # Between the halves of a backward, the inputs and the gradients of products stay.
+    freed_by_ffn = (1 if splits_backward else 4) * part.width
+    # The norm before the feed-forward layer, and those behind it and behind attention.
+    norms = sizes.norms // 2 + sizes.norms_after
+    freed = freed_by_ffn + _kept_by_experts(setup, part)
+    freed += norms * stream.own * _kept_by_a_norm(setup)
+    freed += 0.0 if splits_backward else stream.inner
+    attention = _attention_extra(setup, part.query, part.kv) - freed
+    of_experts = _backward_of_experts(setup, part, freed_by_ffn)
+    if splits_backward:  # gradients of outputs stay, and only experts' weights have one yet
         return (
-            Temporaries(stream.own + row_input + 3 * part.width + of_experts),
-            Temporaries(attention, written=part.ffn_parameters),
+            Temporaries(stream.own + row_input + 3 * part.width),
+            *of_experts,
+            Temporaries(attention, written=part.experts),
         )
-    first_matrices = stream.own + 3 * stream.inner - 2 * part.width
+    matrix = part.ffn_matrix
+    written = sizes.ffn_matrices * matrix + part.experts + part.output_matrix
     return (
-        Temporaries(stream.own + row_input + part.width, being_written=part.matrix),
-        Temporaries(stream.own + 2 * part.width, written=part.matrix),
-        Temporaries(first_matrices, being_written=part.matrix, written=2 * part.matrix),
-        Temporaries(stream.own + of_experts),
-        Temporaries(attention, written=part.ffn_parameters),
+        Temporaries(stream.own + row_input + part.width, being_written=matrix),
+        Temporaries(stream.own + 2 * part.width, written=matrix),
+        # Autograd comes to the up projection first, then to the gate.
+        Temporaries(stream.own + stream.inner - part.width, being_written=matrix, written=matrix),
+        Temporaries(
+            stream.own + 2 * stream.inner - 3 * part.width, being_written=matrix, written=2 * matrix
+        ),
+        *of_experts,
+        Temporaries(attention, written=written),
+    )
+
+
+def _backward_of_experts(
+    setup: Setup, part: _Sizes, freed_by_shared: float
+) -> tuple[Temporaries, ...]:
+    """Return the temporaries of experts: in their second product, their gate, and the first ones.
+
+    The backward of a shared expert has run, and its ``freed_by_shared`` bytes are gone.
+    """
+    if part.rows == 0:
+        return ()
+    sizes, stream, width, rows = setup.sizes, stream_of(setup), part.expert_width, part.rows
+    others = stream.own - freed_by_shared
+    others += stream.inner if sizes.shared_width else 0.0  # the gradient of its input
+    second = part.experts / sizes.ffn_matrices
+    in_product = Temporaries(others + width, being_written=second)
+    if sizes.clamps_gates:
+        # Gate and up projection and the two slopes, computed again, two products of them, which of
+        # the values are clamped, and the gradients of all.
+        in_gate = (8 + 1 / setup.precision.gathered) * width
+        return (
+            in_product,
+            Temporaries(others + in_gate - rows, written=second),
+            Temporaries(others - width, being_written=2 * second, written=second),
+        )
+    return (
+        in_product,
+        Temporaries(others + 2 * width - rows, written=second),
+        Temporaries(others - width, being_written=second, written=second),
+        Temporaries(others - 3 * width + rows, being_written=second, written=2 * second),
     )
 
 
@@ -377,8 +437,10 @@ def _attention_extra(setup: Setup, query: float, kv: float) -> float:
         return stream_of(setup).own + (2 + wide) * query + (2 + wide) * held
     if layout.cp_method == "ring":  # the block that is computed, and the two that travel
         return grads + wide * query + (3 + 3 * wide) * 2 * kv
-    # All keys and values, and their gradients.
-    return grads + wide * query + 2 * kv + layout.cp * (1 + wide) * 2 * kv
+    # Own keys and values, all of them, and their gradients: their sum, in the order of the ranks,
+    # and a part of each rank.
+    grads = stream_of(setup).own + (1 + wide) * query
+    return grads + 2 * kv + layout.cp * (1 + 3 * wide) * 2 * kv
 
 
 def head_bytes(setup: Setup) -> HeadBytes:

@@ -73,7 +73,7 @@ class _Stage:
         groups: the units of FSDP that hold them, in order: one or several blocks each.
         first, last: the units of embedding and head. None: the stage has none, or they share a
             parameter and ``last`` is the unit of both.
-        output: the stream that it sends on, which stays until its gradient arrives.
+        output: the stream that it sends to another rank, which stays until its gradient arrives.
         messages: buffers in which messages arrive.
         input_is_message: the first block's input is such a buffer.
     """
@@ -110,6 +110,9 @@ class _Stage:
     @cached_property
     def trained_shard(self) -> float:
         return sum(unit.trained_shard for unit in self.units)
+
+
+_NOTHING = Unit(*[0.0] * len(Unit._fields))
 
 
 def _unit_of(blocks: tuple[BlockBytes, ...]) -> Unit:
@@ -212,6 +215,10 @@ class _Rank:
         head = unit_of(setup, sizes.head_parameters / layout.tp, 0.0, Share(trained.last))
         if sizes.last_embedding_parameters:
             head = Unit(*map(sum, zip(head, embedding, strict=True)))
+        # What a rank sends to itself is the message: no copy is made.
+        sends_to_itself = not is_last and self.number == rank_of(
+            layout.pp, number + 1, layout.schedule
+        )
         neighbours = (not is_first) + (not is_last)
         # Since torch 2.15 a buffer is made for each message, and what arrived belongs to the stage.
         keeps_buffers = not setup.software.since_torch_2_15
@@ -225,7 +232,7 @@ class _Rank:
             ),
             first=embedding if is_first and not is_one_unit else None,
             last=head if is_last else None,
-            output=0.0 if is_last else self.stream,
+            output=0.0 if is_last or sends_to_itself else self.stream,
             messages=neighbours * buffers * self.stream,
             input_is_message=keeps_buffers and not is_first,
         )
@@ -345,7 +352,8 @@ class _MicroBatch:
         sums = self._earlier_sums()
         # The buffer of the unit that the micro-batch before has reduced last.
         buffer = wide * self.end.trained if self.repeats and not self.sums_whole else 0.0
-        at_head = self._gathered(units[:1], last.elements)
+        # The last block's are on their way.
+        at_head = self._gathered([_NOTHING, *units[:1]], last.elements)
         if rank.setup.loss_chunks > 1 and not rank.setup.repeats_loss and not self.is_tied:
             # Forward computes the gradients. It ends with the head, and keeps the buffer of its
             # all-gather.
@@ -365,19 +373,21 @@ class _MicroBatch:
         kept_width = rank.written_width(has_sum=self.sums_whole and self.repeats)
         # The head's gradient is reduced now, or together with that of the embedding it is tied to.
         head_gradient = kept_width * last.trained
-        if self.reduces:
+        # A tied unit keeps its sum until it is reduced, with the embedding.
+        if self.reduces and self.sums_whole and self.repeats and not self.is_tied:
+            sums -= wide * last.trained
+        before = sums
+        # What is reduced is added to the sum of earlier micro-batches, if that is sharded.
+        if self.reduces and (self.sums_whole or not self.repeats):
             sums += rank.sharded_gradients(last.trained_shard)
-            # A tied unit keeps its sum until it is reduced, with the embedding.
-            if self.sums_whole and self.repeats and not self.is_tied:
-                sums -= wide * last.trained
         if self.is_tied:
             sums += head_gradient
         else:
             buffer = wide * last.trained if self.reduces else 0.0
             self._drop(last)
-            gathered = self._gathered(units[:1])
+            gathered = self._gathered([_NOTHING, *units[:1]])
             moments.append(Moment(sums + head_gradient, gathered, buffer, held + rank.stream))
-            moments += self._exchange(sums, gathered, last, held + rank.stream)
+            moments += self._exchange(before, gathered, last, held + rank.stream)
             if not self.reduces and not self.repeats:
                 sums += self._left_by(last)
 
@@ -450,7 +460,7 @@ class _MicroBatch:
             gathered = self._gathered(after)
             buffer = rank.wide * unit.trained
             moments.append(Moment(copied, gathered, buffer, held + rank.stream))
-            moments += self._exchange(sums + shard, gathered, unit, held + rank.stream)
+            moments += self._exchange(sums, gathered, unit, held + rank.stream)
         return moments
 
     def _exchange(
@@ -460,6 +470,7 @@ class _MicroBatch:
 
         FSDP's buffer has them, and the copies that leave and arrive. The gradients themselves are
         gone, but for the last one of a unit. Of the embedding and of the head, it is almost all.
+        ``sums`` is without what this reduction returns.
         """
         rank = self.rank
         if not self.reduces or not rank.exchanged:
@@ -467,6 +478,7 @@ class _MicroBatch:
         buffers = (rank.wide + rank.exchanged) * unit.trained
         if unit in (self.last, self.end):
             buffers += rank.narrow * unit.trained
+        sums += rank.sharded_gradients(unit.trained_shard)
         return [Moment(sums, gathered, buffers, activations)]
 
     def _drop(self, unit: Unit) -> None:

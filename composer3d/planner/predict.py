@@ -337,6 +337,7 @@ def sizes_of_shape(shape: DecoderShape, architecture_name: str) -> Sizes:
         expert_width=shape.expert_width if shape.experts else 0,
         shared_width=getattr(shape, "shared_ffn", 0),
         shared_gate=getattr(shape, "shared_gate", False),
+        clamps_gates=hasattr(shape, "gate_limit"),
         expert_blocks=expert_blocks,
         expert_every=getattr(shape, "moe_every", 1),
         mtp_layers=shape.mtp_layers,

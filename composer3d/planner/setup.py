@@ -83,6 +83,8 @@ class Sizes:
         expert_width: the width of one expert.
         shared_width: the width of the expert that computes every token; 0: none.
         shared_gate: whether a gate weighs its output (Qwen 2).
+        clamps_gates: whether experts clamp their gate, of which backward computes all but the input
+            again (gpt-oss).
     """
 
     layers: int
@@ -105,6 +107,7 @@ class Sizes:
     expert_width: int = 0
     shared_width: int = 0
     shared_gate: bool = False
+    clamps_gates: bool = False
     expert_blocks: int = 0
     expert_every: int = 1
     mtp_layers: int = 0
