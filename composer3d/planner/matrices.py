@@ -21,17 +21,26 @@ from composer3d.facts.box import Box
 ELEMENTS_PER_ROUND = 1 << 26
 
 
-def buffer_elements(owned: float, replicas: int) -> float:
-    """Return the most elements that a rank has in buffers at a time, in a round.
+def elements_of_products(owned: float) -> float:
+    """Return the most elements that a rank has in buffers until its matrices are computed.
 
     Args:
         owned: the elements of the matrices that it owns in the round.
+    """
+    # The matrices, what is sent (in parts, and joined) or received; or those of Newton-Schulz.
+    return 4 * owned
+
+
+def elements_of_results(owned: float, replicas: int) -> float:
+    """Return the most elements that a rank has in buffers while results travel.
+
+    They are the results, and what is sent and received in one message.
+
+    Args:
+        owned: as in ``elements_of_products``.
         replicas: the ranks that hold each part of a matrix.
     """
-    # Before the products: the matrices, what is sent (in parts, and joined) and what is received;
-    # or Newton-Schulz has as many buffers. After them: the results, and the same of one message.
-    message = min(replicas * owned, max(owned, ELEMENTS_PER_ROUND))
-    return max(4 * owned, owned + 3 * message)
+    return owned + 2 * min(replicas * owned, max(owned, ELEMENTS_PER_ROUND))
 
 
 class CutParameter(NamedTuple):

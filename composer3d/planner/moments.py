@@ -25,7 +25,11 @@ from composer3d.planner.activations import (
     stream_of,
     unit_of,
 )
-from composer3d.planner.matrices import ELEMENTS_PER_ROUND, buffer_elements
+from composer3d.planner.matrices import (
+    ELEMENTS_PER_ROUND,
+    elements_of_products,
+    elements_of_results,
+)
 from composer3d.planner.setup import BlockKind, BlockMatrices, Matrices, Setup
 from composer3d.planner.states import Counts, State, states_of_ranks
 from composer3d.planner.time import matrices_of_ranks, rank_of, saved_by_matrices
@@ -133,7 +137,7 @@ def peak_moments(setup: Setup) -> Iterator[tuple[Always, Moment]]:
         rank = _Rank(setup, number, blocks, matrices)
         moments = _step_moments(rank) if setup.layout.pp == 1 else _pipeline_moments(rank)
         if setup.matrices is not None:
-            moments.append(_orthogonalising(rank, setup.matrices))
+            moments += _orthogonalising(rank, setup.matrices)
         yield rank.always(), max(moments, key=lambda moment: moment.total)
 
 
@@ -283,8 +287,8 @@ class _Rank:
         return 0.0 if self.setup.software.offloads else self.wide * elements
 
 
-def _orthogonalising(rank: _Rank, matrices: Matrices) -> Moment:
-    """Return the moment in which an optimizer of matrices runs one of its rounds."""
+def _orthogonalising(rank: _Rank, matrices: Matrices) -> list[Moment]:
+    """Return the moments of a round of an optimizer of matrices: its products, and its results."""
     layout = rank.setup.layout
     stages = rank.stages.values()
     elements = sum(s.trained_shard if layout.zero >= 2 else s.trained for s in stages)
@@ -296,12 +300,15 @@ def _orthogonalising(rank: _Rank, matrices: Matrices) -> Moment:
     # The new values of a part, and what is chosen of them and the old ones.
     part = matrices.largest.elements * layout.replicas / layout.ranks_of("stage").size
     updated = 2 * rank.wide * part
-    return Moment(
-        gradients=rank.sharded_gradients(elements),
-        gathered=gathered,
-        buffers=matrices.element_bytes * buffer_elements(of_round, layout.replicas) + updated,
-        activations=0.0,
-    )
+    in_products = elements_of_products(of_round)
+    in_results = elements_of_results(of_round, layout.replicas)
+    return [
+        Moment(rank.sharded_gradients(elements), gathered, buffers, activations=0.0)
+        for buffers in (
+            matrices.element_bytes * in_products,
+            matrices.element_bytes * in_results + updated,
+        )
+    ]
 
 
 # --- without a pipeline ---
@@ -596,15 +603,29 @@ class _PipelineRank:
     def _forward(
         self, state: State, stage: _Stage, sums: float, gathered: float, held: float
     ) -> list[Moment]:
-        """Return the moment at which a forward has gathered the embedding again, with zero = 3.
+        """Return the moments of a forward: the embedding, and the end of the last block.
 
-        The buffer of the all-gather and the parameter copied from it are both there.
+        Until the forward of a unit ends, FSDP has the buffer of its all-gather as well as the
+        parameters copied from it. With zero = 3, it has dropped the units before.
         """
-        rank = self.rank
-        if stage.first is None or not rank.has_fsdp or rank.setup.layout.zero < 3:
-            return []
-        embedding = 2 * rank.narrow * stage.first.elements
-        return [Moment(sums, gathered + embedding, self.messages, held)]
+        rank, drops = self.rank, self.rank.setup.layout.zero == 3
+        unit, moments = stage.units_of_groups[-1], []
+        at_end = self._gathered(state.gathered | {state.stage})
+        if drops:
+            at_end = self._gathered(state.gathered - {state.stage})
+            at_end += rank.narrow * unit.elements if rank.has_fsdp else 0.0
+        if rank.has_fsdp and state.stage not in state.gathered:
+            at_end += rank.narrow * unit.ahead
+        if rank.has_fsdp and drops and stage.first is not None:
+            embedding = 2 * rank.narrow * stage.first.elements
+            moments.append(Moment(sums, gathered + embedding, self.messages, held))
+        kept = self.held[state.stage]
+        if stage.last is not None:
+            kept -= rank.head.kept + rank.head.saved
+        # The last product, which is added to the stream.
+        kept += stream_of(rank.setup).inner
+        moments.append(Moment(sums, at_end, self.messages, held + kept))
+        return moments
 
     def _reduction(
         self, state: State, stage: _Stage, sums: float, gathered: float, held: float
@@ -656,8 +677,10 @@ class _PipelineRank:
             at_loss += rank.narrow * (last + unit.elements)
             at_block += rank.narrow * (last + unit.elements + ahead)
         running = held + block.again + block.extra(rank.narrow, written)
-        if stage.last is not None and rank.head.saved == 0:  # else ``held`` has it
-            running += rank.head.waiting
+        if stage.last is not None:
+            # The last loss and its head have run. Those of other depths wait.
+            depths = rank.setup.sizes.mtp_layers
+            running += rank.head.waiting - rank.head.saved - rank.head.kept / (1 + depths)
         moments.append(Moment(sums, at_block, self.messages, running))
         if stage.last is not None:
             head = rank.head

@@ -112,8 +112,10 @@ class Muon(Optimizer, torch.optim.Optimizer):
             if gradient is None:
                 continue
             gradient.div_(divisor.to(gradient.dtype))
-            moved = torch.lerp(moment, gradient, 1 - momentum)
-            moment.copy_(torch.where(is_good, moved, moment))
+            # Without a name, the new values are gone before the matrices travel.
+            moment.copy_(
+                torch.where(is_good, torch.lerp(moment, gradient, 1 - momentum), moment)
+            )
 
         def read(index: int, where: tuple[slice, ...]) -> Tensor:
             gradient, moment = gradients[index], moments[index][where]
