@@ -58,6 +58,7 @@ class BlockBytes(NamedTuple):
         deferred: inputs and gradients of linear layers, between the two halves of a backward.
         unit: its parameters.
         linear: the elements of its linear layers.
+        last: those of its last parameter.
     """
 
     kept: float
@@ -66,6 +67,7 @@ class BlockBytes(NamedTuple):
     deferred: float
     unit: Unit
     linear: float
+    last: float
 
     def extra(self, narrow: float, written: float) -> float:
         """Return the most temporaries of backward, in bytes.
@@ -155,7 +157,9 @@ class _Sizes(NamedTuple):
         width: one of the four tensors of the feed-forward layer's width.
         rows: the tokens that go to experts; 0 without experts.
         expert_width: a tensor of the experts' width.
-        routed: the router's input, which it reads in float32; 0 without experts.
+        routed: the router's input, which it reads in float32, if nothing else keeps that; 0 without
+            experts.
+        ffn_input: the input of the feed-forward layer. Only its rows stay for experts.
         ffn_matrix: the elements of one weight of the feed-forward layer.
         experts: the elements of all experts' weights.
         output_matrix: the elements of attention's last projection.
@@ -167,6 +171,7 @@ class _Sizes(NamedTuple):
     rows: float
     expert_width: float
     routed: float
+    ffn_input: float
     ffn_matrix: float
     experts: float
     output_matrix: float
@@ -245,13 +250,16 @@ def block_bytes(
     merge = sizes.merge_parameters if predicts else 0.0
     linear = attention + ffn + merge
     rows = local * sizes.experts_per_token * e if has_experts else 0.0
+    reads_input = not has_experts or sizes.shared_width > 0
+    copies_routed = has_experts and (e < _WIDE or tp > 1 or not reads_input)
     part = _Sizes(
         query=local * sizes.query_width * e,
         kv=setup.tokens * (sizes.kv_width / tp if cuts_kv else sizes.head_width) * e,
         width=local * (sizes.shared_width if has_experts else sizes.ffn) * e,
         rows=rows * sizes.dim,
         expert_width=rows * sizes.expert_width,
-        routed=stream.own * max(1.0, _WIDE / e) if has_experts else 0.0,
+        routed=stream.own * max(1.0, _WIDE / e) if copies_routed else 0.0,
+        ffn_input=stream.inner if reads_input else 0.0,
         ffn_matrix=ffn / sizes.ffn_matrices,
         experts=experts,
         output_matrix=sizes.dim * output_width / tp,
@@ -264,7 +272,7 @@ def block_bytes(
 
     attention_input = stream.inner if latent is None else latent.stream
     of_norm = _kept_by_a_norm(setup)
-    full = sizes.norms * stream.own * of_norm + attention_input + stream.inner
+    full = sizes.norms * stream.own * of_norm + attention_input + part.ffn_input
     # Where latents are sent, attention keeps them in place of keys and values.
     kept_kv = 0.0 if layout.sends_latents else 2 * part.kv
     full += part.query + kept_kv + attended + exchanged_out
@@ -276,8 +284,6 @@ def block_bytes(
     if sizes.norms_over_heads and tp > 1:
         # ``tensor.forwards.norm_forward`` is no single kernel, on any device.
         full += (part.query + part.kv) * (1 + _copies_of_a_norm(e))
-    if has_experts and not sizes.shared_width:
-        full += stream.own - stream.inner  # the router reads its own tokens
     weighed = stream.inner if has_experts and sizes.shared_gate else 0.0
     if weighed:
         # What a gate weighs; and its input, which the shared expert reads as it is gathered.
@@ -317,13 +323,15 @@ def block_bytes(
         kept=kept,
         again=again,
         backward=_backward_temporaries(setup, part, splits_backward),
-        deferred=4 * stream.inner
+        deferred=2 * stream.inner
+        + 2 * part.ffn_input
         + 2 * part.query
         + kept_kv
         + 3 * part.width
         + (merged + stream.own if predicts else 0.0),
         unit=unit_of(setup, linear, experts, share),
         linear=linear,
+        last=part.experts / sizes.ffn_matrices if part.width == 0 else part.ffn_matrix,
     )
 
 
@@ -369,7 +377,7 @@ def _backward_temporaries(
     norms = sizes.norms // 2 + sizes.norms_after
     freed = freed_by_ffn + _kept_by_experts(setup, part)
     freed += norms * stream.own * _kept_by_a_norm(setup)
-    freed += 0.0 if splits_backward else stream.inner
+    freed += 0.0 if splits_backward else part.ffn_input
     attention = _attention_extra(setup, part.query, part.kv) - freed
     of_experts = _backward_of_experts(setup, part, freed_by_ffn)
     if splits_backward:  # gradients of outputs stay, and only experts' weights have one yet
@@ -398,10 +406,25 @@ def _backward_of_experts(
 ) -> tuple[Temporaries, ...]:
     """Return the temporaries of experts: in their second product, their gate, and the first ones.
 
+    With recomputation also those at its end.
+
     The backward of a shared expert has run, and its ``freed_by_shared`` bytes are gone.
     """
     if part.rows == 0:
         return ()
+    moments = _gate_and_products(setup, part, freed_by_shared)
+    if setup.recompute != "none":
+        # All that is computed again up to the outputs: the rows that leave, and what is sent back
+        # in the order of ranks. The shared expert's tensors are still to come.
+        others = (3 if setup.layout.ep > 1 else 1) * part.rows
+        others -= (4 if setup.recompute == "full" else 2) * part.width
+        moments = (Temporaries(stream_of(setup).own + others), *moments)
+    return moments
+
+
+def _gate_and_products(
+    setup: Setup, part: _Sizes, freed_by_shared: float
+) -> tuple[Temporaries, ...]:
     sizes, stream, width, rows = setup.sizes, stream_of(setup), part.expert_width, part.rows
     others = stream.own - freed_by_shared
     others += stream.inner if sizes.shared_width else 0.0  # the gradient of its input

@@ -394,7 +394,9 @@ class _MicroBatch:
             self._drop(last)
             gathered = self._gathered([_NOTHING, *units[:1]])
             moments.append(Moment(sums + head_gradient, gathered, buffer, held + rank.stream))
-            moments += self._exchange(before, gathered, last, held + rank.stream)
+            moments += self._exchange(
+                before, gathered, last, held + rank.stream, last.elements
+            )
             if not self.reduces and not self.repeats:
                 sums += self._left_by(last)
 
@@ -422,7 +424,9 @@ class _MicroBatch:
         end_gathered = self._gathered([], self.end.elements)
         moments.append(Moment(end_sums, end_gathered, end_buffer, rank.stream))
         # FSDP drops what it has gathered before it reduces.
-        moments += self._exchange(sums, self._gathered([]), self.end, rank.stream)
+        moments += self._exchange(
+            sums, self._gathered([]), self.end, rank.stream, self.end.elements
+        )
         return moments
 
     def _backward_of_unit(
@@ -467,24 +471,31 @@ class _MicroBatch:
             gathered = self._gathered(after)
             buffer = rank.wide * unit.trained
             moments.append(Moment(copied, gathered, buffer, held + rank.stream))
-            moments += self._exchange(sums, gathered, unit, held + rank.stream)
+            moments += self._exchange(
+                sums, gathered, unit, held + rank.stream, group[-1].last
+            )
         return moments
 
     def _exchange(
-        self, sums: float, gathered: float, unit: Unit, activations: float
+        self, sums: float, gathered: float, unit: Unit, activations: float, late: float
     ) -> list[Moment]:
         """Return the moment at which the gradients of a unit are sent narrow, if they are.
 
         FSDP's buffer has them, and the copies that leave and arrive. The gradients themselves are
-        gone, but for the last one of a unit. Of the embedding and of the head, it is almost all.
-        ``sums`` is without what this reduction returns.
+        gone, but for the last one of a unit.
+
+        Args:
+            sums: the gradients, without what this reduction returns.
+            gathered, activations: what else there is.
+            unit: the unit.
+            late: the elements of its last parameter. Of the embedding and of the head, it is almost
+                all.
         """
         rank = self.rank
         if not self.reduces or not rank.exchanged:
             return []
         buffers = (rank.wide + rank.exchanged) * unit.trained
-        if unit in (self.last, self.end):
-            buffers += rank.narrow * unit.trained
+        buffers += rank.narrow * min(late, unit.trained)
         sums += rank.sharded_gradients(unit.trained_shard)
         return [Moment(sums, gathered, buffers, activations)]
 
@@ -714,6 +725,8 @@ class _PipelineRank:
         if rank.splits_backward:
             others += self.deferred[state.stage] - block.deferred
         running = others + block.kept + block.again + block.extra(rank.narrow, written)
+        if stage.input_is_message:
+            running -= rank.stream
         done = others + rank.stream
         not_added = self._not_added(unit.trained)
         if stage.first is not None and not rank.splits_backward:
