@@ -148,6 +148,11 @@ CASES: dict[str, tuple[str, ...]] = {
         "mesh.dp_replicate=2", "mesh.dp_shard=4", "parallel.zero=3", BF16, SELECTIVE, batch(16)
     ),
     "tp8": _dense("mesh.tp=8", "mesh.dp_shard=1", "model.n_kv_heads=8", batch(2)),
+    "olmo2": (*OLMO_2, FSDP, BF16, batch(8)),
+    "qk-norms": _dense(FSDP, BF16, "model.qk_norm=true", BLOCKS, batch(16)),
+    "qk-norms-tp-selective": _dense(
+        *TP4, "model.qk_norm=true", BF16, SELECTIVE, BLOCKS, batch(4)
+    ),
     "pattern-selective": _dense(
         *(FSDP, BF16, SELECTIVE, BLOCKS, "model.n_layers=5", batch(16)),
         *("model.window=512", "model.full_every=2", "model.nope_every=2"),

@@ -279,11 +279,11 @@ def block_bytes(
     if latent is not None:
         full += latent.down + latent.inputs + latent.out
     full += 4 * part.width + _kept_by_experts(setup, part)
-    if sizes.wide_norms:
-        full += (part.query + part.kv) * of_norm
     if sizes.norms_over_heads and tp > 1:
         # ``tensor.forwards.norm_forward`` is no single kernel, on any device.
         full += (part.query + part.kv) * (1 + _copies_of_a_norm(e))
+    elif sizes.norms_heads or sizes.norms_over_heads:
+        full += (part.query + part.kv) * of_norm
     weighed = stream.inner if has_experts and sizes.shared_gate else 0.0
     if weighed:
         # What a gate weighs; and its input, which the shared expert reads as it is gathered.

@@ -329,6 +329,7 @@ def sizes_of_shape(shape: DecoderShape, architecture_name: str) -> Sizes:
         # What a norm before a layer returns is read by the layer's products.
         norms_after=any(row.is_unread for row in norms),
         wide_norms=getattr(shape, "wide_norms", False),
+        norms_heads=shape.qk_norm,
         norms_over_heads=any(row.style in NORMS_OVER_HEADS for row in kinds[0]),
         tied=shape.tied,
         windows=tuple(map(shape.window_of, range(shape.all_layers))) if any(shape.windows) else (),

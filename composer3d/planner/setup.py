@@ -70,6 +70,7 @@ class Sizes:
         norms_after: whether the last of them comes after the feed-forward layer (OLMo 2).
         wide_norms: whether norms, those of each head's query and key too, compute in float32
             (Gemma 3).
+        norms_heads: whether each head's query and key are normalised (Qwen 3).
         norms_over_heads: whether queries and keys are normalised over all heads (OLMo 2).
         latents: those of latent attention; None: queries, keys and values come from the stream.
         windows: the sliding window of each block's attention in tokens, 0: none. Empty: no block
@@ -115,6 +116,7 @@ class Sizes:
     norms: int = 2
     norms_after: bool = False
     wide_norms: bool = False
+    norms_heads: bool = False
     norms_over_heads: bool = False
     latents: Latents | None = None
 
