@@ -460,10 +460,11 @@ def _attention_extra(setup: Setup, query: float, kv: float) -> float:
         return stream_of(setup).own + (2 + wide) * query + (2 + wide) * held
     if layout.cp_method == "ring":  # the block that is computed, and the two that travel
         return grads + wide * query + (3 + 3 * wide) * 2 * kv
-    # Own keys and values, all of them, and their gradients: their sum, in the order of the ranks,
-    # and a part of each rank.
+    # Own keys and values, and all of them. Their gradients are copied to the order of the ranks,
+    # if that is another one, and then cut into parts.
+    copies = 3 if layout.cp_balanced else 2
     grads = stream_of(setup).own + (1 + wide) * query
-    return grads + 2 * kv + layout.cp * (1 + 3 * wide) * 2 * kv
+    return grads + 2 * kv + layout.cp * (1 + copies * wide) * 2 * kv
 
 
 def head_bytes(setup: Setup) -> HeadBytes:

@@ -679,20 +679,24 @@ class _PipelineRank:
         at_loss = at_block = self._gathered(state.gathered)
         last = 0.0 if stage.last is None else stage.last.elements
         last_trained = 0.0 if stage.last is None else stage.last.trained
+        at_end, sums_at_end = held, sums
+        if stage.last is not None:
+            # The last loss and its head have run. Those of other depths wait.
+            depths = rank.setup.sizes.mtp_layers
+            at_end += rank.head.waiting - rank.head.saved - rank.head.kept / (1 + depths)
+            if state.stage not in state.summed:
+                sums_at_end += rank.wide * last_trained
         if rank.has_fsdp and state.stage not in state.gathered:
             *earlier, unit = stage.units_of_groups
             ahead = earlier[-1].ahead if earlier else 0.0
             # The buffer of the all-gather, and the parameters copied from it.
             copied = at_block + rank.narrow * (last + unit.elements + unit.ahead + unit.turned)
-            moments.append(Moment(sums, copied, self.messages, held))
-            at_loss += rank.narrow * (last + unit.elements)
+            gradient = 0.0 if stage.last is None else rank.stream  # else it is a message
+            moments.append(Moment(sums_at_end, copied, self.messages, at_end + gradient))
+            at_loss += rank.narrow * (last + unit.ahead)
             at_block += rank.narrow * (last + unit.elements + ahead)
-        running = held + block.again + block.extra(rank.narrow, written)
-        if stage.last is not None:
-            # The last loss and its head have run. Those of other depths wait.
-            depths = rank.setup.sizes.mtp_layers
-            running += rank.head.waiting - rank.head.saved - rank.head.kept / (1 + depths)
-        moments.append(Moment(sums, at_block, self.messages, running))
+        running = at_end + block.again + block.extra(rank.narrow, written)
+        moments.append(Moment(sums_at_end, at_block, self.messages, running))
         if stage.last is not None:
             head = rank.head
             moments += [

@@ -196,6 +196,7 @@ class Layout:
     """The sizes of the mesh axes, and how each axis shares the work.
 
     Attributes:
+        cp_balanced: whether each rank of cp holds an early and a late part of a sequence.
         sends_latents: whether ring and all-gather send latents in place of keys and values.
         stage_blocks: the blocks of each pipeline stage, in order.
         zero: 0 replicates over dp_shard; 1 shards optimizer state; 2 also gradients; 3 parameters.
@@ -209,6 +210,7 @@ class Layout:
     loss_parallel: bool = True
     cp: int = 1
     cp_method: ContextMethod = "ring"
+    cp_balanced: bool = True
     sends_latents: bool = False
     ep: int = 1
     dp_shard: int = 1
