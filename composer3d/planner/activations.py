@@ -404,30 +404,32 @@ def _backward_temporaries(
 def _backward_of_experts(
     setup: Setup, part: _Sizes, freed_by_shared: float
 ) -> tuple[Temporaries, ...]:
-    """Return the temporaries of experts: in their second product, their gate, and the first ones.
+    """Return the temporaries of experts: in the sum of outputs, in their products, in their gate.
 
-    With recomputation also those at its end.
-
-    The backward of a shared expert has run, and its ``freed_by_shared`` bytes are gone.
+    With recomputation also those at its end. The backward of a shared expert has run, and its
+    ``freed_by_shared`` bytes are gone.
     """
     if part.rows == 0:
         return ()
-    moments = _gate_and_products(setup, part, freed_by_shared)
+    stream, e = stream_of(setup), setup.precision.gathered
+    others = stream.own - freed_by_shared
+    others += stream.inner if setup.sizes.shared_width else 0.0  # the gradient of its input
+    # The sum's gradient in float32, if it is another tensor, and its product with some outputs.
+    wide = 2 * _WIDE / e if e < _WIDE else 1.0
+    in_sum = Temporaries(others + part.rows + wide * stream.own)
+    moments = (in_sum, *_gate_and_products(setup, part, others))
     if setup.recompute != "none":
         # All that is computed again up to the outputs: the rows that leave, and what is sent back
         # in the order of ranks. The shared expert's tensors are still to come.
-        others = (3 if setup.layout.ep > 1 else 1) * part.rows
-        others -= (4 if setup.recompute == "full" else 2) * part.width
-        moments = (Temporaries(stream_of(setup).own + others), *moments)
+        at_end = (3 if setup.layout.ep > 1 else 1) * part.rows
+        at_end -= (4 if setup.recompute == "full" else 2) * part.width
+        moments = (Temporaries(stream.own + at_end), *moments)
     return moments
 
 
-def _gate_and_products(
-    setup: Setup, part: _Sizes, freed_by_shared: float
-) -> tuple[Temporaries, ...]:
-    sizes, stream, width, rows = setup.sizes, stream_of(setup), part.expert_width, part.rows
-    others = stream.own - freed_by_shared
-    others += stream.inner if sizes.shared_width else 0.0  # the gradient of its input
+def _gate_and_products(setup: Setup, part: _Sizes, others: float) -> tuple[Temporaries, ...]:
+    """Return the temporaries of experts' products and of their gate, besides ``others``."""
+    sizes, width, rows = setup.sizes, part.expert_width, part.rows
     second = part.experts / sizes.ffn_matrices
     in_product = Temporaries(others + width, being_written=second)
     if sizes.clamps_gates:
@@ -460,11 +462,11 @@ def _attention_extra(setup: Setup, query: float, kv: float) -> float:
         return stream_of(setup).own + (2 + wide) * query + (2 + wide) * held
     if layout.cp_method == "ring":  # the block that is computed, and the two that travel
         return grads + wide * query + (3 + 3 * wide) * 2 * kv
-    # Own keys and values, and all of them. Their gradients are copied to the order of the ranks,
-    # if that is another one, and then cut into parts.
-    copies = 3 if layout.cp_balanced else 2
+    # Own keys and values, and all of them. Their gradients are copied to the order of the ranks, if
+    # that is another one, and cut into parts; or there are the parts, and the sum of the own one.
+    copies = 3 * layout.cp if layout.cp_balanced else 2 * layout.cp + 1
     grads = stream_of(setup).own + (1 + wide) * query
-    return grads + 2 * kv + layout.cp * (1 + copies * wide) * 2 * kv
+    return grads + (1 + layout.cp + copies * wide) * 2 * kv
 
 
 def head_bytes(setup: Setup) -> HeadBytes:

@@ -21,14 +21,27 @@ from composer3d.facts.box import Box
 ELEMENTS_PER_ROUND = 1 << 26
 
 
-def elements_of_products(owned: float) -> float:
+def owned_in_round(owned: float, largest: float) -> float:
+    """Return the most elements of matrices that a rank owns in one round: the largest come first.
+
+    Args:
+        owned: the elements of all matrices that it owns.
+        largest: those of the largest one.
+    """
+    whole = max(1, int(ELEMENTS_PER_ROUND // largest)) * largest
+    return max(min(owned, whole), largest)
+
+
+def elements_of_products(owned: float, largest: float) -> float:
     """Return the most elements that a rank has in buffers until its matrices are computed.
 
     Args:
         owned: the elements of the matrices that it owns in the round.
+        largest: those of the largest one.
     """
-    # The matrices, what is sent (in parts, and joined) or received; or those of Newton-Schulz.
-    return 4 * owned
+    # The matrices, and what is sent, in parts and joined, or joined and received. Newton-Schulz has
+    # up to four more of the size of one matrix: two iterates and two products.
+    return max(3 * owned, owned + 4 * largest)
 
 
 def elements_of_results(owned: float, replicas: int) -> float:

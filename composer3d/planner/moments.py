@@ -26,9 +26,9 @@ from composer3d.planner.activations import (
     unit_of,
 )
 from composer3d.planner.matrices import (
-    ELEMENTS_PER_ROUND,
     elements_of_products,
     elements_of_results,
+    owned_in_round,
 )
 from composer3d.planner.setup import BlockKind, BlockMatrices, Matrices, Setup
 from composer3d.planner.states import Counts, State, states_of_ranks
@@ -296,11 +296,12 @@ def _orthogonalising(rank: _Rank, matrices: Matrices) -> list[Moment]:
     keeps_gathered = layout.pp > 1 and layout.zero < 3
     gathered = rank.narrow * sum(stage.elements for stage in stages) if keeps_gathered else 0.0
     owned = rank.matrices.elements / layout.ranks_of("stage").size
-    of_round = max(min(owned, ELEMENTS_PER_ROUND), matrices.largest.elements)
+    largest = matrices.largest.elements
+    of_round = owned_in_round(owned, largest)
     # The new values of a part, and what is chosen of them and the old ones.
-    part = matrices.largest.elements * layout.replicas / layout.ranks_of("stage").size
+    part = largest * layout.replicas / layout.ranks_of("stage").size
     updated = 2 * rank.wide * part
-    in_products = elements_of_products(of_round)
+    in_products = elements_of_products(of_round, largest)
     in_results = elements_of_results(of_round, layout.replicas)
     return [
         Moment(rank.sharded_gradients(elements), gathered, buffers, activations=0.0)
@@ -394,9 +395,7 @@ class _MicroBatch:
             self._drop(last)
             gathered = self._gathered([_NOTHING, *units[:1]])
             moments.append(Moment(sums + head_gradient, gathered, buffer, held + rank.stream))
-            moments += self._exchange(
-                before, gathered, last, held + rank.stream, last.elements
-            )
+            moments += self._exchange(before, gathered, last, held + rank.stream, last.elements)
             if not self.reduces and not self.repeats:
                 sums += self._left_by(last)
 
@@ -471,9 +470,7 @@ class _MicroBatch:
             gathered = self._gathered(after)
             buffer = rank.wide * unit.trained
             moments.append(Moment(copied, gathered, buffer, held + rank.stream))
-            moments += self._exchange(
-                sums, gathered, unit, held + rank.stream, group[-1].last
-            )
+            moments += self._exchange(sums, gathered, unit, held + rank.stream, group[-1].last)
         return moments
 
     def _exchange(

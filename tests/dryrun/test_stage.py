@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from composer3d.dryrun import stage
+from composer3d.dryrun.collectives import CollectiveCounter
+from composer3d.dryrun.memory import MemoryLedger
 from composer3d.runtime.launch import Pool
 from tests.dryrun.jobs import dry_run_of, recipe_of, traffic_of
 from tools.prove.paths import ROOT
@@ -31,6 +33,25 @@ def test_a_grouped_product_has_the_shape_of_the_real_one(a: Tensor, b: Tensor) -
     real = F.grouped_mm(a, b, offs=OFFSETS)
     described = stage._grouped_product(a, b, OFFSETS)
     assert (described.shape, described.dtype) == (real.shape, real.dtype)
+
+
+def test_inside_of_a_custom_operator_a_copy_counts_and_a_kernel_stays_one_operator() -> None:
+    ledger = MemoryLedger(offload=False)
+    recorder = stage.Recorder(ledger)
+    x = torch.ones(4, 4)
+    with (
+        recorder,
+        recorder.counting(CollectiveCounter(lambda _: "")),
+        torch._C._AutoDispatchBelowAutograd(),
+    ):
+        same = x.contiguous()
+        assert ledger.now[-1] == 0
+        copied = x.mT.contiguous().to(torch.float64)
+        assert ledger.now[-1] == 4 * 4 * 8
+        assert recorder.operators == 2
+        torch.ops.aten.silu_backward(copied, copied)
+        assert recorder.operators == 3
+    assert same is x
 
 
 def test_skewed_routing_brings_more_rows_to_the_busiest_rank(pool: Pool) -> None:

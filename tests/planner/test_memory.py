@@ -61,6 +61,48 @@ def test_ranks_after_one_that_does_not_fit_are_not_predicted() -> None:
     assert fits(setup, [RankMemory(weights=memory_bytes / 2, slack=memory_bytes)])
 
 
+BLOCKS = {
+    "experts": ('model.architecture="moe"', 'model.preset="debug-bench-moe"'),
+    "experts beside a shared one, in float32": (
+        'model.architecture="moe"',
+        'model.preset="debug-bench-moe"',
+        "model.shared_ffn=384",
+        'precision.compute="float32"',
+    ),
+    "clamped gates": (
+        'model.architecture="gpt_oss"',
+        'model.preset="gpt-oss-20b"',
+        "model.dim=256",
+        "model.ffn=256",
+        "model.n_heads=4",
+        "model.n_kv_heads=2",
+        "model.experts=8",
+        "model.window=0",
+        "model.full_every=0",
+    ),
+    "norms of heads": ('model.preset="debug-bench"', "model.qk_norm=true"),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_keeps_what_a_dry_run_counts(name: str, pool: Pool) -> None:
+    def bytes_of(layers: int) -> tuple[float, int]:
+        recipe = recipe_of(
+            "debug-1-single",
+            'run.device="cuda"',
+            'precision.compute="bfloat16"',
+            "data.seq_len=1024",
+            "model.vocab=8192",  # so that the peak is in the loss
+            *BLOCKS[name],
+            f"model.n_layers={layers}",
+        )
+        (rank,) = predict_memory(of_recipe(recipe, device("H100")))
+        return rank.activations, dry_run_of(pool, recipe).memory.activations
+
+    (planned, counted), (of_fewer, counted_of_fewer) = bytes_of(4), bytes_of(2)
+    assert planned - of_fewer == pytest.approx(counted - counted_of_fewer, rel=0.02)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("mode", ["none", "selective"])
 def test_the_gate_of_a_shared_expert_keeps_what_a_dry_run_counts(

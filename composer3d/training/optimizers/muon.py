@@ -113,9 +113,7 @@ class Muon(Optimizer, torch.optim.Optimizer):
                 continue
             gradient.div_(divisor.to(gradient.dtype))
             # Without a name, the new values are gone before the matrices travel.
-            moment.copy_(
-                torch.where(is_good, torch.lerp(moment, gradient, 1 - momentum), moment)
-            )
+            moment.copy_(torch.where(is_good, torch.lerp(moment, gradient, 1 - momentum), moment))
 
         def read(index: int, where: tuple[slice, ...]) -> Tensor:
             gradient, moment = gradients[index], moments[index][where]
