@@ -246,7 +246,9 @@ def block_bytes(
         latent = _latent_bytes(setup, sizes.latents)
     ffn = (sizes.shared_parameters if has_experts else sizes.dense_parameters) / tp
     experts = sizes.expert_parameters / layout.ep if has_experts else 0.0
-    output_width = sizes.query_width if latent is None else sizes.heads * sizes.latents.value
+    output_width = sizes.query_width
+    if sizes.latents is not None:
+        output_width = sizes.heads * sizes.latents.value
     merge = sizes.merge_parameters if predicts else 0.0
     linear = attention + ffn + merge
     rows = local * sizes.experts_per_token * e if has_experts else 0.0
