@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING
 
 from composer3d.dryrun.replay import TapedStage
 from composer3d.dryrun.report import StageReport
@@ -41,6 +41,18 @@ from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
 from composer3d.verify.shrink import shrink_to
+
+if TYPE_CHECKING:  # witnesses import torch
+    from composer3d.full.paths import GradientPath
+    from composer3d.full.witness import CollectiveCall, Witness
+
+    # The ranks of a group, as distances from the first one, and the call.
+    Call = tuple[tuple[int, ...], CollectiveCall]
+    # By pipeline rank, and by the pipeline ranks that send and receive.
+    Messages = Mapping[int, dict[tuple[int, int], list[CollectiveCall]]]
+
+# Plants a fault in a process.
+Plant = Callable[[], None] | None
 
 # Of how many ranks groups are formed, one rank after the other.
 _MOST_RANKS = 24
@@ -100,7 +112,7 @@ def check_structure(
     full: Recipe,
     small_recipes: Sequence[Recipe],
     *,
-    plant: Callable[[], None] | None = None,
+    plant: Plant = None,
 ) -> Structure:
     """Check the structure of a job, and that ``small_recipes`` decide everything as it does.
 
@@ -131,7 +143,7 @@ def check_structure(
     return structure
 
 
-def _check_groups(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> None:
+def _check_groups(pool: Pool, full: Recipe, structure: Structure, plant: Plant) -> None:
     ranks = places.some_ranks(full.mesh, _MOST_RANKS)
     arguments = {"recipe": full, "ranks": ranks, "plant": plant}
     (found,) = run_workers(pool, "composer3d.full.witness:wrong_groups", arguments, 1)
@@ -141,9 +153,9 @@ def _check_groups(pool: Pool, full: Recipe, structure: Structure, plant: Any) ->
 # --- the full-size job ---
 
 
-def _check_job(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> None:
+def _check_job(pool: Pool, full: Recipe, structure: Structure, plant: Plant) -> None:
     """Check what the first rank of each pipeline rank sends and sums, with the whole model."""
-    seen: dict[int, Any] = {}
+    seen: dict[int, Witness] = {}
     stage_ranks = full.world_size // full.mesh.pp
 
     def tape(pp_ranks: Sequence[int]) -> Iterator[TapedStage]:
@@ -167,16 +179,17 @@ def _check_job(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> No
         structure.add("collectives", texts, sum(map(len, report.comm.values())))
 
 
-def _representative_of(seen: Mapping[int, Any], reports: Sequence[StageReport]) -> dict[int, Any]:
+def _representative_of(
+    seen: "Mapping[int, Witness]", reports: Sequence[StageReport]
+) -> "dict[int, Witness]":
     """Return a witness for each pipeline rank: its own, or the last one before it."""
-    found, last = {}, None
+    found, last = {}, seen[reports[0].stage]
     for report in reports:
-        last = seen.get(report.stage, last)
-        found[report.stage] = last
+        last = found[report.stage] = seen.get(report.stage, last)
     return found
 
 
-def _wrong_group_of_axis(full: Recipe, witness: Any) -> Iterator[str]:
+def _wrong_group_of_axis(full: Recipe, witness: "Witness") -> Iterator[str]:
     for axis, numbers in witness.groups_of.items():
         if axis not in places.GROUPS or axis == "pp":
             continue
@@ -185,7 +198,7 @@ def _wrong_group_of_axis(full: Recipe, witness: Any) -> Iterator[str]:
                 yield f"rank {witness.rank} sends over {axis} to ranks {_some(ranks)}"
 
 
-def _wrong_traffic(full: Recipe, report: StageReport, witness: Any) -> Iterator[str]:
+def _wrong_traffic(full: Recipe, report: StageReport, witness: "Witness") -> Iterator[str]:
     """Compare a report with what the planner says, group by group and operation by operation."""
     rank = report.stage * report.ranks
     shift = rank - witness.rank
@@ -223,7 +236,7 @@ def _wrong_traffic(full: Recipe, report: StageReport, witness: Any) -> Iterator[
             )
 
 
-def _wrong_gradients(full: Recipe, witness: Any) -> Iterator[str]:
+def _wrong_gradients(full: Recipe, witness: "Witness") -> Iterator[str]:
     wanted = expected.gradients(full, witness.rank)
     micro_batches = 1 + max(action.micro_batch for action in witness.taped.tape.actions)
     for name in sorted({*wanted, *witness.gradients}):
@@ -234,7 +247,7 @@ def _wrong_gradients(full: Recipe, witness: Any) -> Iterator[str]:
         if (ranks is None) != (path is None):
             words = "has a gradient, and is frozen" if ranks is None else "has no gradient"
             yield f"{name} {words}"
-        elif ranks is not None:
+        elif ranks is not None and path is not None:
             problem = _problem_of_path(full, witness.rank, ranks, path)
             if not problem and path.additions != micro_batches:
                 problem = (
@@ -245,7 +258,7 @@ def _wrong_gradients(full: Recipe, witness: Any) -> Iterator[str]:
                 yield f"the gradient of {name}: {problem}"
 
 
-def _problem_of_path(full: Recipe, rank: int, ranks: tuple[int, ...], path: Any) -> str:
+def _problem_of_path(full: Recipe, rank: int, ranks: tuple[int, ...], path: "GradientPath") -> str:
     if path.problem:
         return str(path.problem)
     if any(not one.is_done for one in path.sums):
@@ -282,7 +295,7 @@ def _some(ranks: Sequence[int]) -> str:
 # --- a small model on the full-size mesh ---
 
 
-def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> None:
+def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Plant) -> None:
     """Check that ranks of one group call the same, and that messages meet."""
     small = _with_fewer_micro_batches(shrink_to(full, full.mesh), full.micro_batches)
     sizes, pp = small.mesh, small.mesh.pp
@@ -317,7 +330,7 @@ def _with_fewer_micro_batches(small: Recipe, most: int) -> Recipe:
     return small if violations(fewer) else fewer
 
 
-def _unlike(one: Any, other: Any, tp: int) -> Iterator[str]:
+def _unlike(one: "Witness", other: "Witness", tp: int) -> Iterator[str]:
     """Say where two ranks of one pipeline rank call something else.
 
     Ranks of tp may hold uneven shards. So ranks at other places of it need to agree about the size
@@ -341,7 +354,7 @@ def _unlike(one: Any, other: Any, tp: int) -> Iterator[str]:
         )
 
 
-def _wrong_reductions(small: Recipe, witness: Any) -> Iterator[str]:
+def _wrong_reductions(small: Recipe, witness: "Witness") -> Iterator[str]:
     """Say which collectives do not sum, but for the maxima of logits."""
     over_tp = places.members("tp", witness.rank, small.mesh)
     counted = Counter(
@@ -365,7 +378,7 @@ def _wrong_reductions(small: Recipe, witness: Any) -> Iterator[str]:
             )
 
 
-def _calls(witness: Any) -> list[tuple[Any, ...]]:
+def _calls(witness: "Witness") -> "list[Call]":
     """Return the calls of a rank, as the ranks at other places should make them.
 
     Groups are named by distances. Shards of tied parameters, which stages send each other, may have
@@ -383,17 +396,17 @@ def _calls(witness: Any) -> list[tuple[Any, ...]]:
     return found
 
 
-def _without_size(call: tuple[Any, ...]) -> tuple[Any, ...]:
+def _without_size(call: "Call") -> "Call":
     shape, what = call
     return shape, what._replace(elements=0)
 
 
-def _call_text(call: tuple[Any, ...]) -> str:
+def _call_text(call: "Call") -> str:
     shape, what = call
     return f"{what.operation} of {what.elements:,} x {what.dtype} over {len(shape):,} ranks"
 
 
-def _wrong_messages(small: Recipe, first: Mapping[int, Any]) -> Iterator[str]:
+def _wrong_messages(small: Recipe, first: "Mapping[int, Witness]") -> Iterator[str]:
     """Compare what pipeline ranks send with what the schedule needs and what others receive.
 
     ``first`` has a rank of each pipeline rank that was seen.
@@ -407,11 +420,11 @@ def _wrong_messages(small: Recipe, first: Mapping[int, Any]) -> Iterator[str]:
         own = [(m.sender if which == "sent" else m.receiver) in first for m in scheduled]
         wanted = Counter(compress(scheduled, own))
         counted = Counter(
-            expected.ScheduledMessage(*ends, *call.content)
+            expected.ScheduledMessage(*ends, what.stage, what.micro_batch, what.kind)
             for by_ends in found.values()
             for ends, calls in by_ends.items()
             for call in calls
-            if call.content is not None
+            if (what := call.content) is not None
         )
         for message in sorted({*counted, *wanted}):
             if counted[message] != wanted[message]:
@@ -425,7 +438,7 @@ def _wrong_messages(small: Recipe, first: Mapping[int, Any]) -> Iterator[str]:
     yield from _unmet(small, sent, received)
 
 
-def _unmet(small: Recipe, sent: Any, received: Any) -> Iterator[str]:
+def _unmet(small: Recipe, sent: "Messages", received: "Messages") -> Iterator[str]:
     elements, ties = expected.elements_of_message(small), expected.tied_messages(small)
     pairs = {ends for by_ends in (*sent.values(), *received.values()) for ends in by_ends}
     for sender, receiver in sorted(pairs | set(ties)):
@@ -447,14 +460,14 @@ def _unmet(small: Recipe, sent: Any, received: Any) -> Iterator[str]:
                 break
 
 
-def _unmet_in_ring(small: Recipe, witness: Any) -> Iterator[str]:
+def _unmet_in_ring(small: Recipe, witness: "Witness") -> Iterator[str]:
     """Compare what a rank sends within its stage with what it receives there.
 
     All ranks of a ring do the same, so what one sends so many places on, it must receive from as
     many places back.
     """
     stage_ranks = small.world_size // small.mesh.pp
-    halves: dict[tuple[int, ...], dict[str, Counter[Any]]] = {}
+    halves: dict[tuple[int, ...], dict[str, Counter[tuple[int, str, int]]]] = {}
     for call in witness.calls:
         ranks = witness.groups[call.group]
         if call.operation in ("send", "recv") and len({r // stage_ranks for r in ranks}) == 1:
@@ -468,9 +481,11 @@ def _unmet_in_ring(small: Recipe, witness: Any) -> Iterator[str]:
             )
 
 
-def _messages_of(small: Recipe, witness: Any, which: str) -> dict[tuple[int, int], list[Any]]:
+def _messages_of(
+    small: Recipe, witness: "Witness", which: str
+) -> "dict[tuple[int, int], list[CollectiveCall]]":
     """Return the messages between pipeline ranks that a rank sends or receives, by both ends."""
-    found: dict[tuple[int, int], list[Any]] = {}
+    found: dict[tuple[int, int], list[CollectiveCall]] = {}
     stage_ranks = small.world_size // small.mesh.pp
     for call in witness.calls:
         ranks = witness.groups[call.group]
@@ -483,7 +498,9 @@ def _messages_of(small: Recipe, witness: Any, which: str) -> dict[tuple[int, int
     return found
 
 
-def _witnesses(pool: Pool, jobs: Sequence[Any], plant: Any) -> Iterator[Any]:
+def _witnesses(
+    pool: Pool, jobs: Sequence[tuple[Recipe, int, int]], plant: Plant
+) -> "Iterator[Witness]":
     width = at_once()
     for begin in range(0, len(jobs), width):
         some = list(jobs[begin : begin + width])
