@@ -15,6 +15,7 @@ from composer3d.recipe.schema import AXES, MeshTable, Recipe
 from composer3d.recipe.stages import stage_ranges
 from composer3d.verify.shrink import LIMIT, lost_kinds, shrink
 from tools.prove.paths import RECIPE as RECIPE_PATH
+from tools.prove.paths import ROOT
 
 MOE = "architecture=moe preset=debug-moe"
 BASE = load(str(RECIPE_PATH), [], check_files=False).recipe
@@ -325,6 +326,15 @@ def test_fewer_stages_have_the_kinds_of_blocks_of_all() -> None:
         for small in smalls:
             kinds = frozenset().union(*kinds_of_stages(small))
             assert kinds == frozenset().union(*kinds_of_stages(full)), full
+
+
+def test_fewer_stages_have_the_kinds_of_a_stage_in_which_dense_blocks_end() -> None:
+    """Of the full model, it is the second: the first one has dense blocks alone."""
+    full = load(ROOT / "recipes" / "deepseek-v3-1024.toml", [], check_files=False).recipe
+    small = shrink(full)[0]
+    assert small.mesh.pp < full.mesh.pp
+    assert len(kinds_of_stages(full)) == 3
+    assert kinds_of_stages(small) == kinds_of_stages(full)
 
 
 def test_kinds_of_blocks_that_are_lost_are_told() -> None:
