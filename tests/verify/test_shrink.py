@@ -225,7 +225,8 @@ def kinds_of_stages(recipe: Recipe) -> set[frozenset[tuple[bool, bool, bool]]]:
     def kind(block: int) -> tuple[bool, bool, bool]:
         has_window = 0 < model.window_of(block) < recipe.data.seq_len
         has_experts = model.experts > 0 and model.has_experts(block)
-        return has_window, model.is_rotary(block), has_experts
+        is_rotary = not hasattr(model, "is_rotary") or model.is_rotary(block)
+        return has_window, is_rotary, has_experts
 
     return {frozenset(map(kind, blocks)) for blocks in stage_ranges(recipe)}
 
