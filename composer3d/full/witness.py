@@ -143,7 +143,6 @@ class _Watcher(Recorder):
         self._numbers: dict[str, int] = {}
         self._pipeline: Pipeline | None = None
         self._action: Action | None = None
-        self._knows_buffers = False
 
     def see(
         self,
@@ -201,14 +200,16 @@ class _Watcher(Recorder):
 
     def _content_of(self, message: Tensor) -> Content | None:
         """Return what a message carries; None: it is none between the stages of the pipeline."""
-        if self._pipeline is not None and not self._knows_buffers:
-            # They are made when the pipeline starts, before anything is received.
+        known = vars(message.untyped_storage())
+        if self._pipeline is not None and _CONTENT not in known:
+            # What is received comes into buffers of the stages: they are made when the pipeline
+            # starts, and from torch 2.15 on before each receive.
             for content, tensors in messages_of_stage(self._pipeline.stages, None):
-                _mark_content(Content(*content), tensors)
                 for tensor in tensors:
-                    fix(tensor, self._types.stream)
-                self._knows_buffers = True
-        found: Content | None = vars(message.untyped_storage()).get(_CONTENT)
+                    if _CONTENT not in vars(tensor.untyped_storage()):
+                        fix(tensor, self._types.stream)
+                _mark_content(Content(*content), tensors)
+        found: Content | None = known.get(_CONTENT)
         return found
 
     def _number_of(self, group: dist.ProcessGroup) -> int:
