@@ -1,26 +1,26 @@
 """``verify --full``: the structure of the full-size job, checked without computing a number.
 
-The shrunk proof finds wrong values. Between it and the job stands the claim that nothing but sizes
-differs. This module checks it, with the real code on tensors without data:
+The shrunk proof finds wrong values, on the claim that the job differs from it only in sizes. This
+module checks that claim, with the real code on tensors without data:
 
-1. predicates: what decides the way of a step is in the job as in the proofs (``predicates``);
-2. groups: every group has the ranks that a formula of coordinates says, over the whole world;
-3. collectives: each pipeline rank of the full-size job sends on each group what ``planner.traffic``
-   says: so often, and so many bytes;
-4. messages: each micro-batch's activations and gradients are sent once and received once, in one
-   order on both sides, with one size;
-5. gradients: each is summed once over exactly the ranks that see other tokens, which are those over
-   which it is partial by the types of what it was computed from, and multiplied by nothing;
-6. seams: activations and their gradients vary only over the axes over which the residual stream
-   does, and what all ranks divide by is the same on all (``varying``);
-7. peers: ranks with other coordinates call the same collectives in the same order.
+1. predicates: facts that decide how a step runs are the same in job and proofs (``predicates``);
+2. groups: every group has the ranks that a formula on coordinates gives, over the whole world;
+3. collectives: each pipeline rank of the full-size job makes as many calls over each group, and
+   sends as many bytes, as ``planner.traffic`` says;
+4. messages: each micro-batch's activations and gradients are sent once and received once, in the
+   same order and size on both sides;
+5. gradients: each is never scaled, and summed once over exactly the ranks that see other tokens;
+   over these it is also partial, by the types of the values it was computed from;
+6. seams: activations and their gradients vary over no other axes than the residual stream, and what
+   ranks divide by is the same on all (``varying``);
+7. peers: ranks at other coordinates call the same collectives in the same order.
 
 Checks 3 to 6 look at the first rank of each distinct pipeline rank, with the full-size model.
 Whether a rank receives what another one sends, and check 7, use a small model on the full-size
 mesh: the first rank of each pipeline rank, and of three of them also the middle and the last rank
 on the other axes.
 
-No torch here: worker processes import it.
+This module does not import torch; worker processes do.
 """
 
 import time
@@ -51,12 +51,12 @@ if TYPE_CHECKING:  # witnesses import torch
     # By pipeline rank, and by the pipeline ranks that send and receive.
     Messages = Mapping[int, dict[tuple[int, int], list[CollectiveCall]]]
 
-# Plants a fault in a process.
+# A function that plants a fault in a process.
 Plant = Callable[[], None] | None
 
-# Of how many ranks groups are formed, one rank after the other.
+# The most ranks whose groups are formed, one rank after the other.
 _MOST_RANKS = 24
-# Findings of one check that are shown.
+# The most findings of one check that are shown.
 _MOST_FINDINGS = 8
 
 CHECKS = ("predicates", "groups", "collectives", "messages", "gradients", "seams", "peers")
@@ -64,7 +64,7 @@ CHECKS = ("predicates", "groups", "collectives", "messages", "gradients", "seams
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong: the check that found it, and words."""
+    """A problem in words, and the check that found it."""
 
     check: str
     text: str
@@ -80,10 +80,10 @@ class Structure:
     Attributes:
         world_size: ranks of the job.
         findings: what is wrong.
-        left_out: predicates that no proof keeps, with the reason.
+        left_out: predicates that are known to differ in every proof, with the reason.
         unchecked: what could not be checked, and why.
-        counts: how much each check has compared.
-        seconds: that the checks took.
+        counts: how many things each check has compared.
+        seconds: the time that the checks took.
     """
 
     world_size: int
@@ -95,11 +95,11 @@ class Structure:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether no check found a problem."""
         return not self.findings
 
     def add(self, check: str, texts: Iterable[str], compared: int) -> None:
-        """Add the findings of a check, the first few of them, and how much it has compared."""
+        """Add the first few findings of a check, and the number of things that it compared."""
         found = list(dict.fromkeys(texts))
         if len(found) > _MOST_FINDINGS:
             found[_MOST_FINDINGS:] = [f"and {len(found) - _MOST_FINDINGS} more"]
@@ -114,13 +114,13 @@ def check_structure(
     *,
     plant: Plant = None,
 ) -> Structure:
-    """Check the structure of a job, and that ``small_recipes`` decide everything as it does.
+    """Check the structure of a job, and that ``small_recipes`` agree with it on all predicates.
 
     Args:
         pool: starts the processes.
         full: the whole recipe.
-        small_recipes: those that were proven in its place.
-        plant: plants a fault in every process, for proofs of this check.
+        small_recipes: the recipes that were proven in its place.
+        plant: plants a fault in every process, to test the checks.
 
     Raises:
         UserError: the recipe cannot be composed.
@@ -199,7 +199,7 @@ def _wrong_group_of_axis(full: Recipe, witness: "Witness") -> Iterator[str]:
 
 
 def _wrong_traffic(full: Recipe, report: StageReport, witness: "Witness") -> Iterator[str]:
-    """Compare a report with what the planner says, group by group and operation by operation."""
+    """Compare a report with the planner's traffic, for each group and operation."""
     rank = report.stage * report.ranks
     shift = rank - witness.rank
     ranks_of_axis: dict[str, tuple[int, ...]] = {}
@@ -221,11 +221,12 @@ def _wrong_traffic(full: Recipe, report: StageReport, witness: "Witness") -> Ite
     for key in sorted({*counted, *planned}, key=lambda one: (len(one[0]), one)):
         got = counted.get(key, expected.CallsAndBytes(0, 0))
         want = planned.get(key, expected.CallsAndBytes(0, 0))
-        # Bytes of a call are whole numbers, and the planner's are those of all calls.
+        # A call's bytes are rounded to a whole number; the planner's are not, for all calls
+        # together.
         is_equal = abs(got.sent_bytes - want.sent_bytes) <= 0.5 * max(1, want.calls)
         if full.optim.train is not None and got.sent_bytes <= want.sent_bytes:
-            # Backward does not go through what is frozen below all that trains, where the planner's
-            # figures are upper bounds. What must be reduced, ``_wrong_gradients`` knows.
+            # Backward does not reach frozen layers below the first one that trains, so the
+            # planner's figures are upper bounds. ``_wrong_gradients`` checks what must be reduced.
             continue
         if got.calls != want.calls or not is_equal:
             ranks, name = key
@@ -296,7 +297,7 @@ def _some(ranks: Sequence[int]) -> str:
 
 
 def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Plant) -> None:
-    """Check that ranks of one group call the same, and that messages meet."""
+    """Check that ranks of a group make the same calls, and that every message is received."""
     small = _with_fewer_micro_batches(shrink_to(full, full.mesh), full.micro_batches)
     sizes, pp = small.mesh, small.mesh.pp
     corners = {pp_rank: places.corner(sizes, pp_rank, 0) for pp_rank in range(pp)}
@@ -322,7 +323,7 @@ def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Plant) -
 
 
 def _with_fewer_micro_batches(small: Recipe, most: int) -> Recipe:
-    """Return a recipe with at most as many micro-batches as the job, if its rules allow that."""
+    """Return the recipe with at most ``most`` micro-batches, if its rules allow that."""
     rows = small.data.micro_batch * most * small.mesh.batch_ranks
     if most >= small.micro_batches:
         return small
@@ -331,10 +332,10 @@ def _with_fewer_micro_batches(small: Recipe, most: int) -> Recipe:
 
 
 def _unlike(one: "Witness", other: "Witness", tp: int) -> Iterator[str]:
-    """Say where two ranks of one pipeline rank call something else.
+    """Yield where the calls of two ranks of one pipeline rank differ first.
 
-    Ranks of tp may hold uneven shards. So ranks at other places of it need to agree about the size
-    of a call over tp alone.
+    Ranks of tp may hold uneven shards. So ranks at different places of tp must agree only on the
+    sizes of calls over tp.
     """
     is_same_place = one.rank % tp == other.rank % tp
     for number, (own, of_other) in enumerate(
@@ -355,7 +356,7 @@ def _unlike(one: "Witness", other: "Witness", tp: int) -> Iterator[str]:
 
 
 def _wrong_reductions(small: Recipe, witness: "Witness") -> Iterator[str]:
-    """Say which collectives do not sum, but for the maxima of logits."""
+    """Yield the collectives that do not sum, except the maxima of logits."""
     over_tp = places.members("tp", witness.rank, small.mesh)
     counted = Counter(
         (call.reduction, call.operation, witness.groups[call.group])
@@ -379,10 +380,10 @@ def _wrong_reductions(small: Recipe, witness: "Witness") -> Iterator[str]:
 
 
 def _calls(witness: "Witness") -> "list[Call]":
-    """Return the calls of a rank, as the ranks at other places should make them.
+    """Return the calls of a rank in a form that is equal for ranks at other places.
 
-    Groups are named by distances. Shards of tied parameters, which stages send each other, may have
-    another size at each place.
+    Groups are given as distances between ranks. Sizes of tied parameters' shards, which stages send
+    each other, are left out: they may differ between places.
     """
     shapes = [tuple(each - ranks[0] for each in ranks) for ranks in witness.groups]
     found = []
@@ -409,7 +410,7 @@ def _call_text(call: "Call") -> str:
 def _wrong_messages(small: Recipe, first: "Mapping[int, Witness]") -> Iterator[str]:
     """Compare what pipeline ranks send with what the schedule needs and what others receive.
 
-    ``first`` has a rank of each pipeline rank that was seen.
+    ``first`` has one rank of each pipeline rank that ran.
     """
     sent, received = (
         {pp_rank: _messages_of(small, witness, which) for pp_rank, witness in first.items()}
@@ -443,7 +444,7 @@ def _unmet(small: Recipe, sent: "Messages", received: "Messages") -> Iterator[st
     pairs = {ends for by_ends in (*sent.values(), *received.values()) for ends in by_ends}
     for sender, receiver in sorted(pairs | set(ties)):
         if sender not in sent or receiver not in sent:
-            continue  # one of them was not seen
+            continue  # one of them did not run
         out = sent.get(sender, {}).get((sender, receiver), [])
         into = received.get(receiver, {}).get((sender, receiver), [])
         ends = f"from pipeline rank {sender} to {receiver}"
@@ -463,8 +464,8 @@ def _unmet(small: Recipe, sent: "Messages", received: "Messages") -> Iterator[st
 def _unmet_in_ring(small: Recipe, witness: "Witness") -> Iterator[str]:
     """Compare what a rank sends within its stage with what it receives there.
 
-    All ranks of a ring do the same, so what one sends so many places on, it must receive from as
-    many places back.
+    All ranks of a ring do the same. So what a rank sends n places ahead, it must also receive from
+    n places behind.
     """
     stage_ranks = small.world_size // small.mesh.pp
     halves: dict[tuple[int, ...], dict[str, Counter[tuple[int, str, int]]]] = {}
