@@ -331,7 +331,9 @@ def test_fewer_stages_have_the_kinds_of_blocks_of_all() -> None:
 
 def test_fewer_stages_have_the_kinds_of_a_stage_in_which_dense_blocks_end() -> None:
     """Of the full model, it is the second: the first one has dense blocks alone."""
-    full = load(ROOT / "recipes" / "deepseek-v3-1024.toml", [], check_files=False).recipe
+    stages = f"parallel.stages={[2] * 29 + [1] * 3}"
+    sets = ["parallel.schedule=Interleaved1F1B", stages]
+    full = load(ROOT / "recipes" / "deepseek-v3-1024.toml", sets, check_files=False).recipe
     small = shrink(full)[0]
     assert small.mesh.pp < full.mesh.pp
     assert len(kinds_of_stages(full)) == 3
