@@ -27,14 +27,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
 from math import prod
 from typing import TYPE_CHECKING
 
 from composer3d.dryrun.replay import TapedStage
 from composer3d.dryrun.report import StageReport
 from composer3d.dryrun.run import at_once, report_all, run_workers
-from composer3d.full import expected, places
+from composer3d.full import expected, messages, places
 from composer3d.full.places import SAME, names
 from composer3d.full.predicates import PREDICATES, LostPredicate, differences
 from composer3d.recipe.rules import violations
@@ -48,8 +47,6 @@ if TYPE_CHECKING:  # witnesses import torch
 
     # The ranks of a group, as distances from the first one, and the call.
     Call = tuple[tuple[int, ...], CollectiveCall]
-    # By pipeline rank, and by the pipeline ranks that send and receive.
-    Messages = Mapping[int, dict[tuple[int, int], list[CollectiveCall]]]
 
 # A function that plants a fault in a process.
 Plant = Callable[[], None] | None
@@ -170,8 +167,8 @@ def _check_job(pool: Pool, full: Recipe, structure: Structure, plant: Plant) -> 
         structure.add("gradients", texts, len(witness.gradients))
         structure.add("seams", witness.unmet, witness.seams)
         structure.add("groups", _wrong_group_of_axis(full, witness), 0)
-    messages = sum(1 for _ in expected.messages(full))
-    structure.add("messages", _wrong_messages(full, seen), messages)
+    scheduled = sum(1 for _ in expected.messages(full))
+    structure.add("messages", messages.wrong_messages(full, seen), scheduled)
     representative = _representative_of(seen, reports)
     for report in reports:
         witness = representative[report.stage]
@@ -195,7 +192,7 @@ def _wrong_group_of_axis(full: Recipe, witness: "Witness") -> Iterator[str]:
             continue
         for ranks in (witness.groups[number] for number in numbers):
             if ranks != places.members(axis, witness.rank, full.mesh):
-                yield f"rank {witness.rank} sends over {axis} to ranks {_some(ranks)}"
+                yield f"rank {witness.rank} sends over {axis} to ranks {places.some(ranks)}"
 
 
 def _wrong_traffic(full: Recipe, report: StageReport, witness: "Witness") -> Iterator[str]:
@@ -230,9 +227,10 @@ def _wrong_traffic(full: Recipe, report: StageReport, witness: "Witness") -> Ite
             continue
         if got.calls != want.calls or not is_equal:
             ranks, name = key
+            group = places.name_of(full.mesh, rank, ranks)
             yield (
                 f"pipeline rank {report.stage}: {got.calls:,} {name} of "
-                f"{got.sent_bytes:,.0f} bytes over {_name(full, rank, ranks)}, and should be "
+                f"{got.sent_bytes:,.0f} bytes over {group}, and should be "
                 f"{want.calls:,} of {want.sent_bytes:,.0f}"
             )
 
@@ -271,26 +269,15 @@ def _problem_of_path(full: Recipe, rank: int, ranks: tuple[int, ...], path: "Gra
     apart = all(
         set(one) & set(other) == {rank} for place, one in enumerate(over) for other in over[:place]
     )
-    shown = ", then ".join(_name(full, rank, one) for one in over) or "nothing"
+    shown = ", then ".join(places.name_of(full.mesh, rank, one) for one in over) or "nothing"
     if not (inside and apart and prod(map(len, over)) == len(ranks)):
-        return f"it is summed over {shown}, and should be over {_name(full, rank, ranks)}"
+        wanted = places.name_of(full.mesh, rank, ranks)
+        return f"it is summed over {shown}, and should be over {wanted}"
     digits = places.digits(full.mesh)
     summed = SAME.union(*(places.digits_of(one, digits) for one in over))
     if digits and summed != path.partial_over:
         return f"it is summed over {shown}, and is partial over {names(path.partial_over)}"
     return ""
-
-
-def _name(full: Recipe, rank: int, ranks: tuple[int, ...]) -> str:
-    """Name a group by its axis."""
-    for group in places.GROUPS:
-        if places.members(group, rank, full.mesh) == ranks:
-            return f"{group} ({len(ranks):,} ranks)"
-    return f"ranks {_some(ranks)}"
-
-
-def _some(ranks: Sequence[int]) -> str:
-    return f"{', '.join(map(str, ranks[:6]))}{', ...' if len(ranks) > 6 else ''}"
 
 
 # --- a small model on the full-size mesh ---
@@ -318,8 +305,8 @@ def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Plant) -
         structure.add("seams", witness.unmet, witness.seams)
         structure.add("groups", _wrong_group_of_axis(small, witness), 0)
         structure.add("collectives", _wrong_reductions(small, witness), 0)
-        structure.add("messages", _unmet_in_ring(small, witness), 0)
-    structure.add("messages", _wrong_messages(small, first), 0)
+        structure.add("messages", messages.unmet_in_ring(small, witness), 0)
+    structure.add("messages", messages.wrong_messages(small, first), 0)
 
 
 def _with_fewer_micro_batches(small: Recipe, most: int) -> Recipe:
@@ -372,10 +359,10 @@ def _wrong_reductions(small: Recipe, witness: "Witness") -> Iterator[str]:
     for key in sorted({*counted, *wanted}):
         if counted[key] != wanted[key]:
             reduction, operation, ranks = key
+            group = places.name_of(small.mesh, witness.rank, ranks)
             yield (
-                f"rank {witness.rank}: {counted[key]} {operation} over "
-                f"{_name(small, witness.rank, ranks)} take the {reduction}, and should be "
-                f"{wanted[key]}"
+                f"rank {witness.rank}: {counted[key]} {operation} over {group} take the "
+                f"{reduction}, and should be {wanted[key]}"
             )
 
 
@@ -405,98 +392,6 @@ def _without_size(call: "Call") -> "Call":
 def _call_text(call: "Call") -> str:
     shape, what = call
     return f"{what.operation} of {what.elements:,} x {what.dtype} over {len(shape):,} ranks"
-
-
-def _wrong_messages(small: Recipe, first: "Mapping[int, Witness]") -> Iterator[str]:
-    """Compare what pipeline ranks send with what the schedule needs and what others receive.
-
-    ``first`` has one rank of each pipeline rank that ran.
-    """
-    sent, received = (
-        {pp_rank: _messages_of(small, witness, which) for pp_rank, witness in first.items()}
-        for which in ("send", "recv")
-    )
-    scheduled = [*expected.messages(small)]
-    for which, found in (("sent", sent), ("received", received)):
-        own = [(m.sender if which == "sent" else m.receiver) in first for m in scheduled]
-        wanted = Counter(compress(scheduled, own))
-        counted = Counter(
-            expected.ScheduledMessage(*ends, what.stage, what.micro_batch, what.kind)
-            for by_ends in found.values()
-            for ends, calls in by_ends.items()
-            for call in calls
-            if (what := call.content) is not None
-        )
-        for message in sorted({*counted, *wanted}):
-            if counted[message] != wanted[message]:
-                words = (
-                    f"{message.kind} of stage {message.stage}, micro-batch {message.micro_batch}"
-                )
-                yield (
-                    f"{words}: {which} {counted[message]} times from pipeline rank "
-                    f"{message.sender} to {message.receiver}, and should be {wanted[message]} times"
-                )
-    yield from _unmet(small, sent, received)
-
-
-def _unmet(small: Recipe, sent: "Messages", received: "Messages") -> Iterator[str]:
-    elements, ties = expected.elements_of_message(small), expected.tied_messages(small)
-    pairs = {ends for by_ends in (*sent.values(), *received.values()) for ends in by_ends}
-    for sender, receiver in sorted(pairs | set(ties)):
-        if sender not in sent or receiver not in sent:
-            continue  # one of them did not run
-        out = sent.get(sender, {}).get((sender, receiver), [])
-        into = received.get(receiver, {}).get((sender, receiver), [])
-        ends = f"from pipeline rank {sender} to {receiver}"
-        alike = [(call.content, call.dtype, call.elements) for call in out]
-        if alike != [(call.content, call.dtype, call.elements) for call in into]:
-            yield f"messages {ends} are not received as they are sent"
-        others = sum(call.content is None for call in out)
-        if others != ties[sender, receiver]:
-            wanted = ties[sender, receiver]
-            yield f"{others} messages {ends} are of no micro-batch, and should be {wanted}"
-        for call in out:
-            if call.content is not None and call.elements != elements:
-                yield f"a message {ends} has {call.elements:,} elements, not {elements:,}"
-                break
-
-
-def _unmet_in_ring(small: Recipe, witness: "Witness") -> Iterator[str]:
-    """Compare what a rank sends within its stage with what it receives there.
-
-    All ranks of a ring do the same. So what a rank sends n places ahead, it must also receive from
-    n places behind.
-    """
-    stage_ranks = small.world_size // small.mesh.pp
-    halves: dict[tuple[int, ...], dict[str, Counter[tuple[int, str, int]]]] = {}
-    for call in witness.calls:
-        ranks = witness.groups[call.group]
-        if call.operation in ("send", "recv") and len({r // stage_ranks for r in ranks}) == 1:
-            half = halves.setdefault(ranks, {"send": Counter(), "recv": Counter()})
-            half[call.operation][call.steps, call.dtype, call.elements] += 1
-    for ranks, half in halves.items():
-        if half["send"] != half["recv"]:
-            yield (
-                f"rank {witness.rank} does not receive over {_name(small, witness.rank, ranks)} "
-                "what ranks that do as it does would send to it"
-            )
-
-
-def _messages_of(
-    small: Recipe, witness: "Witness", which: str
-) -> "dict[tuple[int, int], list[CollectiveCall]]":
-    """Return the messages between pipeline ranks that a rank sends or receives, by both ends."""
-    found: dict[tuple[int, int], list[CollectiveCall]] = {}
-    stage_ranks = small.world_size // small.mesh.pp
-    for call in witness.calls:
-        ranks = witness.groups[call.group]
-        if call.operation != which or len({rank // stage_ranks for rank in ranks}) == 1:
-            continue
-        place = ranks.index(witness.rank)
-        other = ranks[(place + (call.steps if which == "send" else -call.steps)) % len(ranks)]
-        ends = (witness.rank // stage_ranks, other // stage_ranks)
-        found.setdefault(ends if which == "send" else ends[::-1], []).append(call)
-    return found
 
 
 def _witnesses(

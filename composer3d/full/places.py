@@ -104,6 +104,19 @@ def corner(sizes: MeshTable, pp_rank: int, number: int) -> int:
     return rank_at(sizes, pp=pp_rank, **places)
 
 
+def name_of(sizes: MeshTable, rank: int, ranks: tuple[int, ...]) -> str:
+    """Name the group of ``rank`` that has these ranks, by its axis, for messages."""
+    for group in GROUPS:
+        if members(group, rank, sizes) == ranks:
+            return f"{group} ({len(ranks):,} ranks)"
+    return f"ranks {some(ranks)}"
+
+
+def some(ranks: Sequence[int]) -> str:
+    """Name the first few of some ranks, for messages."""
+    return f"{', '.join(map(str, ranks[:6]))}{', ...' if len(ranks) > 6 else ''}"
+
+
 class Digit(NamedTuple):
     """A digit of a rank's number: an axis, or a part of one.
 
