@@ -1,4 +1,4 @@
-"""What ``composer3d plan --goodput`` says: the share of time that trains. It needs no torch."""
+"""``composer3d plan --goodput``: the share of time spent training. No torch here."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from composer3d.planner.search import Device, Plan
 from composer3d.runtime.launch import REPORT_S
 
 PUBLISHED = "published"
-LOSS = 0.001  # of the best share of time, with a longer interval
+LOSS = 0.001  # the share of time that ``longest`` may lose
 _LEAST, _MOST = 1e-6, 1e9  # of hours, minutes and GB/s
 _HOUR_S = 3600.0
 _SHARES = Goodput._fields[1:]
@@ -19,7 +19,7 @@ _SHARES = Goodput._fields[1:]
 
 @dataclass(frozen=True)
 class Question:
-    """What the user says of failures, storage and restarts; None: what was published.
+    """What the user knows of failures, storage and restarts; None: published values are used.
 
     Attributes:
         mttf_hours: hours from one failure of the job to the next.
@@ -41,7 +41,7 @@ def read_question(
         The question, or None without ``--goodput``.
 
     Raises:
-        UserError: a value is no number in its range, or stands without ``--goodput``.
+        UserError: a value is not a number in its range, or is given without ``--goodput``.
     """
     others = {"--storage": storage_gb_s, "--restart": restart_minutes}
     for option, value in others.items():
@@ -68,13 +68,13 @@ def read_question(
 def predict_goodput(question: Question, plan: Plan, device: Device) -> dict[str, Any]:
     """Return the goodput of a layout as ``plan --json`` has it.
 
-    Times in ``*_s`` are seconds. ``own`` is the recipe's interval between checkpoints, ``best`` the
-    best one, and ``longest`` one that costs ``LOSS``; their values are shares of time.
-    ``best_if_ranks_hang`` is the share that trains if each failure is noticed after
-    ``run.timeout_minutes`` alone.
+    Times in ``*_s`` are seconds. ``own`` is for the recipe's interval between checkpoints, ``best``
+    for the best one, and ``longest`` for the longest one that loses at most ``LOSS``; each has
+    ``every`` in steps, and shares of time. ``best_if_ranks_hang`` is the share spent training if
+    each failure is noticed only after ``run.timeout_minutes``.
 
     Raises:
-        UserError: nobody published how often the device fails, and the user does not say it.
+        UserError: no failure rate of the device is published, and the user gives none.
     """
     recipe, devices = plan.recipe, plan.recipe.world_size
     mttf_hours, source = _failures(question, device, devices)
@@ -121,7 +121,7 @@ def predict_goodput(question: Question, plan: Plan, device: Device) -> dict[str,
 
 
 def _failures(question: Question, device: Device, devices: int) -> tuple[float, str | None]:
-    """Return the hours between two failures of the job, and who published them."""
+    """Return the hours between two failures of the job, and the source if they are published."""
     if question.mttf_hours is not None:
         return question.mttf_hours, None
     rate = model.published_failures(device.hardware)
@@ -129,7 +129,7 @@ def _failures(question: Question, device: Device, devices: int) -> tuple[float, 
 
 
 def goodput_words(found: dict[str, Any]) -> list[str]:
-    """Return the lines of the text for what ``predict_goodput`` returns."""
+    """Return the result of ``predict_goodput`` as lines of text."""
     best = found["best"]
     source = f" ({found['mttf_source']})" if found["mttf_source"] else ""
     beside = f", and is written {found['save_writes_s']:,.1f} s beside it"

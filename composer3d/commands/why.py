@@ -1,4 +1,4 @@
-"""``composer3d plan --why LAYOUT``: the first layout beside another one, term by term."""
+"""``composer3d plan --why LAYOUT``: compares the first layout with another one, term by term."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from composer3d.recipe.draft import key_of_override, split_overrides
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 
-# What else a layout may change would change the job, and a step of one say nothing of the other.
+# Other keys would change the job, and steps of different jobs cannot be compared.
 _OF_LAYOUT = ("mesh.", "parallel.", "memory.", "compile.", "data.micro_batch")
 
 _LEAST_S = 5e-8  # a shorter term is left out
@@ -28,13 +28,13 @@ def read_other(layout: str, recipe: str, sets: Sequence[str], gpus: int) -> Othe
     """Return the layout that ``--why`` names.
 
     Args:
-        layout: the number of a row of the table, or overrides of the recipe, or ``AS_IT_IS``.
+        layout: the number of a row of the table, overrides of the recipe, or ``AS_IT_IS``.
         recipe: the file of the recipe.
         sets: its overrides.
-        gpus: the devices, all of which the layout must use.
+        gpus: the number of devices; the layout must use all of them.
 
     Raises:
-        UserError: it is no layout of this job, or the rules of recipes refuse it.
+        UserError: it is not a layout of this job, or breaks a rule of recipes.
     """
     if layout.isdecimal():
         return int(layout[:10])
@@ -59,6 +59,8 @@ def explain(plans: Sequence[Plan], other: Other, device: Device) -> Comparison:
 
     Raises:
         UserError: the table has no such row.
+        PlanError: a schedule cannot run with these numbers.
+        DeviceError: the device has no rate for the type of the products.
     """
     if not isinstance(other, int):
         return compare(plans[0], price(other, device), device)
@@ -68,7 +70,7 @@ def explain(plans: Sequence[Plan], other: Other, device: Device) -> Comparison:
 
 
 def as_json(found: Comparison) -> dict[str, Any]:
-    """Return a comparison for ``--json``."""
+    """Return a comparison as ``plan --json`` has it; ``*_s`` are seconds, ``*gib`` GiB."""
     first, second = (plan.prediction for plan in found.plans)
     return {
         "step_time_s": [first.time.step_s, second.time.step_s],

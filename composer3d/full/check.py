@@ -1,40 +1,39 @@
 """``verify --full``: the structure of the full-size job, checked without computing a number.
 
-The shrunk proof finds wrong values. Between it and the job stands the claim that nothing but sizes
-differs. This module checks it, with the real code on tensors without data:
+The shrunk proof finds wrong values, on the claim that the job differs from it only in sizes. This
+module checks that claim, with the real code on tensors without data:
 
-1. predicates: what decides the way of a step is in the job as in the proofs (``predicates``);
-2. groups: every group has the ranks that a formula of coordinates says, over the whole world;
-3. collectives: each pipeline rank of the full-size job sends on each group what ``planner.traffic``
-   says: so often, and so many bytes;
-4. messages: each micro-batch's activations and gradients are sent once and received once, in one
-   order on both sides, with one size;
-5. gradients: each is summed once over exactly the ranks that see other tokens, which are those over
-   which it is partial by the types of what it was computed from, and multiplied by nothing;
-6. seams: activations and their gradients vary only over the axes over which the residual stream
-   does, and what all ranks divide by is the same on all (``varying``);
-7. peers: ranks with other coordinates call the same collectives in the same order.
+1. predicates: facts that decide how a step runs are the same in job and proofs (``predicates``);
+2. groups: every group has the ranks that a formula on coordinates gives, over the whole world;
+3. collectives: each pipeline rank of the full-size job makes as many calls over each group, and
+   sends as many bytes, as ``planner.traffic`` says;
+4. messages: each micro-batch's activations and gradients are sent once and received once, in the
+   same order and size on both sides;
+5. gradients: each is never scaled, and summed once over exactly the ranks that see other tokens;
+   over these it is also partial, by the types of the values it was computed from;
+6. seams: activations and their gradients vary over no other axes than the residual stream, and what
+   ranks divide by is the same on all (``varying``);
+7. peers: ranks at other coordinates call the same collectives in the same order.
 
 Checks 3 to 6 look at the first rank of each distinct pipeline rank, with the full-size model.
 Whether a rank receives what another one sends, and check 7, use a small model on the full-size
 mesh: the first rank of each pipeline rank, and of three of them also the middle and the last rank
 on the other axes.
 
-No torch here: worker processes import it.
+This module does not import torch; worker processes do.
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING
 
 from composer3d.dryrun.replay import TapedStage
 from composer3d.dryrun.report import StageReport
 from composer3d.dryrun.run import at_once, report_all, run_workers
-from composer3d.full import expected, places
+from composer3d.full import expected, messages, places
 from composer3d.full.places import SAME, names
 from composer3d.full.predicates import PREDICATES, LostPredicate, differences
 from composer3d.recipe.rules import violations
@@ -42,9 +41,19 @@ from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
 from composer3d.verify.shrink import shrink_to
 
-# Of how many ranks groups are formed, one rank after the other.
+if TYPE_CHECKING:  # witnesses import torch
+    from composer3d.full.paths import GradientPath
+    from composer3d.full.witness import CollectiveCall, Witness
+
+    # The ranks of a group, as distances from the first one, and the call.
+    Call = tuple[tuple[int, ...], CollectiveCall]
+
+# A function that plants a fault in a process.
+Plant = Callable[[], None] | None
+
+# The most ranks whose groups are formed, one rank after the other.
 _MOST_RANKS = 24
-# Findings of one check that are shown.
+# The most findings of one check that are shown.
 _MOST_FINDINGS = 8
 
 CHECKS = ("predicates", "groups", "collectives", "messages", "gradients", "seams", "peers")
@@ -52,7 +61,7 @@ CHECKS = ("predicates", "groups", "collectives", "messages", "gradients", "seams
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong: the check that found it, and words."""
+    """A problem in words, and the check that found it."""
 
     check: str
     text: str
@@ -68,10 +77,10 @@ class Structure:
     Attributes:
         world_size: ranks of the job.
         findings: what is wrong.
-        left_out: predicates that no proof keeps, with the reason.
+        left_out: predicates that are known to differ in every proof, with the reason.
         unchecked: what could not be checked, and why.
-        counts: how much each check has compared.
-        seconds: that the checks took.
+        counts: how many things each check has compared.
+        seconds: the time that the checks took.
     """
 
     world_size: int
@@ -83,11 +92,11 @@ class Structure:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether no check found a problem."""
         return not self.findings
 
     def add(self, check: str, texts: Iterable[str], compared: int) -> None:
-        """Add the findings of a check, the first few of them, and how much it has compared."""
+        """Add the first few findings of a check, and the number of things that it compared."""
         found = list(dict.fromkeys(texts))
         if len(found) > _MOST_FINDINGS:
             found[_MOST_FINDINGS:] = [f"and {len(found) - _MOST_FINDINGS} more"]
@@ -100,15 +109,15 @@ def check_structure(
     full: Recipe,
     small_recipes: Sequence[Recipe],
     *,
-    plant: Callable[[], None] | None = None,
+    plant: Plant = None,
 ) -> Structure:
-    """Check the structure of a job, and that ``small_recipes`` decide everything as it does.
+    """Check the structure of a job, and that ``small_recipes`` agree with it on all predicates.
 
     Args:
         pool: starts the processes.
         full: the whole recipe.
-        small_recipes: those that were proven in its place.
-        plant: plants a fault in every process, for proofs of this check.
+        small_recipes: the recipes that were proven in its place.
+        plant: plants a fault in every process, to test the checks.
 
     Raises:
         UserError: the recipe cannot be composed.
@@ -131,7 +140,7 @@ def check_structure(
     return structure
 
 
-def _check_groups(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> None:
+def _check_groups(pool: Pool, full: Recipe, structure: Structure, plant: Plant) -> None:
     ranks = places.some_ranks(full.mesh, _MOST_RANKS)
     arguments = {"recipe": full, "ranks": ranks, "plant": plant}
     (found,) = run_workers(pool, "composer3d.full.witness:wrong_groups", arguments, 1)
@@ -141,9 +150,9 @@ def _check_groups(pool: Pool, full: Recipe, structure: Structure, plant: Any) ->
 # --- the full-size job ---
 
 
-def _check_job(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> None:
+def _check_job(pool: Pool, full: Recipe, structure: Structure, plant: Plant) -> None:
     """Check what the first rank of each pipeline rank sends and sums, with the whole model."""
-    seen: dict[int, Any] = {}
+    seen: dict[int, Witness] = {}
     stage_ranks = full.world_size // full.mesh.pp
 
     def tape(pp_ranks: Sequence[int]) -> Iterator[TapedStage]:
@@ -158,8 +167,8 @@ def _check_job(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> No
         structure.add("gradients", texts, len(witness.gradients))
         structure.add("seams", witness.unmet, witness.seams)
         structure.add("groups", _wrong_group_of_axis(full, witness), 0)
-    messages = sum(1 for _ in expected.messages(full))
-    structure.add("messages", _wrong_messages(full, seen), messages)
+    scheduled = sum(1 for _ in expected.messages(full))
+    structure.add("messages", messages.wrong_messages(full, seen), scheduled)
     representative = _representative_of(seen, reports)
     for report in reports:
         witness = representative[report.stage]
@@ -167,26 +176,27 @@ def _check_job(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> No
         structure.add("collectives", texts, sum(map(len, report.comm.values())))
 
 
-def _representative_of(seen: Mapping[int, Any], reports: Sequence[StageReport]) -> dict[int, Any]:
+def _representative_of(
+    seen: "Mapping[int, Witness]", reports: Sequence[StageReport]
+) -> "dict[int, Witness]":
     """Return a witness for each pipeline rank: its own, or the last one before it."""
-    found, last = {}, None
+    found, last = {}, seen[reports[0].stage]
     for report in reports:
-        last = seen.get(report.stage, last)
-        found[report.stage] = last
+        last = found[report.stage] = seen.get(report.stage, last)
     return found
 
 
-def _wrong_group_of_axis(full: Recipe, witness: Any) -> Iterator[str]:
+def _wrong_group_of_axis(full: Recipe, witness: "Witness") -> Iterator[str]:
     for axis, numbers in witness.groups_of.items():
         if axis not in places.GROUPS or axis == "pp":
             continue
         for ranks in (witness.groups[number] for number in numbers):
             if ranks != places.members(axis, witness.rank, full.mesh):
-                yield f"rank {witness.rank} sends over {axis} to ranks {_some(ranks)}"
+                yield f"rank {witness.rank} sends over {axis} to ranks {places.some(ranks)}"
 
 
-def _wrong_traffic(full: Recipe, report: StageReport, witness: Any) -> Iterator[str]:
-    """Compare a report with what the planner says, group by group and operation by operation."""
+def _wrong_traffic(full: Recipe, report: StageReport, witness: "Witness") -> Iterator[str]:
+    """Compare a report with the planner's traffic, for each group and operation."""
     rank = report.stage * report.ranks
     shift = rank - witness.rank
     ranks_of_axis: dict[str, tuple[int, ...]] = {}
@@ -208,22 +218,24 @@ def _wrong_traffic(full: Recipe, report: StageReport, witness: Any) -> Iterator[
     for key in sorted({*counted, *planned}, key=lambda one: (len(one[0]), one)):
         got = counted.get(key, expected.CallsAndBytes(0, 0))
         want = planned.get(key, expected.CallsAndBytes(0, 0))
-        # Bytes of a call are whole numbers, and the planner's are those of all calls.
+        # A call's bytes are rounded to a whole number; the planner's are not, for all calls
+        # together.
         is_equal = abs(got.sent_bytes - want.sent_bytes) <= 0.5 * max(1, want.calls)
         if full.optim.train is not None and got.sent_bytes <= want.sent_bytes:
-            # Backward does not go through what is frozen below all that trains, where the planner's
-            # figures are upper bounds. What must be reduced, ``_wrong_gradients`` knows.
+            # Backward does not reach frozen layers below the first one that trains, so the
+            # planner's figures are upper bounds. ``_wrong_gradients`` checks what must be reduced.
             continue
         if got.calls != want.calls or not is_equal:
             ranks, name = key
+            group = places.name_of(full.mesh, rank, ranks)
             yield (
                 f"pipeline rank {report.stage}: {got.calls:,} {name} of "
-                f"{got.sent_bytes:,.0f} bytes over {_name(full, rank, ranks)}, and should be "
+                f"{got.sent_bytes:,.0f} bytes over {group}, and should be "
                 f"{want.calls:,} of {want.sent_bytes:,.0f}"
             )
 
 
-def _wrong_gradients(full: Recipe, witness: Any) -> Iterator[str]:
+def _wrong_gradients(full: Recipe, witness: "Witness") -> Iterator[str]:
     wanted = expected.gradients(full, witness.rank)
     micro_batches = 1 + max(action.micro_batch for action in witness.taped.tape.actions)
     for name in sorted({*wanted, *witness.gradients}):
@@ -234,7 +246,7 @@ def _wrong_gradients(full: Recipe, witness: Any) -> Iterator[str]:
         if (ranks is None) != (path is None):
             words = "has a gradient, and is frozen" if ranks is None else "has no gradient"
             yield f"{name} {words}"
-        elif ranks is not None:
+        elif ranks is not None and path is not None:
             problem = _problem_of_path(full, witness.rank, ranks, path)
             if not problem and path.additions != micro_batches:
                 problem = (
@@ -245,7 +257,7 @@ def _wrong_gradients(full: Recipe, witness: Any) -> Iterator[str]:
                 yield f"the gradient of {name}: {problem}"
 
 
-def _problem_of_path(full: Recipe, rank: int, ranks: tuple[int, ...], path: Any) -> str:
+def _problem_of_path(full: Recipe, rank: int, ranks: tuple[int, ...], path: "GradientPath") -> str:
     if path.problem:
         return str(path.problem)
     if any(not one.is_done for one in path.sums):
@@ -257,9 +269,10 @@ def _problem_of_path(full: Recipe, rank: int, ranks: tuple[int, ...], path: Any)
     apart = all(
         set(one) & set(other) == {rank} for place, one in enumerate(over) for other in over[:place]
     )
-    shown = ", then ".join(_name(full, rank, one) for one in over) or "nothing"
+    shown = ", then ".join(places.name_of(full.mesh, rank, one) for one in over) or "nothing"
     if not (inside and apart and prod(map(len, over)) == len(ranks)):
-        return f"it is summed over {shown}, and should be over {_name(full, rank, ranks)}"
+        wanted = places.name_of(full.mesh, rank, ranks)
+        return f"it is summed over {shown}, and should be over {wanted}"
     digits = places.digits(full.mesh)
     summed = SAME.union(*(places.digits_of(one, digits) for one in over))
     if digits and summed != path.partial_over:
@@ -267,23 +280,11 @@ def _problem_of_path(full: Recipe, rank: int, ranks: tuple[int, ...], path: Any)
     return ""
 
 
-def _name(full: Recipe, rank: int, ranks: tuple[int, ...]) -> str:
-    """Name a group by its axis."""
-    for group in places.GROUPS:
-        if places.members(group, rank, full.mesh) == ranks:
-            return f"{group} ({len(ranks):,} ranks)"
-    return f"ranks {_some(ranks)}"
-
-
-def _some(ranks: Sequence[int]) -> str:
-    return f"{', '.join(map(str, ranks[:6]))}{', ...' if len(ranks) > 6 else ''}"
-
-
 # --- a small model on the full-size mesh ---
 
 
-def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> None:
-    """Check that ranks of one group call the same, and that messages meet."""
+def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Plant) -> None:
+    """Check that ranks of a group make the same calls, and that every message is received."""
     small = _with_fewer_micro_batches(shrink_to(full, full.mesh), full.micro_batches)
     sizes, pp = small.mesh, small.mesh.pp
     corners = {pp_rank: places.corner(sizes, pp_rank, 0) for pp_rank in range(pp)}
@@ -304,12 +305,12 @@ def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Any) -> 
         structure.add("seams", witness.unmet, witness.seams)
         structure.add("groups", _wrong_group_of_axis(small, witness), 0)
         structure.add("collectives", _wrong_reductions(small, witness), 0)
-        structure.add("messages", _unmet_in_ring(small, witness), 0)
-    structure.add("messages", _wrong_messages(small, first), 0)
+        structure.add("messages", messages.unmet_in_ring(small, witness), 0)
+    structure.add("messages", messages.wrong_messages(small, first), 0)
 
 
 def _with_fewer_micro_batches(small: Recipe, most: int) -> Recipe:
-    """Return a recipe with at most as many micro-batches as the job, if its rules allow that."""
+    """Return the recipe with at most ``most`` micro-batches, if its rules allow that."""
     rows = small.data.micro_batch * most * small.mesh.batch_ranks
     if most >= small.micro_batches:
         return small
@@ -317,11 +318,11 @@ def _with_fewer_micro_batches(small: Recipe, most: int) -> Recipe:
     return small if violations(fewer) else fewer
 
 
-def _unlike(one: Any, other: Any, tp: int) -> Iterator[str]:
-    """Say where two ranks of one pipeline rank call something else.
+def _unlike(one: "Witness", other: "Witness", tp: int) -> Iterator[str]:
+    """Yield where the calls of two ranks of one pipeline rank differ first.
 
-    Ranks of tp may hold uneven shards. So ranks at other places of it need to agree about the size
-    of a call over tp alone.
+    Ranks of tp may hold uneven shards. So ranks at different places of tp must agree only on the
+    sizes of calls over tp.
     """
     is_same_place = one.rank % tp == other.rank % tp
     for number, (own, of_other) in enumerate(
@@ -341,8 +342,8 @@ def _unlike(one: Any, other: Any, tp: int) -> Iterator[str]:
         )
 
 
-def _wrong_reductions(small: Recipe, witness: Any) -> Iterator[str]:
-    """Say which collectives do not sum, but for the maxima of logits."""
+def _wrong_reductions(small: Recipe, witness: "Witness") -> Iterator[str]:
+    """Yield the collectives that do not sum, except the maxima of logits."""
     over_tp = places.members("tp", witness.rank, small.mesh)
     counted = Counter(
         (call.reduction, call.operation, witness.groups[call.group])
@@ -358,18 +359,18 @@ def _wrong_reductions(small: Recipe, witness: Any) -> Iterator[str]:
     for key in sorted({*counted, *wanted}):
         if counted[key] != wanted[key]:
             reduction, operation, ranks = key
+            group = places.name_of(small.mesh, witness.rank, ranks)
             yield (
-                f"rank {witness.rank}: {counted[key]} {operation} over "
-                f"{_name(small, witness.rank, ranks)} take the {reduction}, and should be "
-                f"{wanted[key]}"
+                f"rank {witness.rank}: {counted[key]} {operation} over {group} take the "
+                f"{reduction}, and should be {wanted[key]}"
             )
 
 
-def _calls(witness: Any) -> list[tuple[Any, ...]]:
-    """Return the calls of a rank, as the ranks at other places should make them.
+def _calls(witness: "Witness") -> "list[Call]":
+    """Return the calls of a rank in a form that is equal for ranks at other places.
 
-    Groups are named by distances. Shards of tied parameters, which stages send each other, may have
-    another size at each place.
+    Groups are given as distances between ranks. Sizes of tied parameters' shards, which stages send
+    each other, are left out: they may differ between places.
     """
     shapes = [tuple(each - ranks[0] for each in ranks) for ranks in witness.groups]
     found = []
@@ -383,107 +384,19 @@ def _calls(witness: Any) -> list[tuple[Any, ...]]:
     return found
 
 
-def _without_size(call: tuple[Any, ...]) -> tuple[Any, ...]:
+def _without_size(call: "Call") -> "Call":
     shape, what = call
     return shape, what._replace(elements=0)
 
 
-def _call_text(call: tuple[Any, ...]) -> str:
+def _call_text(call: "Call") -> str:
     shape, what = call
     return f"{what.operation} of {what.elements:,} x {what.dtype} over {len(shape):,} ranks"
 
 
-def _wrong_messages(small: Recipe, first: Mapping[int, Any]) -> Iterator[str]:
-    """Compare what pipeline ranks send with what the schedule needs and what others receive.
-
-    ``first`` has a rank of each pipeline rank that was seen.
-    """
-    sent, received = (
-        {pp_rank: _messages_of(small, witness, which) for pp_rank, witness in first.items()}
-        for which in ("send", "recv")
-    )
-    scheduled = [*expected.messages(small)]
-    for which, found in (("sent", sent), ("received", received)):
-        own = [(m.sender if which == "sent" else m.receiver) in first for m in scheduled]
-        wanted = Counter(compress(scheduled, own))
-        counted = Counter(
-            expected.ScheduledMessage(*ends, *call.content)
-            for by_ends in found.values()
-            for ends, calls in by_ends.items()
-            for call in calls
-            if call.content is not None
-        )
-        for message in sorted({*counted, *wanted}):
-            if counted[message] != wanted[message]:
-                words = (
-                    f"{message.kind} of stage {message.stage}, micro-batch {message.micro_batch}"
-                )
-                yield (
-                    f"{words}: {which} {counted[message]} times from pipeline rank "
-                    f"{message.sender} to {message.receiver}, and should be {wanted[message]} times"
-                )
-    yield from _unmet(small, sent, received)
-
-
-def _unmet(small: Recipe, sent: Any, received: Any) -> Iterator[str]:
-    elements, ties = expected.elements_of_message(small), expected.tied_messages(small)
-    pairs = {ends for by_ends in (*sent.values(), *received.values()) for ends in by_ends}
-    for sender, receiver in sorted(pairs | set(ties)):
-        if sender not in sent or receiver not in sent:
-            continue  # one of them was not seen
-        out = sent.get(sender, {}).get((sender, receiver), [])
-        into = received.get(receiver, {}).get((sender, receiver), [])
-        ends = f"from pipeline rank {sender} to {receiver}"
-        alike = [(call.content, call.dtype, call.elements) for call in out]
-        if alike != [(call.content, call.dtype, call.elements) for call in into]:
-            yield f"messages {ends} are not received as they are sent"
-        others = sum(call.content is None for call in out)
-        if others != ties[sender, receiver]:
-            wanted = ties[sender, receiver]
-            yield f"{others} messages {ends} are of no micro-batch, and should be {wanted}"
-        for call in out:
-            if call.content is not None and call.elements != elements:
-                yield f"a message {ends} has {call.elements:,} elements, not {elements:,}"
-                break
-
-
-def _unmet_in_ring(small: Recipe, witness: Any) -> Iterator[str]:
-    """Compare what a rank sends within its stage with what it receives there.
-
-    All ranks of a ring do the same, so what one sends so many places on, it must receive from as
-    many places back.
-    """
-    stage_ranks = small.world_size // small.mesh.pp
-    halves: dict[tuple[int, ...], dict[str, Counter[Any]]] = {}
-    for call in witness.calls:
-        ranks = witness.groups[call.group]
-        if call.operation in ("send", "recv") and len({r // stage_ranks for r in ranks}) == 1:
-            half = halves.setdefault(ranks, {"send": Counter(), "recv": Counter()})
-            half[call.operation][call.steps, call.dtype, call.elements] += 1
-    for ranks, half in halves.items():
-        if half["send"] != half["recv"]:
-            yield (
-                f"rank {witness.rank} does not receive over {_name(small, witness.rank, ranks)} "
-                "what ranks that do as it does would send to it"
-            )
-
-
-def _messages_of(small: Recipe, witness: Any, which: str) -> dict[tuple[int, int], list[Any]]:
-    """Return the messages between pipeline ranks that a rank sends or receives, by both ends."""
-    found: dict[tuple[int, int], list[Any]] = {}
-    stage_ranks = small.world_size // small.mesh.pp
-    for call in witness.calls:
-        ranks = witness.groups[call.group]
-        if call.operation != which or len({rank // stage_ranks for rank in ranks}) == 1:
-            continue
-        place = ranks.index(witness.rank)
-        other = ranks[(place + (call.steps if which == "send" else -call.steps)) % len(ranks)]
-        ends = (witness.rank // stage_ranks, other // stage_ranks)
-        found.setdefault(ends if which == "send" else ends[::-1], []).append(call)
-    return found
-
-
-def _witnesses(pool: Pool, jobs: Sequence[Any], plant: Any) -> Iterator[Any]:
+def _witnesses(
+    pool: Pool, jobs: Sequence[tuple[Recipe, int, int]], plant: Plant
+) -> "Iterator[Witness]":
     width = at_once()
     for begin in range(0, len(jobs), width):
         some = list(jobs[begin : begin + width])

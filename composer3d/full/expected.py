@@ -1,7 +1,7 @@
 """What a rank of the job must send, and over which ranks each gradient must be summed. No torch.
 
-Nothing here is read from the code that sends: the traffic is ``planner.traffic``'s, the ranks are
-those of ``places``, and gradients follow from which ranks see other tokens.
+Nothing here comes from the code that sends: the traffic is that of ``planner.traffic``, the ranks
+are those of ``places``, and the sums of gradients follow from which ranks see other tokens.
 """
 
 from collections import Counter, defaultdict
@@ -17,20 +17,20 @@ from composer3d.recipe.schema import Recipe
 
 
 class CallsAndBytes(NamedTuple):
-    """Calls of an operation, and the bytes that a rank sends in all of them."""
+    """The number of calls of an operation, and the bytes that a rank sends in all of them."""
 
     calls: int
     sent_bytes: float
 
 
-# By the ranks of a group and an operation.
+# The key is the ranks of a group, and an operation.
 Traffic = dict[tuple[tuple[int, ...], str], CallsAndBytes]
 
 
 def traffic(recipe: Recipe, rank: int) -> Traffic:
-    """Return what a rank with the first coordinates of its pipeline rank sends, without messages.
+    """Return what the first rank of a pipeline rank sends in a step, without pipeline messages.
 
-    Messages between pipeline ranks are ``messages``. What cp sends in a ring, it receives too.
+    ``messages`` has those between pipeline ranks. What cp sends in a ring also counts as received.
     """
     found: dict[tuple[tuple[int, ...], str], CallsAndBytes] = defaultdict(
         lambda: CallsAndBytes(0, 0.0)
@@ -51,7 +51,7 @@ def traffic(recipe: Recipe, rank: int) -> Traffic:
 
 
 def maxima(recipe: Recipe, rank: int) -> int:
-    """Return how many collectives of a micro-batch take a maximum: that of logits, over tp.
+    """Return how many collectives of a micro-batch take a maximum: those of logits, over tp.
 
     All others sum.
     """
@@ -65,8 +65,8 @@ class ScheduledMessage(NamedTuple):
 
     Attributes:
         sender, receiver: pipeline ranks.
-        stage: the stage that has made it.
-        micro_batch: of it.
+        stage: the stage that computed its content.
+        micro_batch: number of the micro-batch.
         kind: "activations" or "gradients".
     """
 
@@ -97,7 +97,7 @@ def elements_of_message(recipe: Recipe) -> int:
 
 
 def dtype_bytes(recipe: Recipe) -> int:
-    """Return the bytes of an element of a message between stages."""
+    """Return the bytes per element of a message between stages."""
     return DTYPE_BYTES[recipe.precision.computes_in]
 
 
@@ -116,12 +116,13 @@ def tied_messages(recipe: Recipe) -> Counter[tuple[int, int]]:
 
 
 def gradients(recipe: Recipe, rank: int) -> dict[str, tuple[int, ...] | None]:
-    """Return over which ranks the gradient of each parameter of a rank must be summed.
+    """Return the ranks over which the gradient of each parameter of a rank must be summed.
 
-    None: the parameter is frozen, and has none. Ranks of dp_replicate, dp_shard and cp see other
-    tokens. Those of tp see the same tokens, but each has a part of the gradient of a parameter that
-    tp does not cut, if it computes on a part of the sequence or of the heads. An expert sees the
-    tokens of all ranks of its ep group, because they are sent to it: other ep groups are left.
+    The value is None for a frozen parameter. Ranks of dp_replicate, dp_shard and cp see other
+    tokens. Ranks of tp see the same tokens; but if they compute on parts of the sequence or of the
+    heads, each has a part of the gradient of a parameter that tp does not cut. An expert sees the
+    tokens of its whole ep group, because they are sent to it; its gradient is summed over the other
+    groups.
     """
     held = stages_by_rank(recipe)[rank // (recipe.mesh.world_size // recipe.mesh.pp)]
     layers, table, found = stage_layers(recipe), recipe.parameters, {}

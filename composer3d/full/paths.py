@@ -1,10 +1,10 @@
-"""Follows gradients through a step: over which ranks each was summed, and what it was scaled by.
+"""Traces gradients through a step: over which ranks each was summed, and how it was scaled.
 
-A gradient is born when backward adds it to ``.grad`` of a parameter. Until the optimizer reads it,
-all that happens to it is linear: it is copied, cut, joined, added and summed over ranks. So its way
-is a list of sums and a factor. It is written down on the storages that hold it, by range, because
-FSDP keeps the gradients of a unit in one buffer. An operator that this module does not know ends a
-way, and the gradient of the optimizer then has none.
+A path begins when backward adds a gradient to ``.grad`` of a parameter. Until the optimizer reads
+it, all operations on it are linear: it is copied, cut, joined, added and summed over ranks. So its
+path is a list of sums and a factor. Paths are recorded on storages, by byte range, because FSDP
+keeps the gradients of a unit in one buffer. An operator that this module does not know ends a path,
+and the gradient that the optimizer reads then has none.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,9 +23,9 @@ class Sum(NamedTuple):
     """A sum over ranks.
 
     Attributes:
-        operation: "all_reduce", "reduce_scatter" or "all_to_all", after which the rank adds up.
-        ranks: that take part.
-        is_done: False: contributions have been exchanged, and not yet been added.
+        operation: "all_reduce", "reduce_scatter", or "all_to_all" that a local addition completes.
+        ranks: the global ranks that take part.
+        is_done: whether the contributions have been added, and not only exchanged.
     """
 
     operation: str
@@ -34,14 +34,14 @@ class Sum(NamedTuple):
 
 
 class GradientPath(NamedTuple):
-    """The way of a parameter's gradient to the optimizer.
+    """The path of a parameter's gradient from backward to the optimizer.
 
     Attributes:
-        sums: over ranks, in order.
-        factor: of all scalars that the gradient was multiplied by.
-        partial_over: the axes over which the gradient was a part of a sum when backward made it.
-        additions: how often backward has added to what this gradient is made of.
-        problem: what was done with it that no gradient should meet; "": nothing.
+        sums: the sums over ranks, in order.
+        factor: the product of all scalars that the gradient was multiplied by.
+        partial_over: the digits over which the gradient was partial when backward computed it.
+        additions: how often backward has added to this gradient.
+        problem: an operation that no gradient should undergo, in words, or "".
     """
 
     sums: tuple[Sum, ...] = ()
@@ -53,7 +53,7 @@ class GradientPath(NamedTuple):
 
 Paths = Mapping[str, GradientPath]
 
-# Operators, by what they do with a gradient. Views need no row: they share the storage.
+# Operators by their effect on a gradient. Views need no row: they share the storage.
 _COPIES = frozenset(("_to_copy", "clone", "cat", "stack", "constant_pad_nd", "sum", "alias_copy"))
 _COPIES_INTO = frozenset(
     ("copy_", "chunk_cat", "chunk_cat_mixed_dtype", "split_with_sizes_copy", "_foreach_copy_")
@@ -82,7 +82,7 @@ class _Range(NamedTuple):
 
 
 def begin(name: str, gradient: Tensor, partial_over: Varying = SAME) -> None:
-    """Begin the way of a parameter's gradient of any shape, which backward has made or added to."""
+    """Begin the path of a parameter's gradient of any shape, or count a further addition to it."""
     before = paths_of(gradient).get(name)
     if before is not None and before.sums:
         path = before._replace(problem="backward adds to what was summed over ranks before")
@@ -95,7 +95,7 @@ def begin(name: str, gradient: Tensor, partial_over: Varying = SAME) -> None:
 
 
 def paths_of(tensor: Tensor) -> Paths:
-    """Return the ways of the gradients that a tensor of any shape holds, by parameter."""
+    """Return the paths of the gradients that a tensor of any shape holds, by parameter name."""
     found: Paths = {}
     first, end = _extent(tensor)
     for one in vars(tensor.untyped_storage()).get(_ATTRIBUTE, ()):
@@ -105,12 +105,12 @@ def paths_of(tensor: Tensor) -> Paths:
 
 
 def follow(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> None:
-    """Write down what an operator has done with the gradients that it was given.
+    """Record what an operator has done with the gradients among its arguments.
 
     Args:
-        name: with its namespace and without an overload, such as "aten::add_".
-        arguments, keywords: of the call.
-        result: of the call.
+        name: of the operator, with namespace and without overload, such as "aten::add_".
+        arguments, keywords: those of the call, with tensors of any shape.
+        result: what the call returned.
     """
     namespace, _, leaf = name.partition("::")
     if namespace == "c10d":
@@ -146,7 +146,7 @@ def follow(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], res
 
 
 def _changes(leaf: str) -> bool:
-    """Return whether an operator that no table has changes its first argument in place."""
+    """Return whether an operator that is in no table changes its first argument in place."""
     return leaf.endswith("_") and not leaf.endswith("__")
 
 
@@ -213,7 +213,7 @@ def _paths_of_all(arguments: Iterable[Any]) -> Paths:
 
 
 def _merged(one: Paths, other: Paths, *, are_added: bool = False) -> Paths:
-    """Return the ways of two tensors that are joined, or that are added."""
+    """Return the paths of two tensors that are joined or added."""
     if not one or not other:
         return one or other
     both = {**one, **other}
@@ -242,11 +242,11 @@ def _write(tensor: Tensor, paths: Paths) -> None:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the one after its last."""
+    """Return the byte range of a tensor in its storage, as begin and end."""
     size = tensor.element_size()
     first = int(tensor.storage_offset()) * size
     if not prod(tensor.shape):
-        # A rank without rows still has a gradient: the way of the buffer that it is cut from.
+        # A rank without rows still has a gradient, with the path of the buffer that it is cut from.
         return first, first + 1
     steps = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first, first + (1 + int(steps)) * size

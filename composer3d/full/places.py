@@ -1,7 +1,7 @@
-"""Which ranks form the group of an axis: a formula of coordinates, and no mesh. No torch here.
+"""Computes which ranks form the group of an axis from coordinates, without a mesh. No torch here.
 
-The code asks torch's meshes. This module shares nothing with them: a rank is a number whose digits
-are its coordinates, and a group is the ranks that differ in some digits alone.
+The real code asks torch's meshes. This module shares nothing with them: a rank is a number whose
+digits are its coordinates, and a group is the ranks that differ only in certain digits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from composer3d.recipe.schema import MeshTable
 
-# The digits that differ within a group. Experts read the ranks of a stage in two digits of their
+# The digits that differ within a group. For experts, the ranks of a stage have two digits of their
 # own: efsdp, and ep, whose ranks are adjacent.
 _DENSE = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _SPARSE = ("pp", "dp_replicate", "efsdp", "ep")
@@ -40,7 +40,7 @@ def members(group: str, rank: int, sizes: MeshTable) -> tuple[int, ...]:
     Args:
         group: one of ``GROUPS``.
         rank: a global rank.
-        sizes: of the mesh; ep divides dp_shard x cp x tp.
+        sizes: sizes of the mesh's axes; ep divides dp_shard x cp x tp.
     """
     is_dense = group in _VARYING
     digits = _DENSE if is_dense else _SPARSE
@@ -56,7 +56,7 @@ def members(group: str, rank: int, sizes: MeshTable) -> tuple[int, ...]:
 
 
 def rank_at(sizes: MeshTable, **coordinates: int) -> int:
-    """Return the rank with these coordinates; those that are not given are 0."""
+    """Return the rank with these coordinates by axis; a missing one is 0."""
     rank = 0
     for digit in _DENSE:
         rank = rank * _size(digit, sizes) + coordinates.get(digit, 0)
@@ -64,9 +64,9 @@ def rank_at(sizes: MeshTable, **coordinates: int) -> int:
 
 
 def arrangement(sizes: MeshTable, *, of_experts: bool) -> Iterator[tuple[int, ...]]:
-    """Yield the coordinates of all ranks in their order, as the meshes of the code have them.
+    """Yield the coordinates of all ranks, in the order and axes of the code's meshes.
 
-    These are (pp, dp_replicate, dp_shard x cp, tp), or (pp, dp_replicate, efsdp, ep).
+    The axes are (pp, dp_replicate, dp_shard x cp, tp), or (pp, dp_replicate, efsdp, ep).
     """
     fsdp = sizes.dp_shard * sizes.cp
     inner = (sizes.efsdp, sizes.ep) if of_experts else (fsdp, sizes.tp)
@@ -76,10 +76,10 @@ def arrangement(sizes: MeshTable, *, of_experts: bool) -> Iterator[tuple[int, ..
 
 
 def some_ranks(sizes: MeshTable, most: int) -> list[int]:
-    """Return all ranks, or ``most`` of them at most if there are more.
+    """Return at most ``most`` ranks, in ascending order: all of them if there are no more.
 
-    These are the first, the second, the middle and the last rank of each axis, alone and on all
-    axes at once, and others at equal distances.
+    Otherwise these are the first, second, middle and last rank of each axis, alone and on all axes
+    at once, and others at equal distances.
     """
     world = sizes.world_size
     if world <= most:
@@ -94,9 +94,9 @@ def some_ranks(sizes: MeshTable, most: int) -> list[int]:
 
 
 def corner(sizes: MeshTable, pp_rank: int, number: int) -> int:
-    """Return a rank of a pipeline rank: first (0), middle (2) or last (-1) on all other axes.
+    """Return the first (0), middle (2) or last (-1) rank of a pipeline rank on all other axes.
 
-    The middle one is the first of tp, so that its shards are as large as those of the first one.
+    The middle one is the first of tp, so that its shards are as large as those of the first rank.
     """
     places = {axis: _coordinate(_size(axis, sizes), number) for axis in _DENSE if axis != "pp"}
     if number == 2:
@@ -104,13 +104,26 @@ def corner(sizes: MeshTable, pp_rank: int, number: int) -> int:
     return rank_at(sizes, pp=pp_rank, **places)
 
 
+def name_of(sizes: MeshTable, rank: int, ranks: tuple[int, ...]) -> str:
+    """Name the group of ``rank`` that has these ranks, by its axis, for messages."""
+    for group in GROUPS:
+        if members(group, rank, sizes) == ranks:
+            return f"{group} ({len(ranks):,} ranks)"
+    return f"ranks {some(ranks)}"
+
+
+def some(ranks: Sequence[int]) -> str:
+    """Name the first few of some ranks, for messages."""
+    return f"{', '.join(map(str, ranks[:6]))}{', ...' if len(ranks) > 6 else ''}"
+
+
 class Digit(NamedTuple):
-    """A digit of a rank's number.
+    """A digit of a rank's number: an axis, or a part of one.
 
     Attributes:
-        axis: of which it is a part.
+        axis: the axis that the digit belongs to.
         size: how many values it has.
-        weight: the distance of ranks that differ by 1 in it.
+        weight: the distance between ranks that differ by 1 in this digit.
     """
 
     axis: str
@@ -118,7 +131,7 @@ class Digit(NamedTuple):
     weight: int
 
 
-# The digits over which values vary between ranks.
+# The type of a tensor: the digits over which its values vary between ranks.
 Varying = frozenset[Digit]
 SAME: Varying = frozenset()
 
@@ -129,10 +142,10 @@ def names(digits: Varying) -> str:
 
 
 def digits(sizes: MeshTable) -> tuple[Digit, ...]:
-    """Return the digits of which every group of ``GROUPS`` is made, none of one rank.
+    """Return the digits that every group of ``GROUPS`` is made of; digits of size 1 are left out.
 
-    An axis that ep cuts has two digits. There are none if ep cuts an axis within a rank's number,
-    as ep = 2 does with tp = 3.
+    An axis that ep cuts in two has two digits. If ep does not divide evenly into axes, as ep = 2
+    with tp = 3, there are no digits at all.
     """
     ends = {"tp": sizes.tp, "cp": sizes.tp * sizes.cp}
     ends["dp_shard"] = ends["cp"] * sizes.dp_shard
@@ -148,7 +161,7 @@ def digits(sizes: MeshTable) -> tuple[Digit, ...]:
 
 
 def digits_of(ranks: Sequence[int], of_number: Sequence[Digit]) -> Varying:
-    """Return the digits in which the ranks of a group differ; none, if it is no group of digits."""
+    """Return the digits in which ranks differ; none if the ranks are not a group of digits."""
     first, held = min(ranks), {*ranks}
     found = frozenset(digit for digit in of_number if first + digit.weight in held)
     return found if prod(digit.size for digit in found) == len(held) else frozenset()

@@ -1,8 +1,8 @@
-"""Does a small recipe decide everything as the full one does? A list of predicates. No torch here.
+"""Predicates: facts that a small recipe must share with the full one. No torch here.
 
-``shrink`` makes a recipe small and says what it keeps. This list says the same once more, from the
-outside: a predicate is a fact of a recipe on which the code's way, or the shape of what ranks send,
-depends. Its value in the full recipe must be its value in at least one of the small recipes.
+``shrink`` makes a recipe small and says what it keeps. This list checks that independently. A
+predicate is a fact of a recipe that decides which code runs, or the shape of what ranks send. Its
+value in the full recipe must be its value in at least one of the small recipes.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -25,9 +25,9 @@ class Predicate(NamedTuple):
     """A fact of a recipe that decides how its step is computed.
 
     Attributes:
-        of: its value in a recipe; None: it decides nothing there.
-        keys: the keys of a recipe that it reads, for messages.
-        left_out: why no proof keeps it, for one that is known to be lost; "": every proof must.
+        of: returns its value in a recipe; None: it decides nothing there.
+        keys: the recipe keys that it reads, for messages.
+        left_out: why it may be lost, if no proof can keep it; "": some proof must keep it.
     """
 
     of: Callable[[Recipe], Hashable]
@@ -36,10 +36,10 @@ class Predicate(NamedTuple):
 
 
 class LostPredicate(NamedTuple):
-    """A predicate that no proof keeps.
+    """A predicate whose value in the full recipe no proof has.
 
     Attributes:
-        name: of the predicate, in words.
+        name: what the predicate is called, in words.
         keys: the keys that decide it.
         full: its value in the full recipe.
         small: its values in the proofs.
@@ -58,7 +58,10 @@ class LostPredicate(NamedTuple):
 
 
 def differences(full: Recipe, small_recipes: Sequence[Recipe]) -> list[LostPredicate]:
-    """Return the predicates of ``full`` that none of ``small_recipes`` has."""
+    """Return the predicates whose value in ``full`` none of ``small_recipes`` has.
+
+    Keys that a proof may not change are compared, too: these must be equal in all small recipes.
+    """
     found = []
     for name, predicate in PREDICATES.items():
         wanted = predicate.of(full)
@@ -74,7 +77,7 @@ def differences(full: Recipe, small_recipes: Sequence[Recipe]) -> list[LostPredi
 
 
 def completed(full: Recipe, small_recipes: Sequence[Recipe]) -> list[Recipe]:
-    """Return further small recipes, so that all together keep as many predicates as they can."""
+    """Return further small recipes that keep predicates which ``small_recipes`` lose."""
     chosen = list(small_recipes)
     missing = {d.name for d in differences(full, chosen) if not d.left_out}
     candidates = list(_candidates(full)) if missing else []
@@ -128,7 +131,7 @@ _RESIZED = frozenset(
 
 
 def _is_resized(key: str) -> bool:
-    """Return whether the size of a key is another in a proof, which predicates compare instead."""
+    """Return whether a proof may change a key, so that predicates are compared instead."""
     table = key.partition(".")[0]
     return table == "model" or table in _RESIZED_TABLES or key in _RESIZED
 
@@ -141,7 +144,7 @@ def _kept(recipe: Recipe, key: str) -> Any:
 
 
 def _few(number: int, most: int = 3) -> str:
-    """Return a number up to ``most`` in words."""
+    """Return a number as text; from ``most`` on, all are the same."""
     return str(number) if number < most else f"{most} or more"
 
 
@@ -158,7 +161,7 @@ def _divides(divisor: int, number: int) -> str:
 
 
 def _cut(rows: int, shards: int) -> str | None:
-    """Return how ``shards`` ranks cut rows, the first ones getting the same number of them."""
+    """Return how rows are cut into equal shards, the last of which may be smaller or empty."""
     if shards == 1:
         return None
     held = ceil(rows / shards)
@@ -175,7 +178,7 @@ def _n_stages(recipe: Recipe) -> int:
 
 
 def _shards_of(rows: Callable[[Recipe], int]) -> Callable[[Recipe], Hashable]:
-    """Return the predicate how FSDP cuts the rows of a tensor that a rank of tp has."""
+    """Return the predicate that says how FSDP cuts the rows of a tensor on a rank of tp."""
     return lambda recipe: _cut(rows(recipe), _shards(recipe))
 
 
@@ -202,7 +205,7 @@ def _rows_of_keys(recipe: Recipe) -> int:
 
 
 def _together(one: str, other: str) -> Callable[[Recipe], Hashable]:
-    """Return the predicate that two axes have several ranks each; they may be one axis."""
+    """Return the predicate that both axes have several ranks; they may be the same axis."""
 
     def of(recipe: Recipe) -> Hashable:
         sizes = (getattr(recipe.mesh, one), getattr(recipe.mesh, other))
@@ -218,7 +221,7 @@ def _micro_batches_of_ranks(recipe: Recipe) -> Hashable:
 
 
 def _chunks(recipe: Recipe) -> int:
-    """Return the contiguous chunks of a sequence: each rank of cp has one, or two with zigzag."""
+    """Return how many chunks a sequence is cut into: one for each rank of cp, or two (zigzag)."""
     cp = recipe.mesh.cp
     return 2 * cp if cp > 1 and recipe.parallel.cp_balance == "zigzag" else cp
 
@@ -276,7 +279,7 @@ def _kinds_by_stage(recipe: Recipe) -> Hashable:
 
 
 def _units(recipe: Recipe) -> Hashable:
-    """Return whether units of FSDP have several blocks, whether stages have several such units."""
+    """Return whether FSDP units have several blocks, and whether stages have several such units."""
     size = recipe.parallel.fsdp_blocks
     if size == 1:
         return "units of one block"

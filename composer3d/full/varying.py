@@ -1,21 +1,21 @@
-"""Over which axes the values of a tensor vary between ranks, followed through a step.
+"""Traces through a step over which axes the values of a tensor vary between ranks.
 
-A type of a tensor, in terms of the mesh: over each axis of a stage its values are the same on all
-ranks (replicated), or they vary (sharded, or partial: a summand). JAX's ``shard_map`` checks the
-same property as "varying manual axes", and Meta's ``spmd_types`` does for PyTorch. What is computed
-from values that vary, varies; a sum or a gathering over an axis makes values the same over it.
+That is a tensor's type: over each axis of a stage, its values are either the same on all ranks
+(replicated) or vary (sharded, or partial: a summand). JAX's ``shard_map`` checks the same property
+as "varying manual axes", and Meta's ``spmd_types`` does so for PyTorch. What is computed from
+varying values varies; a sum or an all-gather over an axis makes values the same over it.
 
-The type is written down on storages, and begins at parameters and at the batch. Two things follow
-from it without a formula for any layer: where activations meet (the ends of blocks and stages),
-they have the type of the residual stream; and a gradient is partial over exactly those axes over
-which it varies and its parameter does not.
+Types are recorded on storages. Those of parameters and of the batch are given. Two checks follow
+without a formula for any layer: at the ends of blocks and stages, activations must have the type of
+the residual stream; and a gradient is partial over exactly the axes over which it varies but its
+parameter does not.
 
 Axes are cut into digits of a rank's number (``places.Digit``), because experts cut a stage into ep
-and efsdp, which are no axes of the other parameters.
+and efsdp, which are not axes of other parameters.
 
-What it does not see: a rank that takes its own part of a tensor by its number, so that a value
-which varies passes as the same. A value that is the same passes as one that varies where it shares
-its memory, or the list that an operator gets, with one that varies.
+Limits: if a rank takes its own part of a tensor by its rank number, the result varies but passes as
+the same. A value that is the same passes as varying if it shares its memory, or an operator's list
+of tensors, with one that varies.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,23 +35,23 @@ _UNREAD = "composer3d_unread"
 
 
 def varying(tensor: Tensor) -> Varying:
-    """Return over which digits the values of a tensor of any shape vary; a DTensor: its shard's."""
+    """Return the digits over which a tensor of any shape varies; for a DTensor, its shard."""
     return _type_of(vars(local_shard(tensor).untyped_storage()))
 
 
 def _type_of(known: Mapping[str, Any]) -> Varying:
-    """Return the type that is written down on a storage."""
+    """Return the type that is recorded on a storage."""
     fixed: Varying | None = known.get(_FIXED)
     return known.get(_VARYING, SAME) if fixed is None else fixed
 
 
 def fix(tensor: Tensor, digits: Varying) -> None:
-    """Say over which digits the values of a tensor of any shape vary, whatever is written to it."""
+    """Set the digits over which a tensor of any shape varies, whatever is written to it later."""
     vars(local_shard(tensor).untyped_storage())[_FIXED] = digits
 
 
 def of_placements(parameter: Tensor, digits: Sequence[Digit]) -> Varying:
-    """Return over which digits a parameter of any shape varies: those that cut a DTensor."""
+    """Return the digits over which a parameter of any shape varies: those that shard a DTensor."""
     if not isinstance(parameter, DTensor):
         return SAME
     mesh = parameter.device_mesh
@@ -67,11 +67,11 @@ class _Access(NamedTuple):
     """How an operator uses its arguments.
 
     Attributes:
-        writes: the places of those that it writes to.
-        writes_named: the names of the keywords that it writes to.
-        overwrites: it does not read what it writes to.
-        is_view: it makes tensors that share the memory of an argument, and does nothing else.
-        is_constant: it makes a tensor of equal values, and reads the size of its argument only.
+        writes: the positions of arguments that it writes to.
+        writes_named: the names of keyword arguments that it writes to.
+        overwrites: whether it does not read what it writes to.
+        is_view: whether it only makes tensors that share the memory of an argument.
+        is_constant: whether it makes a constant tensor, and reads only the size of its argument.
     """
 
     writes: tuple[int, ...]
@@ -82,13 +82,13 @@ class _Access(NamedTuple):
 
 
 class Follower:
-    """Writes down the types of all that operators make, and which results nothing has read.
+    """Records the types of all results of operators, and received tensors that were never read.
 
     Args:
-        digits: of a rank's number.
+        digits: the digits of a rank's number.
 
     Attributes:
-        unread: what collectives and messages have brought and no operator has read, by a number.
+        unread: the operations whose results no operator has read yet, by a running number.
     """
 
     def __init__(self, digits: Sequence[Digit]) -> None:
@@ -102,10 +102,10 @@ class Follower:
     def follow(
         self, operator: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any
     ) -> list[Tensor]:
-        """Write down the types of what an operator has made or changed, which sends nothing.
+        """Record the types of what an operator that sends nothing has made or changed.
 
         Returns:
-            The tensors of any shape that it has changed.
+            The tensors of any shape that it has changed in place.
         """
         access = self._accesses.get(operator)
         if access is None:
@@ -129,7 +129,7 @@ class Follower:
     def follow_message(
         self, message: Message, is_functional: bool, arguments: Sequence[Any], result: Any
     ) -> None:
-        """Write down the types of what a collective has made."""
+        """Record the types of what a collective or a message has made."""
         over = self._over(message.group)
         source, target = arguments[0], arguments[0]
         if is_functional:
@@ -145,7 +145,7 @@ class Follower:
                 self._sent[name] = self._sent.get(name, SAME) | given
                 return
             case "recv":
-                # Ranks of a ring do alike: what arrives is of the type of what was sent.
+                # All ranks of a ring do the same, so what arrives has the type of what was sent.
                 made = self._sent.get(name, SAME) | over
             case _:
                 made = given | over
@@ -157,7 +157,7 @@ class Follower:
                 self.unread[number] = message.operation
 
     def _read(self, arguments: Sequence[Any]) -> Varying:
-        """Return the type of what is made of some arguments, which are read now."""
+        """Return the type of what is computed from arguments, and mark these as read."""
         joined = SAME
         for tensor in tensors_in(arguments):
             known = vars(tensor.untyped_storage())
@@ -217,11 +217,11 @@ def _write(tensor: Tensor, digits: Varying) -> None:
 
 
 class Seams:
-    """Where values of a known type meet: collects those that vary over more.
+    """Collects values that vary over more digits than they may.
 
     Attributes:
-        seen: how many were compared.
-        wrong: what is wrong with which values, in words.
+        seen: how many values were compared.
+        wrong: the problem of each wrong value, in words, by what the value is.
     """
 
     def __init__(self) -> None:
@@ -229,18 +229,18 @@ class Seams:
         self.wrong: dict[str, str] = {}
 
     def expect(self, what: str, tensor: Tensor, most: Varying) -> None:
-        """Compare the type of a tensor of any shape with the digits over which it may vary."""
+        """Check that a tensor of any shape varies at most over the digits ``most``."""
         more = varying(tensor) - most
         self.agree(what, not more, f"vary between the ranks of {names(more)}")
 
     def agree(self, what: str, is_right: bool, problem: str) -> None:
-        """Count something that was compared, and keep its problem if it is wrong."""
+        """Count a comparison, and keep its problem if it failed."""
         self.seen += 1
         if not is_right:
             self.wrong[what] = f"{what} {problem}"
 
     def watch(self, what: str, most: Varying) -> Callable[[Any, Any, Any], None]:
-        """Return a forward hook that compares a module's output, and in backward its gradient."""
+        """Return a forward hook that checks a module's output, and in backward its gradient."""
 
         def see(_: Any, __: Any, output: Any) -> None:
             for tensor in tensors_in(output):

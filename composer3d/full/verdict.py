@@ -12,7 +12,7 @@ from composer3d.verify.judge import Verdict
 from composer3d.verify.proof import prove_recipes
 from composer3d.verify.shrink import shrink
 
-# What each check has compared, in words after its number.
+# What each check has compared, in words that follow the count.
 _COMPARED = {
     "predicates": "predicates of the job and its proofs",
     "groups": "ranks in the groups of a formula",
@@ -40,11 +40,11 @@ class FullVerdict:
 
     @property
     def passed(self) -> bool:
-        """Whether both hold."""
+        """Whether the proof and the structure have both passed."""
         return self.proof.passed and self.structure.passed
 
     def as_json(self) -> dict[str, Any]:
-        """Return the verdict as JSON: that of the proof, and ``structure``."""
+        """Return the verdict for ``--json``: that of the proof, and ``structure``."""
         structure = asdict(self.structure) | {"passed": self.structure.passed}
         return asdict(self.proof) | {
             "passed": self.passed,
@@ -73,7 +73,7 @@ class FullVerdict:
 def verify_full(pool: Pool, folder: Path, full: Recipe, *, dtype: str, steps: int) -> FullVerdict:
     """Prove a recipe's layout as ``verify`` does, and check the structure of the job itself.
 
-    The small recipes are those of ``shrink``, and those that keep what these do not
+    The small recipes are those of ``shrink``, and others that keep the predicates which these lose
     (``predicates.completed``).
 
     Args:
@@ -82,7 +82,7 @@ def verify_full(pool: Pool, folder: Path, full: Recipe, *, dtype: str, steps: in
 
     Raises:
         UserError: the recipe cannot be made small, or cannot be composed.
-        WorkerError: a process of the structure failed for another reason.
+        WorkerError: a worker process of the checks failed for another reason.
     """
     small_recipes = shrink(full)
     small_recipes += completed(full, small_recipes)

@@ -1,8 +1,8 @@
-"""What a rank of the job sends and sums in a step without data, in a process of its own.
+"""Records what a rank of the job sends and sums in a step without data, in its own process.
 
-The step is that of ``dryrun.stage``, with the real code. Beside what a dry run counts, the witness
-keeps the order of all collectives and messages, the ranks of their groups, the way of every
-gradient (``paths``), and the axes over which values vary (``varying``).
+``dryrun.stage`` runs the step, with the real code. Besides what a dry run counts, a witness records
+the order of all collectives and messages, the ranks of their groups, the path of every gradient
+(``paths``), and the axes over which values vary (``varying``).
 """
 
 from collections import Counter
@@ -44,16 +44,17 @@ _CONTENT = "composer3d_content"
 
 
 class CollectiveCall(NamedTuple):
-    """A collective, or half of a message, as all ranks of its group should call it.
+    """A call of a collective, or of one half of a message (send or recv).
 
     Attributes:
         operation: such as "all_gather".
-        reduction: "sum", "average" or another; "": nothing is reduced.
-        group: a number for the ranks of the group, in ``Witness.groups``.
-        dtype: of its first tensor.
-        elements: of the rank's part; 0 for an all-to-all, in which ranks may send different rows.
-        steps: of a message, how many places its receiver is behind its sender in the group.
-        content: of a message between stages, what it carries.
+        reduction: "sum", "average" or another one; "" if nothing is reduced.
+        group: the index of the group's ranks in ``Witness.groups``.
+        dtype: the dtype of its first tensor.
+        elements: the size of the rank's part; 0 for an all-to-all, where it may differ between
+            ranks.
+        steps: for a message, how many places after the sender the receiver is in the group.
+        content: what a message between stages carries.
     """
 
     operation: str
@@ -82,11 +83,11 @@ class Witness:
         taped: what a dry run counts.
         calls: all collectives and messages, in order.
         groups: the ranks of each group.
-        groups_of: the groups of each axis for which ``taped`` counts.
-        gradients: the way of each gradient; None: the optimizer has no gradient of the parameter.
-        seams: how many activations, gradients and sums were compared.
-        unmet: those that vary over an axis too many, or that a stage takes from something else than
-            the message of the micro-batch, in words.
+        groups_of: the indices of the groups of each axis, as ``taped`` names axes.
+        gradients: the path of each gradient, by parameter; None: the optimizer has no gradient.
+        seams: how many activations, gradients and sums were checked.
+        unmet: the checks among these that failed, in words: a value varies over too many axes, or a
+            stage works on something else than the message of its micro-batch.
     """
 
     rank: int
@@ -100,7 +101,7 @@ class Witness:
 
 
 class Job(NamedTuple):
-    """A rank to see, of a recipe."""
+    """A rank of a recipe to run: its pipeline rank, and its global rank."""
 
     recipe: Recipe
     pp_rank: int
@@ -108,7 +109,7 @@ class Job(NamedTuple):
 
 
 def see_one_of(jobs: Sequence[Job], plant: Callable[[], None] | None = None) -> Witness:
-    """Run the job of this worker: worker RANK has ``jobs[RANK]``. ``plant`` plants a fault."""
+    """Run ``jobs[RANK]`` in worker RANK. ``plant`` plants a fault first."""
     if plant is not None:
         plant()
     recipe, pp_rank, rank = jobs[environment.rank()]
@@ -129,7 +130,7 @@ def see_one_of(jobs: Sequence[Job], plant: Callable[[], None] | None = None) -> 
 
 
 class _Watcher(Recorder):
-    """Writes down what ``Witness`` has."""
+    """Records the fields of ``Witness``."""
 
     def __init__(self, recipe: Recipe, ledger: MemoryLedger) -> None:
         super().__init__(ledger)
@@ -143,7 +144,6 @@ class _Watcher(Recorder):
         self._numbers: dict[str, int] = {}
         self._pipeline: Pipeline | None = None
         self._action: Action | None = None
-        self._knows_buffers = False
 
     def see(
         self,
@@ -191,24 +191,26 @@ class _Watcher(Recorder):
         )
 
     def _expect_parts(self, message: Message, arguments: Sequence[Any]) -> None:
-        """Compare the whole of a collective with the parts of all ranks, which are equal."""
+        """Check that the equal parts of all ranks make up the whole of a collective."""
         made, given = (sum(x.numel() for x in tensors_in(one)) for one in arguments[:2])
         if not given:
-            return  # an operator of DTensor, which makes its output itself
+            return  # an operator of DTensor, which allocates its own output
         whole, part = (made, given) if message.operation == "all_gather" else (given, made)
         is_whole = whole == part * message.group.size()
         self.seams.agree(f"the parts of {message.operation}", is_whole, "do not make up the whole")
 
     def _content_of(self, message: Tensor) -> Content | None:
-        """Return what a message carries; None: it is none between the stages of the pipeline."""
-        if self._pipeline is not None and not self._knows_buffers:
-            # They are made when the pipeline starts, before anything is received.
+        """Return what a message carries; None if it is not between pipeline stages."""
+        known = vars(message.untyped_storage())
+        if self._pipeline is not None and _CONTENT not in known:
+            # Messages are received into buffers of the stages, which are allocated when the
+            # pipeline starts, and since torch 2.15 before each receive.
             for content, tensors in messages_of_stage(self._pipeline.stages, None):
-                _mark_content(Content(*content), tensors)
                 for tensor in tensors:
-                    fix(tensor, self._types.stream)
-                self._knows_buffers = True
-        found: Content | None = vars(message.untyped_storage()).get(_CONTENT)
+                    if _CONTENT not in vars(tensor.untyped_storage()):
+                        fix(tensor, self._types.stream)
+                _mark_content(Content(*content), tensors)
+        found: Content | None = known.get(_CONTENT)
         return found
 
     def _number_of(self, group: dist.ProcessGroup) -> int:
@@ -254,7 +256,7 @@ class _Watcher(Recorder):
             yield
 
     def _watch_inputs(self, stage: Stage) -> None:
-        """Compare what a stage works on with what the messages of the micro-batch carry."""
+        """Check that a stage works on what the messages of the micro-batch carry."""
 
         def expect(which: int, kind: str, tensor: Tensor) -> None:
             assert self._action is not None
@@ -275,7 +277,7 @@ class _Watcher(Recorder):
             stage.register_forward_hook(see_output)
 
     def _watch_sums(self, own: RankWithoutData) -> None:
-        """Compare what all ranks must divide by: the tokens, and the norm of all gradients."""
+        """Check that all ranks divide by the same token count and the same gradient norm."""
         executor, optimizer = own.stages.executor, own.optimizer
         compute, apply = executor.forward_backward, optimizer.apply_gradients
 
@@ -292,9 +294,9 @@ class _Watcher(Recorder):
         optimizer.apply_gradients = apply_gradients  # type: ignore[method-assign]
 
     def see_unread(self) -> None:
-        """Say after the step what has come from other ranks and was never read.
+        """Report, after the step, what arrived from other ranks and was never read.
 
-        With frozen parameters, FSDP gathers ahead what backward then does not read.
+        With frozen parameters this is no fault: FSDP prefetches what backward then does not read.
         """
         for operation, number in Counter(self._follower.unread.values()).items():
             what = f"{number} results of {operation}"
@@ -319,11 +321,11 @@ def _mark_content(content: Content, tensors: Sequence[Tensor]) -> None:
 
 
 class _Types(NamedTuple):
-    """Over which digits values of a rank vary.
+    """The digits over which the values of a rank vary.
 
     Attributes:
-        digits: all of them; none: values have no types.
-        stages: those over which all varies, because other ranks hold other layers.
+        digits: all digits; if there are none, values have no types.
+        stages: those over which everything varies, because other ranks hold other layers.
         batch: those over which tokens vary.
         stream: those over which the residual stream varies.
     """
@@ -347,7 +349,7 @@ class _Types(NamedTuple):
 
 
 def _watch_seams(stage: Stage, types: _Types, seams: Seams) -> None:
-    """Compare the types of what each block and the stage return, and of their gradients."""
+    """Check the types of what each block and the stage return, and of their gradients."""
     for name, block in stage.blocks.items():
         block.register_forward_hook(seams.watch(f"block {name}", types.stream))
     if stage.last is not None:
@@ -355,7 +357,7 @@ def _watch_seams(stage: Stage, types: _Types, seams: Seams) -> None:
 
 
 def _follow_gradients(stage: nn.Module, types: _Types) -> None:
-    """Let the ways of all gradients of a stage begin when backward adds to them."""
+    """Begin the path of each gradient of a stage when backward adds to it."""
     names = {parameter: name for name, parameter in stage.named_parameters()}
 
     def follow(name: str, parameter: nn.Parameter) -> None:
@@ -371,7 +373,7 @@ def _follow_gradients(stage: nn.Module, types: _Types) -> None:
             gradient = local_shard(parameter.grad)
             version = gradient.untyped_storage(), parameter.grad._version
             if seen is not None and seen[0] is version[0] and seen[1] == version[1]:
-                return  # backward comes by without a gradient, which a later action computes
+                return  # no gradient was added; a later action computes it
             seen = version
             paths.begin(name, gradient, varying(gradient) - of_parameter)
 
@@ -392,7 +394,7 @@ def _follow_gradients(stage: nn.Module, types: _Types) -> None:
                 follow(names[shard], gathered)
 
     for unit in units:
-        # FSDP's own hook runs before, and gathers the parameters.
+        # FSDP's own hook runs first, and gathers the parameters.
         cast(nn.Module, unit).register_forward_pre_hook(find_gathered)
 
 
@@ -402,12 +404,12 @@ def _follow_gradients(stage: nn.Module, types: _Types) -> None:
 def wrong_groups(
     recipe: Recipe, ranks: Sequence[int], plant: Callable[[], None] | None = None
 ) -> list[str]:
-    """Form the groups of some ranks, one after the other, and compare them with ``places``.
+    """Form the groups of some ranks, one rank after the other, and compare them with ``places``.
 
-    The meshes of all ranks are compared too, which every rank forms in the same way.
+    torch's meshes of all ranks, which are the same on every rank, are compared once.
 
     Returns:
-        What is wrong, in words.
+        The first problems found, in words.
     """
     if plant is not None:
         plant()

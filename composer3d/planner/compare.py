@@ -1,7 +1,7 @@
-"""Compares two layouts of a job term by term: where the time of a step goes, and the memory.
+"""Compares two layouts of a job term by term, in step time and in memory.
 
-The terms of time add up to the step, so that their differences add up to its difference. No torch
-here.
+The terms of time add up to the step, so their differences add up to the difference in step time. No
+torch here.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from composer3d.planner.predict import Prediction
 from composer3d.planner.search import Device, Plan
 from composer3d.planner.time import StepTime, predict_time
 
-# Those that a dry run can count. The rest is a share of them, or the same for all layouts.
+# The kinds that a dry run can count. All others are a share of them, or equal for all layouts.
 MEMORY_KINDS = (
     "weights", "gradients", "optimizer", "gathered", "buffers", "activations", "logits",
     "step_copies",
@@ -30,13 +30,13 @@ class Comparison(NamedTuple):
     """Two layouts of the same job, and how they differ.
 
     Attributes:
-        plans: both, with what each costs.
-        terms: the seconds of each term of a step, of both; they add up to the step.
-        bytes: those that the pipeline rank that needs most allocates, by kind, of both.
-        more_s: the seconds that a step of the second one takes more than one of the first.
-        more_s_80: the 80% interval of ``more_s``, if a step of the first one takes what is
-            predicted. What both layouts have in common errs alike, and cancels.
-        first_is_faster: the probability of that.
+        plans: both layouts, with their predictions.
+        terms: the seconds of each term of a step, for both; they add up to the step.
+        bytes: by kind, the bytes that the pipeline rank with the largest need allocates, for both.
+        more_s: how many seconds longer a step of the second takes than one of the first.
+        more_s_80: the 80% interval of ``more_s``, if a step of the first takes as long as
+            predicted. Errors that both layouts share cancel.
+        first_is_faster: the probability that the first is faster.
         decisive: the term whose difference makes up most of ``more_s``.
     """
 
@@ -77,7 +77,7 @@ def compare(first: Plan, second: Plan, device: Device) -> Comparison:
 
 
 def terms_of(time: StepTime) -> dict[str, float]:
-    """Return the terms of a step in seconds, by name. They add up to the step."""
+    """Return the terms of a step in seconds, by name. They add up to the step time."""
     named_s = time.recompute_s + time.uneven_s + time.products_s + time.attention_s + time.head_s
     return {
         "products of blocks": time.products_s,
@@ -98,13 +98,13 @@ def terms_of(time: StepTime) -> dict[str, float]:
 
 
 def _spread_between(first: Plan, second: Plan, device: Device) -> float:
-    """Return the spread of the error of the ratio of both times; 0 of a layout and itself."""
+    """Return the spread of the ratio of both times; 0 if the layouts are equal."""
     if first.recipe == second.recipe:
         return 0.0
     runs = []
     for plan in (first, second):
         setup = device.setup(plan.recipe)
-        # A run of this device is compared with what is predicted without it.
+        # The calibration is applied below, so the shares are predicted without it.
         runs.append(shares(setup, predict_time(setup)))
     return Calibration(device.hardware.calibration).spread_between(*runs)
 

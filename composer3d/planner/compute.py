@@ -1,8 +1,8 @@
 """The computing time of blocks and of the head: products, attention, memory traffic. No torch here.
 
-A product of (M, K) and (K, N) costs its FLOPs at the sustained rate, a ramp for short K, and the
-time to move its matrices; the three are added. Attention has the rate of its kernel. Elementwise
-work costs its memory traffic.
+A product of (M, K) and (K, N) costs its FLOPs at the sustained rate, which a short K lowers, and
+the time to move its matrices. The two overlap in part: the root of the sum of their squares is
+taken. Attention has the rate of its kernel. Elementwise work costs its memory traffic.
 """
 
 from typing import NamedTuple

@@ -1,9 +1,9 @@
 """Cuts a model into pipeline stages of about equal predicted time. No torch here.
 
-By default, stages have about equal parameters. But a head takes another time than a block of as
-many parameters, each depth of multi-token prediction adds a pass of the head, blocks with experts
-hold more than they compute, and windows save time, not parameters. Here the predicted time of
-forward and backward of each part is weighed instead. The lookup in the embedding takes none.
+By default, stages have about equal parameters. But the head and a block of equal size take
+different times, each depth of multi-token prediction adds a pass of the head, blocks with experts
+hold more parameters than a token uses, and windows save time but no parameters. Cuts here balance
+the predicted time of forward and backward instead. The embedding lookup takes no time.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,15 +14,15 @@ from math import inf
 from composer3d.planner.setup import Setup
 from composer3d.planner.time import part_times, rank_of
 
-# The blocks of each stage, in order, without depths of multi-token prediction, which are on the
-# last one: ``parallel.stages``.
+# ``parallel.stages``: the number of blocks of each stage, in order, without depths of multi-token
+# prediction, which are on the last stage.
 Cut = tuple[int, ...]
 
-_ROUNDING = 1 + 1e-9  # a sum that is larger by less is as large
+_ROUNDING = 1 + 1e-9  # sums within this factor are equal
 
 
 class Cutter:
-    """Finds cuts of a model into the stages of a setup. The setup's own cut does not matter."""
+    """Finds cuts of a model into the stages of a setup, whatever the setup's own cut."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -33,32 +33,32 @@ class Cutter:
         self._rank_of = [rank_of(layout.pp, stage, layout.schedule) for stage in stages]
 
     def seconds(self, cut: Cut) -> list[float]:
-        """Return the seconds of forward and backward of one micro-batch of each stage."""
+        """Return the seconds of each stage for the forward and backward of one micro-batch."""
         spans = pairwise(accumulate(cut, initial=0))
         return [self._stage_s(begin, end) for begin, end in spans]
 
     def cuts(self) -> list[Cut]:
-        """Return a cut whose slowest stage is fast, and maybe one whose slowest rank is faster."""
+        """Return the cut that balances stages, and the one that balances ranks if it differs."""
         stages = self.of_fastest_stages()
         if self._setup.layout.stages_per_rank == 1:
             return [stages]
         return list(dict.fromkeys((stages, self.of_faster_ranks(stages))))
 
     def of_fastest_stages(self) -> Cut:
-        """Return a cut whose slowest stage is as fast as the slowest one of any cut.
+        """Return the cut whose slowest stage is fastest.
 
-        Of those, it is one whose stages differ least: the sum of the squares of their times is the
-        least. Both are exact, by dynamic programming over the ends of stages.
+        Among equal ones, it has the least sum of squared stage times, so its stages differ least.
+        Both minima are exact, by dynamic programming over the ends of stages.
         """
         slowest_s, _ = self._least(inf, max)
         _, cut = self._least(slowest_s * _ROUNDING, lambda sum_s2, stage_s: sum_s2 + stage_s**2)
         return cut
 
     def of_faster_ranks(self, cut: Cut) -> Cut:
-        """Move blocks from the slowest rank to the fastest one, as long as that helps.
+        """Return a cut with blocks moved from the slowest rank to the fastest one while that helps.
 
-        A rank has several stages. Where blocks do not divide evenly, the sums of their times differ
-        more than those times.
+        A rank has several stages. If blocks do not divide evenly, the sums over ranks differ more
+        than the times of single stages.
         """
         best, least = cut, self._load(cut)
         while True:
@@ -72,13 +72,13 @@ class Cutter:
             best, least = moved, load
 
     def most_gain(self, cut: Cut) -> float:
-        """Return how many times as long the slowest stage of a cut takes as that of any must."""
+        """Return the most that another cut can speed up the slowest stage, as a ratio."""
         seconds = self.seconds(cut)
         last_s = self._stage_s(self._layers - 1, self._layers)
         return max(seconds) / max(last_s, sum(seconds) / len(seconds))
 
     def _moves(self, cut: Cut, giver: int, taker: int) -> Iterator[Cut]:
-        """Yield the cuts in which a stage of one rank has a block less, and one of another more."""
+        """Yield the cuts that move one block from a stage of ``giver`` to a stage of ``taker``."""
         stages = [[s for s, rank in enumerate(self._rank_of) if rank == r] for r in (giver, taker)]
         for fewer, more in product(*stages):
             if cut[fewer] > 1 and fewer != more:
@@ -94,20 +94,20 @@ class Cutter:
         return found
 
     def _load(self, cut: Cut) -> tuple[float, float]:
-        """Return the time of the slowest rank, and how unevenly ranks are loaded."""
+        """Return the seconds of the slowest rank, and the sum of squares over ranks."""
         ranks_s = self._ranks_s(cut)
         return max(ranks_s), sum(rank_s**2 for rank_s in ranks_s)
 
     def _least(self, limit_s: float, add: Callable[[float, float], float]) -> tuple[float, Cut]:
-        """Return the least value of a cut, and the cut.
+        """Return the least value of any cut, and that cut.
 
         Args:
-            limit_s: no stage takes longer.
-            add: returns the value of stages from that of all but the last of them, and from the
-                seconds of that one. It must not fall with either.
+            limit_s: the most seconds that a stage may take.
+            add: returns the value of some stages from the value of all but the last and the seconds
+                of the last. It must not decrease in either.
         """
         count, layers = len(self._rank_of), self._layers
-        # The least value of the stages so far if they end at a block, and where the last begins.
+        # By the block at which the stages so far end: their least value, and where the last begins.
         values = {0: 0.0}
         begins: list[dict[int, int]] = []
         for stage in range(count):
@@ -132,12 +132,12 @@ class Cutter:
         return values[layers], cut
 
     def _stage_s(self, begin: int, end: int) -> float:
-        """Return the seconds of a stage of these blocks of the main model."""
+        """Return the seconds of a stage that holds these blocks of the main model."""
         is_last = end == self._layers
         return self._span_s[begin][end - begin] + (self._end_s(end - begin) if is_last else 0.0)
 
     def _end_s(self, place: int) -> float:
-        """Return the seconds of what ends the last stage, which has ``place`` blocks before it."""
+        """Return the seconds of what follows the ``place`` blocks of the last stage."""
         later = range(self._layers, self._setup.sizes.layers)
         blocks_s = (self._block_s(block, place + nth) for nth, block in enumerate(later))
         return self._times.losses + sum(blocks_s)

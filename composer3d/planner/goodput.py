@@ -1,10 +1,9 @@
-"""The share of time that trains, in spite of failures and of the saves that guard against them.
+"""Predicts goodput: the share of time spent training, despite failures and saves.
 
-Failures come at random, as often at any time (a Poisson process), as in Young (doi
-10.1145/361147.361115) and Daly (doi 10.1016/j.future.2004.11.016). The share is exact for such
-failures: they may hit a save, a restart, or work that is done again. A save in the background is
-of use only when it is written. A failure before goes back to the checkpoint before it. No torch
-here.
+Failures are a Poisson process, as in Young (doi 10.1145/361147.361115) and Daly (doi
+10.1016/j.future.2004.11.016). The share is exact for such failures, which may hit a save, a
+restart, or repeated work. A background save counts only once it is written; a failure before that
+falls back to the previous checkpoint. No torch here.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ class FailureRate(NamedTuple):
     """How often jobs on some devices failed.
 
     Attributes:
-        device_hours: the hours of a device for each failure.
+        device_hours: device-hours per failure.
         source: the devices and the publication, in words.
     """
 
@@ -33,8 +32,8 @@ class FailureRate(NamedTuple):
     source: str
 
 
-# Llama 3 counts all interruptions that were not planned, of one job. RSC-1 counts nodes of 8 GPUs
-# that failed, and no errors of programs.
+# Llama 3 counts all unplanned interruptions of one job. RSC-1 counts failed nodes of 8 GPUs, and no
+# software errors.
 _FAILURE_RATES: dict[Generation, FailureRate] = {
     "ampere": FailureRate(
         8 * 24.0 * 1000 / 6.50,
@@ -45,8 +44,8 @@ _FAILURE_RATES: dict[Generation, FailureRate] = {
     ),
 }
 
-# What each device adds to the rate of storage: 2 TB/s, sustained, for 16,384 devices (Llama 3,
-# arXiv 2407.21783, section 3.3.1).
+# Storage bandwidth per device: 2 TB/s, sustained, for 16,384 devices (Llama 3, arXiv 2407.21783,
+# section 3.3.1).
 STORAGE_BYTES_S = 2e12 / 16_384
 
 # From the end of a job to the load of its checkpoint: how long recovery stalled synchronous jobs on
@@ -55,7 +54,7 @@ RESTART_S = 600.0
 
 
 def published_failures(hardware: Hardware) -> FailureRate:
-    """Return the published rate of a device's generation, or of H100 if there is none.
+    """Return the published failure rate of a device's generation, or H100's if there is none.
 
     Raises:
         UserError: the device is a CPU.
@@ -74,16 +73,16 @@ def published_failures(hardware: Hardware) -> FailureRate:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What saves and failures cost a job; all times are in seconds, and above 0 or 0.
+    """What saves and failures cost a job. All times are in seconds and nonnegative.
 
     Attributes:
-        mttf_s: from the start of the ranks to a failure, on average.
-        step_s: an optimizer step.
+        mttf_s: mean time from the start of the ranks to a failure.
+        step_s: time of an optimizer step.
         stop_s: how long a save stops training.
-        write_s: from then until the checkpoint can be loaded; 0: it can be at once. The next save
+        write_s: time from the end of ``stop_s`` until the checkpoint can be loaded; the next save
             waits for it.
-        notice_s: from a failure until the ranks are started again.
-        restart_s: from then until they train.
+        notice_s: time from a failure until the ranks are started again.
+        restart_s: time from that start until they train.
     """
 
     mttf_s: float
@@ -99,11 +98,11 @@ class Goodput(NamedTuple):
 
     Attributes:
         every: steps between checkpoints.
-        trains: steps that no failure has undone.
-        saves: training stands still for a save.
-        notices: a failure is not noticed yet.
-        restarts: the ranks start and load.
-        redoes: steps and saves that a failure has undone.
+        trains: the share spent on steps that no failure undoes.
+        saves: the share in which a save stops training.
+        notices: the share in which a failure is not noticed yet.
+        restarts: the share in which the ranks start and load.
+        redoes: the share spent on steps and saves that a failure undoes.
     """
 
     every: float
@@ -117,7 +116,7 @@ class Goodput(NamedTuple):
 def goodput(costs: Costs, every: float) -> Goodput:
     """Return where the time goes with a checkpoint after ``every`` steps, which may be a mean."""
     mttf_s = costs.mttf_s
-    # A failure, on average: the time until it comes, and until it is noticed.
+    # On average, the time until a failure, and until it is noticed.
     cycle_s = mttf_s + costs.notice_s
     trains = exp(-_log_cost(costs, every) - costs.restart_s / mttf_s) * mttf_s / cycle_s
     work_s = every * costs.step_s
@@ -125,16 +124,16 @@ def goodput(costs: Costs, every: float) -> Goodput:
     saves = trains * (costs.stop_s + waits_s) / work_s
     notices = costs.notice_s / cycle_s
     restarts = -expm1(-costs.restart_s / mttf_s) * mttf_s / cycle_s
-    # Rounding must not make it less than nothing.
+    # Rounding must not make it negative.
     redoes = max(0.0, 1.0 - trains - saves - notices - restarts)
     return Goodput(every, trains, saves, notices, restarts, redoes)
 
 
 def best_every(costs: Costs, most: int) -> int:
-    """Return the number of steps between checkpoints, up to ``most``, with which most time trains.
+    """Return the steps between checkpoints, up to ``most``, with the largest share of training.
 
-    The share rises up to the best number, and falls from there on. That number depends on neither
-    ``notice_s`` nor ``restart_s``, which a failure costs whenever it comes.
+    The share rises up to the best number, and falls after it. That number does not depend on
+    ``notice_s`` or ``restart_s``, which each failure costs whenever it comes.
     """
     return _first(1, most, lambda every: _log_cost(costs, every + 1) >= _log_cost(costs, every))
 
@@ -142,15 +141,15 @@ def best_every(costs: Costs, most: int) -> int:
 def longest_every(costs: Costs, best: int, most: int, loss: float) -> int:
     """Return the most steps between checkpoints, ``best`` to ``most``, that lose at most ``loss``.
 
-    ``best`` is that of ``best_every``, and ``loss`` a share of time. Fewer saves are kinder to the
-    storage, and what a save costs besides its bytes is not predicted.
+    ``best`` comes from ``best_every``; ``loss`` is a share of time. Fewer saves load the storage
+    less, and what a save costs besides its bytes is not predicted.
     """
     least = goodput(costs, best).trains - loss
     return _first(best, most, lambda every: goodput(costs, every + 1).trains < least)
 
 
 def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """Return the first number from which on something holds, or ``high``."""
+    """Return the first number from which on ``holds`` is true, or ``high``."""
     while low < high:
         middle = (low + high) // 2
         if holds(middle):
@@ -161,14 +160,14 @@ def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
 
 
 def _log_cost(costs: Costs, every: float) -> float:
-    """Return the logarithm of how much longer a run takes, without notices and restarts.
+    """Return the logarithm of how many times as long a run takes, without notices and restarts.
 
-    Between two checkpoints that are written lie T seconds, T = max(work, write) + stop. A failure
-    comes in them with the probability 1 - exp(-T/M), M being the mean time to it. Then work, stop
-    and write must follow each other without another failure, T' seconds after the restart of R
-    seconds: exp((R + T')/M) tries. So there are f = (1 - exp(-T/M)) exp((R + T')/M) failures for
-    each checkpoint, and f (M + notice) seconds, of which only the work counts. With write = 0, this
-    is Daly's formula. The logarithm cannot overflow.
+    Two written checkpoints are T = max(work, write) + stop seconds apart. A failure comes in this
+    time with probability 1 - exp(-T/M), where M is the mean time to a failure. Then the restart, of
+    R seconds, and work, stop and write, of T' seconds, must pass without another failure, which
+    takes exp((R + T')/M) tries. So there are f = (1 - exp(-T/M)) exp((R + T')/M) failures for each
+    checkpoint, and f (M + notice) seconds, of which only the work counts. With write = 0, this is
+    Daly's formula. The logarithm cannot overflow.
     """
     work_s = every * costs.step_s
     between_s = max(work_s, costs.write_s) + costs.stop_s
@@ -180,12 +179,12 @@ def _log_cost(costs: Costs, every: float) -> float:
 def own_every(checkpoint: CheckpointTable, steps: int, step_s: float) -> float:
     """Return the mean number of steps between the checkpoints of a recipe.
 
-    Both ``checkpoint.every`` and ``checkpoint.every_minutes`` cause saves. The minutes count from
+    Both ``checkpoint.every`` and ``checkpoint.every_minutes`` trigger saves. The minutes count from
     the last save.
 
     Args:
         checkpoint: the table of the recipe.
-        steps: of the whole run, whose end always saves.
+        steps: steps of the whole run; its end always saves.
         step_s: seconds of a step.
     """
     every = min(checkpoint.every or steps, steps)
@@ -200,10 +199,10 @@ class Saves:
     """What the checkpoints of a job cost.
 
     Attributes:
-        bytes: of a checkpoint: parameters and the state of the optimizer, each element once.
+        bytes: bytes of a checkpoint: parameters and optimizer state, each element once.
         stop_s: how long a save stops training, in seconds.
-        write_s: how long it is written beside training, in seconds.
-        load_s: to check and load one, in seconds.
+        write_s: how long it is written during training, in seconds.
+        load_s: how long it takes to check and load one, in seconds.
     """
 
     bytes: float
@@ -219,15 +218,15 @@ def predict_saves(
     *,
     in_background: bool,
 ) -> Saves:
-    """Predict what a checkpoint costs, if the storage is what limits writes and loads.
+    """Predict what a checkpoint costs, if the storage limits writes and loads.
 
-    Each element is written once. At a start, all files are read once to compare their digests, and
+    Each element is written once. At a start, all files are read once to verify their digests, and
     each replica reads its elements.
 
     Args:
-        setup: of the job.
-        memory: what ``predict_memory`` says of its pipeline ranks.
-        storage_bytes_s: what all ranks together write to the storage, or read from it.
+        setup: the setup of the job.
+        memory: the result of ``predict_memory`` for it, by pipeline rank.
+        storage_bytes_s: bytes per second that all ranks together write to the storage, or read.
         in_background: ``checkpoint.async_save``.
     """
     layout, links = setup.layout, setup.machine.hardware.links

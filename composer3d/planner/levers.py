@@ -1,8 +1,8 @@
-"""Improves fast layouts by keys that the enumeration of layouts leaves as they are.
+"""Improves fast layouts by keys that the enumeration of layouts leaves unchanged.
 
-Each further key would multiply the number of layouts. So it is tried on those layouts alone that it
-may make one of the fastest: the loss in chunks, checkpointing of some blocks, a larger micro-batch,
-units of FSDP and the method of cp, and then other cuts of the stages. No torch here.
+Each further key would multiply the number of layouts. So these keys are tried only on layouts that
+may become one of the fastest: the loss in chunks, checkpointing of some blocks, a larger
+micro-batch, units of FSDP and the method of cp, and then other cuts of the stages. No torch here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,11 +18,10 @@ from composer3d.planner.setup import Setup
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import variant
 
-# Layouts whose stages are cut again, and families of layouts that are tried with other keys.
+# The most layouts whose stages are cut again, and the most families that are tried with other keys.
 _MOST_CUT = 500
 _MOST_FAMILIES = 16
-# How much faster a layout must become by a cut; and by other keys, each of which is one more to
-# understand.
+# How many times as fast a cut must make a layout; and other keys, which make it more complex.
 _LEAST_GAIN = 1.001
 _LEAST_GAIN_OF_KEYS = 1.005
 
@@ -38,17 +37,17 @@ class Timed(NamedTuple):
 
     @property
     def tokens_s(self) -> float:
-        """The predicted tokens per second and device."""
+        """The predicted tokens per second per device."""
         return self.speed.tokens_s
 
     @property
     def fits(self) -> bool:
-        """Whether it fits, which is predicted again by each call."""
+        """Whether it fits in memory. Each access predicts it again."""
         return fits(self.setup, memory_of_ranks(self.setup))
 
     @property
     def family(self) -> Recipe:
-        """What it has in common with layouts that differ in checkpointing only."""
+        """The recipe without checkpointing: equal for layouts that differ in nothing else."""
         return variant(self.recipe, {_CHECKPOINT: "none"})
 
 
@@ -57,7 +56,7 @@ class Levers:
 
     Args:
         setup_of: returns the setup of a recipe.
-        top: the number of layouts that count. What cannot become one of them stays as it is.
+        top: the number of layouts that count. Layouts that cannot become one stay as they are.
         choices: the values to try.
         report: is called for each layout or family that is tried.
     """
@@ -75,16 +74,16 @@ class Levers:
         self._report = report
 
     def improve(self, fitting: Iterable[Timed], near: Iterable[Timed] = ()) -> list[Timed]:
-        """Return layouts that fit, the fastest first.
+        """Return layouts that fit, the fastest first, improved by other keys and cuts.
 
         Args:
             fitting: layouts that fit.
-            near: layouts that almost fit.
+            near: layouts that almost fit, which other keys may make fit.
         """
         return self.with_other_cuts(self.with_other_keys(_ranked(fitting), _ranked(near)))
 
     def with_other_keys(self, fitting: list[Timed], near: list[Timed]) -> list[Timed]:
-        """Return the fitting layouts, the fastest first, and the fastest of more families.
+        """Return the fitting layouts and faster ones of their families, the fastest first.
 
         A family is tried if its fastest layout that fits, or almost fits, is among the fastest.
         """
@@ -109,7 +108,7 @@ class Levers:
         """Return layouts, the fastest first, with better cuts of their stages where they help.
 
         Args:
-            timed: layouts that fit, the fastest first, whose stages are cut by their parameters.
+            timed: layouts that fit, the fastest first, whose stages are cut by parameters.
         """
         found = list(timed)
         for index, one in enumerate(timed[:_MOST_CUT]):
@@ -125,12 +124,12 @@ class Levers:
         return _ranked(found)
 
     def _needed(self, found: Iterable[Timed]) -> float:
-        """Return the speed that a layout needs to be one of the fastest ``top``."""
+        """Return the tokens/s that a layout needs to be among the fastest ``top``."""
         speeds = sorted((one.tokens_s for one in found), reverse=True)
         return speeds[self._top - 1] if len(speeds) >= self._top else 0.0
 
     def _fastest_of(self, family: Recipe) -> Timed | None:
-        """Return the fastest layout of a family with other keys; None: none fits."""
+        """Return the fastest layout of a family with other keys; None if none fits."""
         choices, parallel, memory = self._choices, family.parallel, family.memory
         micro_batch = family.data.micro_batch
         is_largest = micro_batch == max(choices.micro_batches)
@@ -143,7 +142,7 @@ class Levers:
         found = self._fastest(family, _combinations(values))
         if found is None:
             return None
-        # Larger units need more memory, which the others must leave.
+        # Larger units need memory that the other keys must leave free.
         units = _combinations({"parallel.fsdp_blocks": choices.fsdp_blocks})
         faster = self._fastest(found.recipe, units, found.tokens_s * _LEAST_GAIN_OF_KEYS)
         return faster or found
@@ -151,10 +150,10 @@ class Levers:
     def _fastest(
         self, recipe: Recipe, changes: Iterable[Mapping[str, Any]], needed: float = 0.0
     ) -> Timed | None:
-        """Return the fastest legal variant that fits, if it is as fast as needed.
+        """Return the fastest legal variant that fits and reaches ``needed`` tokens/s; else None.
 
-        Memory takes longer to predict than time. So it is predicted in the order of time, until a
-        variant fits.
+        Memory takes longer to predict than time. So memory is predicted for the fastest variants
+        first, until one fits.
         """
         timed = []
         for change in changes:
@@ -167,7 +166,7 @@ class Levers:
 
 
 def main_cut(setup: Setup) -> tuple[int, ...]:
-    """Return the cut of a setup, as ``parallel.stages`` would say it."""
+    """Return the cut of a setup in the form of ``parallel.stages``."""
     *others, last = setup.layout.stage_blocks
     return (*others, last - setup.sizes.mtp_layers)
 

@@ -1,13 +1,13 @@
-"""The memory of a pipeline rank, moment by moment, where the order is known. No torch here.
+"""Predicts a pipeline rank's memory moment by moment, where the order is known. No torch here.
 
-``memory`` adds the largest parts of all kinds, which is right if nothing is known of their order.
-Here the order is known, because a run of ours is composed by ``parallel.compose``. FSDP gathers the
-unit that runs and the next one. It reduces a unit as soon as its gradients are there; with a
-pipeline, once, at the end. Backward frees a block before it begins the next one. So the logits, the
-last block's backward and the reduction of its unit's gradients are never in memory together, and
-the peak is that of the largest moment.
+``memory`` adds the largest parts of all kinds, which is right if their order is unknown. Our own
+runs are composed by ``parallel.compose``, so their order is known. FSDP gathers the unit that runs
+and the next one. It reduces a unit as soon as its gradients are computed, or with a pipeline once,
+at the end. Backward frees a block before it begins the next one. So the logits, the last block's
+backward and the reduction of its unit's gradients are never in memory together, and the peak is the
+largest moment.
 
-All numbers are bytes of one rank.
+All sizes are bytes on one rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,19 +37,19 @@ from composer3d.planner.trained import Share
 
 
 class Always(NamedTuple):
-    """What a rank holds all the time: its shards of parameters, and their optimizer state."""
+    """The bytes that a rank always holds: its shards of parameters, and their optimizer state."""
 
     weights: float
     optimizer: float
 
 
 class Moment(NamedTuple):
-    """What a rank holds at one time, besides ``Always``.
+    """The bytes that a rank holds at one time, besides ``Always``.
 
     Attributes:
-        gradients: of parameters, whole and sharded.
+        gradients: gradients of parameters, whole and sharded.
         gathered: parameters that FSDP has gathered.
-        buffers: of reductions and of messages.
+        buffers: buffers of reductions and messages.
         activations: what backward needs, and the temporaries of the block that runs.
         logits: logits and their copies in the loss.
     """
@@ -68,18 +68,18 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
-    """A stage: its blocks, and what it has besides.
+    """The sizes of a stage: those of its blocks, ends and messages.
 
-    Each action of a schedule reads the sums over its units, so they are added up once.
+    Each action of a schedule reads the sums over its units, so these are cached.
 
     Attributes:
-        blocks: in order.
-        groups: the units of FSDP that hold them, in order: one or several blocks each.
-        first, last: the units of embedding and head. None: the stage has none, or they share a
-            parameter and ``last`` is the unit of both.
-        output: the stream that it sends to another rank, which stays until its gradient arrives.
-        messages: buffers in which messages arrive.
-        input_is_message: the first block's input is such a buffer.
+        blocks: its blocks, in order.
+        groups: the same blocks by FSDP unit, in order.
+        first, last: the units of embedding and head; None: the stage has none. If both share a
+            parameter, ``first`` is None and ``last`` is the unit of both.
+        output: the activations that it sends to another rank, kept until their gradient arrives.
+        messages: the buffers that messages are received in.
+        input_is_message: whether the first block's input is such a buffer.
     """
 
     blocks: tuple[BlockBytes, ...]
@@ -127,7 +127,7 @@ def _unit_of(blocks: tuple[BlockBytes, ...]) -> Unit:
 
 
 def peak_moments(setup: Setup) -> Iterator[tuple[Always, Moment]]:
-    """Yield what each pipeline rank always holds, and the rest at its largest moment.
+    """Yield what each pipeline rank always holds, and what else at its largest moment.
 
     Raises:
         PlanError: the schedule cannot run with these numbers.
@@ -142,7 +142,7 @@ def peak_moments(setup: Setup) -> Iterator[tuple[Always, Moment]]:
 
 
 class _Blocks:
-    """The blocks of a setup: those of one kind, of which as much trains, are computed once."""
+    """The blocks of a setup. Blocks of the same kind and trained share are computed once."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -172,18 +172,19 @@ class _Rank:
         setup: the whole setup.
         number: the pipeline rank.
         blocks: the blocks of the model.
-        matrices: those that an optimizer of matrices works on, on all ranks of this one's stages.
+        matrices: the matrices of a matrix optimizer (Muon), on all ranks of this rank's stages.
 
     Attributes:
         setup, number, matrices: as given.
-        stages: by number.
-        narrow, wide: bytes of a gathered parameter, and of a sharded one or a summed gradient.
-        adds_at_once: whether a gradient is added to a sum as soon as it is written. Otherwise those
-            of a unit stay as narrow as the computation until its backward ends.
-        exchanged: bytes of the two copies of a gradient's element, the one that leaves and the one
-            that arrives, if it is sent narrower than it is summed.
-        has_fsdp: whether FSDP gathers and reduces; else every rank holds all of its parameters.
-        splits_backward: whether the gradients of weights are computed later.
+        stages: the rank's stages, by number.
+        narrow, wide: bytes per element of a gathered parameter, and of a sharded one or a summed
+            gradient.
+        adds_at_once: whether a gradient is added to a sum as soon as it is written. Otherwise the
+            gradients of a unit stay narrow until its backward ends.
+        exchanged: bytes per element of the copies of a gradient that are sent and received, if it
+            is sent narrower than it is summed.
+        has_fsdp: whether FSDP gathers and reduces; else every rank holds its parameters whole.
+        splits_backward: whether weight gradients are computed in actions of their own.
     """
 
     def __init__(self, setup: Setup, number: int, blocks: _Blocks, matrices: BlockMatrices) -> None:
@@ -224,7 +225,7 @@ class _Rank:
             layout.pp, number + 1, layout.schedule
         )
         neighbours = (not is_first) + (not is_last)
-        # Since torch 2.15 a buffer is made for each message, and what arrived belongs to the stage.
+        # Since torch 2.15, each message gets a new buffer, which the stage then owns.
         keeps_buffers = not setup.software.since_torch_2_15
         buffers = setup.batch.micro_batches if keeps_buffers else 1
         return _Stage(
@@ -242,13 +243,13 @@ class _Rank:
         )
 
     def _embedding(self) -> Unit:
-        """Return the embedding, which may have a copy on the last stage."""
+        """Return the unit of the embedding, of which the last stage may have a copy."""
         setup = self.setup
         elements = setup.sizes.embedding_parameters / setup.layout.tp
         return unit_of(setup, elements, 0.0, Share(setup.trained.first))
 
     def always(self) -> Always:
-        """Return the shards. The optimizer does not update the copy of a tied embedding."""
+        """Return the shards and their state. A tied embedding's copy has no state."""
         if self.setup.software.offloads:
             return Always(0.0, 0.0)
         shard = sum(stage.shard for stage in self.stages.values())
@@ -262,19 +263,19 @@ class _Rank:
         return Always(self.wide * shard, state)
 
     def waiting_losses(self, nth: int) -> float:
-        """Return what losses keep in the backward of the ``nth`` block from the end, from 0.
+        """Return what losses keep during the backward of the ``nth`` block from the end, from 0.
 
-        A depth of multi-token prediction has as many losses before it as its number.
+        Depth n of multi-token prediction has n losses before it.
         """
         depths = self.setup.sizes.mtp_layers
         return self.head.waiting * max(0, depths - nth) / max(1, depths)
 
     def written_width(self, *, has_sum: bool, begins_sum: bool = False) -> float:
-        """Return the bytes of an element of a gradient that is written, until its unit's end.
+        """Return the bytes per element of a newly written gradient, until its unit's end.
 
         Args:
-            has_sum: whether there is a sum of earlier micro-batches, which is counted elsewhere.
-            begins_sum: whether it is the first of such a sum, and is not reduced now.
+            has_sum: whether earlier micro-batches have left a sum, which is counted elsewhere.
+            begins_sum: whether it is the first of such a sum, and not reduced now.
         """
         if not self.adds_at_once:
             return self.narrow
@@ -283,7 +284,7 @@ class _Rank:
         return self.wide if begins_sum else self.narrow
 
     def sharded_gradients(self, elements: float) -> float:
-        """Return the bytes of gradients of this rank's shards."""
+        """Return the bytes of this rank's sharded gradients on the device."""
         return 0.0 if self.setup.software.offloads else self.wide * elements
 
 
@@ -298,7 +299,7 @@ def _orthogonalising(rank: _Rank, matrices: Matrices) -> list[Moment]:
     owned = rank.matrices.elements / layout.ranks_of("stage").size
     largest = matrices.largest.elements
     of_round = owned_in_round(owned, largest)
-    # The new values of a part, and what is chosen of them and the old ones.
+    # The new values of a part, and the choice between them and the old ones.
     part = largest * layout.replicas / layout.ranks_of("stage").size
     updated = 2 * rank.wide * part
     in_products = elements_of_products(of_round, largest)
@@ -325,10 +326,10 @@ def _step_moments(rank: _Rank) -> list[Moment]:
 
 
 class _MicroBatch:
-    """A micro-batch of a model that is one stage.
+    """A micro-batch without a pipeline.
 
     Args:
-        rank: the rank.
+        rank: the rank's sizes.
         repeats: whether there are micro-batches before it.
         is_last: whether it is the last one of the step.
     """
@@ -345,7 +346,7 @@ class _MicroBatch:
         self.sums_whole = zero <= 1 or not rank.has_fsdp
         self.reduces = rank.has_fsdp and (zero >= 2 or is_last)
         self.repeats = repeats
-        # The elements that backward has dropped after the last micro-batch, where only it does.
+        # The elements that the last micro-batch has dropped, if only the last one drops them.
         self.dropped = 0.0
         self.drops_at_end = rank.has_fsdp and zero < 3 and is_last
 
@@ -358,7 +359,7 @@ class _MicroBatch:
         held = sum(each.kept for each in stage.blocks)
 
         sums = self._earlier_sums()
-        # The buffer of the unit that the micro-batch before has reduced last.
+        # The buffer of the unit that the previous micro-batch reduced last.
         buffer = wide * self.end.trained if self.repeats and not self.sums_whole else 0.0
         # The last block's are on their way.
         at_head = self._gathered([_NOTHING, *units[:1]], last.elements)
@@ -377,7 +378,7 @@ class _MicroBatch:
             ),
         ]
 
-        # One that is reduced before it is added stays as narrow as the computation.
+        # A gradient that is reduced before it is added stays narrow.
         kept_width = rank.written_width(has_sum=self.sums_whole and self.repeats)
         # The head's gradient is reduced now, or together with that of the embedding it is tied to.
         head_gradient = kept_width * last.trained
@@ -400,8 +401,8 @@ class _MicroBatch:
                 sums += self._left_by(last)
 
         for nth, (group, unit) in enumerate(zip(groups, units, strict=True)):
-            # The last unit may be smaller than the two before it. Between those and the first ones,
-            # all grows or falls evenly.
+            # The last unit may be smaller than the two before it. In between, memory grows or falls
+            # linearly, so no moment is the largest.
             if nth < 3 or nth >= len(groups) - 2:
                 moments += self._backward_of_unit(
                     group,
@@ -444,10 +445,10 @@ class _MicroBatch:
         Args:
             group: the blocks of the unit, in the order of forward.
             unit: their parameters.
-            after: the unit that backward comes to next, which is gathered ahead; or nothing.
-            sums, buffer: the gradients, and the buffer of the reduction before.
-            held: what the blocks keep that backward has not been through.
-            kept_width: the bytes of an element of a gradient that is not reduced yet.
+            after: the unit that backward reaches next, which is gathered ahead; may be empty.
+            sums, buffer: the bytes of gradients, and of the buffer of the previous reduction.
+            held: the bytes that blocks which backward has not reached keep.
+            kept_width: the bytes per element of a gradient that is not reduced yet.
         """
         rank = self.rank
         # The buffer of the all-gather, and the parameters copied from it.
@@ -464,7 +465,7 @@ class _MicroBatch:
             held -= block.kept
         moments.append(Moment(sums + whole, gathered, buffer, held + rank.stream))
         if self.reduces:
-            # They are added to the sum, or copied to the buffer and freed.
+            # The gradients are added to the sum, or copied to the buffer and freed.
             shard = rank.sharded_gradients(unit.trained_shard)
             copied = sums if self.sums_whole and self.repeats else sums + max(whole, shard)
             gathered = self._gathered(after)
@@ -502,13 +503,13 @@ class _MicroBatch:
             self.dropped += unit.elements
 
     def _left_by(self, unit: Unit) -> float:
-        """Return the gradients of a unit that the first micro-batch leaves."""
+        """Return the bytes of a unit's gradients that the first micro-batch leaves."""
         if self.reduces:
             return self.rank.sharded_gradients(unit.trained_shard)
         return self.rank.wide * unit.trained
 
     def _earlier_sums(self) -> float:
-        """Return the gradients that earlier micro-batches have left."""
+        """Return the bytes of gradients that earlier micro-batches have left."""
         if not self.repeats:
             return 0.0
         if self.sums_whole:
@@ -516,9 +517,9 @@ class _MicroBatch:
         return self.rank.sharded_gradients(self.stage.trained_shard)
 
     def _gathered(self, units: Sequence[Unit], ends: float = 0.0) -> float:
-        """Return what is gathered when ``units`` and ``ends`` elements of first and last are.
+        """Return the gathered bytes with ``units``, and ``ends`` elements of first and last.
 
-        A second unit is gathered ahead. Only zero = 3 drops parameters. A tied unit stays
+        The second of the units is gathered ahead. Only zero = 3 drops parameters. A tied unit stays
         gathered.
         """
         if not self.rank.has_fsdp:
@@ -537,7 +538,7 @@ class _MicroBatch:
 def _pipeline_moments(rank: _Rank) -> list[Moment]:
     """Return the moments of all actions of a pipeline rank."""
     layout, micro_batches = rank.setup.layout, rank.setup.batch.micro_batches
-    # In a long step, the middle repeats itself.
+    # The middle of a long step repeats itself, so a shorter step has the same largest moment.
     can_shorten = layout.schedule not in ("csv", "GPipe", "LoopedBFS")
     if can_shorten and micro_batches % layout.pp == 0:
         micro_batches = min(micro_batches, 3 * layout.pp)
@@ -566,7 +567,7 @@ class _PipelineRank:
         }
 
     def _held(self, stage: _Stage) -> float:
-        """Return what a stage keeps of a micro-batch from forward to backward."""
+        """Return the bytes that a stage keeps of a micro-batch from forward to backward."""
         kept = sum(block.kept for block in stage.blocks) + stage.output
         if stage.input_is_message:
             kept -= self.rank.stream
@@ -586,7 +587,7 @@ class _PipelineRank:
         if state.kind == "F":
             return self._forward(state, stage, sums, gathered, held)
 
-        # During the action, its stage is gathered, and gets whole gradients.
+        # During the action, its stage is gathered and gets unsharded gradients.
         gathered_after = self._gathered(state.gathered | {state.stage})
         sums_after = sums
         if state.stage not in state.summed:
@@ -598,11 +599,11 @@ class _PipelineRank:
             moments += self._backward_begins(state, stage, sums, held, written)
             moments += self._backward_ends(state, stage, sums_after, gathered_after, held, written)
         if state.kind in "BW" and rank.splits_backward:
-            # All gradients of weights are computed before they are added to the sums.
+            # All weight gradients are computed before they are added to the sums.
             linear = self._not_added(sum(block.linear for block in stage.blocks))
             if state.kind == "B":
                 held += self.deferred[state.stage] - self.held[state.stage]
-            # The gradient of the embedding is computed by itself.
+            # The embedding's gradient is computed separately.
             embedding = 0.0 if stage.first is None else rank.narrow * stage.first.trained
             written = max(linear, embedding)
             moments.append(Moment(sums_after + written, gathered_after, self.messages, held))
@@ -642,9 +643,9 @@ class _PipelineRank:
         rank = self.rank
         if not rank.has_fsdp:
             return []
-        # Before the reduction of a unit, its parameters are dropped. Its gradients are freed when
-        # the buffer has them. Before torch 2.15, the last one is freed after the reduction. Of the
-        # embedding and of the head, it is almost all.
+        # Before the reduction of a unit, its parameters are dropped. Its gradients are freed once
+        # the buffer holds them; before torch 2.15, the last one only after the reduction. For the
+        # embedding and the head, that is almost all.
         moments = []
         units = [stage.first, *stage.units_of_groups, stage.last]
         frees_at_once = rank.setup.software.since_torch_2_15
@@ -667,7 +668,7 @@ class _PipelineRank:
     def _backward_begins(
         self, state: State, stage: _Stage, sums: float, held: float, written: float
     ) -> list[Moment]:
-        """Return the moments of the loss, of the head, and of the last block.
+        """Return the moments of the loss, the head and the last block.
 
         ``written`` is the ``written_width`` of the backward.
         """
@@ -717,7 +718,7 @@ class _PipelineRank:
         held: float,
         written: float,
     ) -> list[Moment]:
-        """Return the moments of the first block, and after it.
+        """Return the moments of the first block's backward, and after it.
 
         ``written`` is the ``written_width`` of the backward.
         """
@@ -733,11 +734,11 @@ class _PipelineRank:
         if stage.first is not None and not rank.splits_backward:
             # The embedding's gradient is one tensor, however it is added.
             not_added = max(not_added, rank.narrow * stage.first.trained)
-        # The first backward has not made the gradients of the first units yet.
+        # The first backward has not computed the gradients of the first units yet.
         made = sums
         if state.stage not in state.summed:
             embedding = 0.0 if stage.first is None else stage.first.trained
-            # If they are not added at once, then when all of their unit are there.
+            # Gradients that are not added at once are added when their whole unit has them.
             added = block.unit if rank.adds_at_once else unit
             made -= rank.wide * (added.trained + embedding)
         made += self._not_added(unit.trained - block.unit.trained)
@@ -747,13 +748,13 @@ class _PipelineRank:
         ]
 
     def _not_added(self, elements: float) -> float:
-        """Return gradients that are written and not yet added to a sum."""
+        """Return the bytes of gradients that are written and not yet added to a sum."""
         return 0.0 if self.rank.adds_at_once else self.rank.narrow * elements
 
     def _gathered(self, stages: frozenset[int]) -> float:
-        """Return what is gathered of ``stages`` during a backward or a reduction.
+        """Return the gathered bytes of ``stages`` during a backward or a reduction.
 
-        With zero = 3, a forward drops the embedding, and backward does not read it.
+        With zero = 3, forward drops the embedding, which backward does not read.
         """
         if not self.rank.has_fsdp:
             return 0.0

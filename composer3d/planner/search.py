@@ -25,8 +25,8 @@ from composer3d.recipe.schema import Recipe
 CLOSE = 0.03
 # With more layouts than this, those that fit and have the fewest ranks in tp, pp and cp are timed.
 _MOST_TIMED = 4000
-# Layouts that need less than this share of their device may fit with further keys. So many of them,
-# those that need least, are timed.
+# Layouts that need less than this share of their device may fit with further keys. At most this
+# many, those that need least, are timed.
 _NEAR = 1.3
 _MOST_NEAR = 1000
 
@@ -38,7 +38,7 @@ class Device:
     Attributes:
         hardware: the row of the device.
         per_node: devices that share a node.
-        nic_bytes_s: one direction of the network for each device; None: what the row says.
+        nic_bytes_s: network bytes per second of each device, in one direction; None: the row's.
     """
 
     hardware: Hardware
@@ -49,18 +49,18 @@ class Device:
         """Return the setup of a resolved recipe on this device.
 
         Raises:
-            DeviceError: the links of the device are not known.
+            DeviceError: the links of the device are unknown.
         """
         return of_recipe(recipe, self.hardware, self.per_node, self.nic_bytes_s)
 
 
 class Plan(NamedTuple):
-    """A layout of a recipe, and what it costs.
+    """A layout of a recipe, and its prediction.
 
     Attributes:
         recipe: the recipe in this layout.
-        prediction: its cost.
-        mfu: model FLOPs utilization with causal attention; None: the device's peak is not known.
+        prediction: its predicted time and memory.
+        mfu: model FLOPs utilization with causal attention; None: the device's peak is unknown.
         bound_by: what costs most besides the products, in words.
         lever: what would help most, in words.
     """
@@ -93,9 +93,9 @@ class Search(NamedTuple):
         plans: those that fit, the fastest first; if none fits, those that come closest.
         legal: the number of legal layouts.
         fitting: how many of these fit.
-        by_keys: how many layouts with further keys were found besides these, which fit as well.
-        close: the probability that the first one is at most ``CLOSE`` slower than the best of those
-            that fit; None: none fits.
+        by_keys: how many more layouts, with further keys, were found to fit.
+        close: the probability that the first one is at most ``CLOSE`` slower than the best that
+            fits; None: none fits.
     """
 
     plans: list[Plan]
@@ -116,9 +116,9 @@ def search(
 ) -> Search:
     """Return the fastest layouts of a recipe on ``gpus`` devices.
 
-    Layouts that are fast, or would be if they did not need a little too much memory, are tried with
-    further keys, and their stages are cut by their time (``levers``). ``report`` is called for each
-    layout whose memory or time is predicted next, or that is tried so, with which of these.
+    Fast layouts, and those that need slightly too much memory, are tried with further keys and with
+    stages cut by time (``levers``). ``report`` is called for each layout or family before it is
+    predicted, with the phase: "memory", "time" or "further keys".
     """
     choices = choices or Choices()
     legal = 0
@@ -129,7 +129,7 @@ def search(
         legal += 1
         report("memory")
         setup = device.setup(variant)
-        # Most layouts of a large model do not fit, and most of them not even their first rank.
+        # Most layouts of a large model do not fit, and usually not even their first rank does.
         share = needed_share(setup, memory_of_ranks(setup))
         if 1 < share < _NEAR:
             near.append((share, len(too_large)))
@@ -154,18 +154,18 @@ def search(
 
 
 def _largest_bytes(setup: Setup) -> float:
-    """Return what the pipeline rank that needs most allocates."""
+    """Return the bytes that the pipeline rank with the largest need allocates."""
     return max(rank.allocated_bytes for rank in predict_memory(setup))
 
 
 class ScalePoint(NamedTuple):
-    """What a recipe reaches on a number of devices.
+    """The prediction for a recipe on a number of devices.
 
     Attributes:
         gpus: the number of devices.
-        plan: the fastest layout; if none fits, the one that comes closest; None: none is legal.
-        efficiency: tokens per second of a device, as a share of those on the fewest devices that
-            the recipe fits; None: it does not fit these.
+        plan: the fastest layout, or the closest one if none fits; None: none is legal.
+        efficiency: tokens per second per device, relative to the fewest devices that the recipe
+            fits; None: it does not fit this number.
     """
 
     gpus: int
@@ -183,8 +183,8 @@ def scaling(
 ) -> list[ScalePoint]:
     """Return the fastest layout for each number of devices, in ascending order.
 
-    The batch stays, unless it cannot be cut evenly over the devices: then each has one sample.
-    ``report`` is called as in ``search``, with the number of devices as well.
+    The global batch stays, unless it does not divide evenly over the devices: then each has one
+    sample. ``report`` is called as in ``search``, with the number of devices as well.
     """
     found: list[ScalePoint] = []
     base_tokens_s: float | None = None
@@ -210,7 +210,7 @@ def _say_gpus(report: Callable[[str], None], gpus: int, phase: str) -> None:
 def work_share(prediction: Prediction) -> float:
     """Return the share of a step that is the model's own work, which no layout can avoid.
 
-    The rest is recomputed, waits for collectives or for the pipeline, or is the optimizer or host.
+    The rest is recomputation, waiting for collectives or the pipeline, the optimizer, and the host.
     """
     time = prediction.time
     return (time.compute_s - time.recompute_s) / time.step_s
@@ -235,7 +235,7 @@ _LEVERS = {
 
 
 def _shares(prediction: Prediction) -> dict[str, float]:
-    """Return the share of each loss in the step."""
+    """Return each overhead's share of the step."""
     time = prediction.time
     parts = {
         **time.exposed_s,

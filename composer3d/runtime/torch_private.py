@@ -417,12 +417,19 @@ def messages_of_stage(
                     buffers = [one.buffer for one in received if one.buffer is not None]
                     yield (number + step, micro_batch, kind), buffers
         elif number == after.stage and after.kind == "F":
-            outputs, _ = stage.fwd_cache[after.micro_batch]
-            yield (number, after.micro_batch, "activations"), list(outputs)
+            yield (number, after.micro_batch, "activations"), _outputs(stage, after.micro_batch)
         elif number == after.stage and after.kind in ("B", "I"):
             inputs = stage.bwd_cache.get(after.micro_batch) or ()
             tensors = [grad for grad in inputs if grad is not None]
             yield (number, after.micro_batch, "gradients"), tensors
+
+
+def _outputs(stage: Any, micro_batch: int) -> list[Tensor]:
+    """Return what a stage has just computed. From torch 2.15 on, it is dropped once it is sent."""
+    if hasattr(stage, "fwd_cache"):
+        outputs, _ = stage.fwd_cache[micro_batch]
+        return list(outputs)
+    return list(stage._forward_chunk_states[micro_batch].live_outputs)
 
 
 def watch_resizes(see: Callable[[UntypedStorage], None]) -> AbstractContextManager[None]:

@@ -475,17 +475,18 @@ def _has_kinds_of_blocks(
 ) -> bool:
     """Return whether a small model has the kinds of blocks of ``full``, in its stages, too.
 
-    With fewer stages than ``full``, only the kinds of all blocks are compared.
+    With fewer stages than ``full`` has sets of kinds, only the kinds of all blocks are compared.
     """
     kinds = kinds_of_blocks(full.model, full.data.seq_len)
     small_kinds = kinds_of_blocks(shape, full.data.seq_len)
     if set(kinds) != set(small_kinds):
         return False
     count = _count_stages(full, mesh.pp)
-    if len(set(kinds)) == 1 or count == 1 or count != _count_stages(full, full.mesh.pp):
+    kinds_of_stages = by_stage(kinds, _stages(full))
+    if len(set(kinds)) == 1 or len(kinds_of_stages) > count:
         return True
     small = replace(full, model=shape, mesh=mesh, parallel=replace(full.parallel, stages=stages))
-    return by_stage(small_kinds, _stages(small)) == by_stage(kinds, _stages(full))
+    return by_stage(small_kinds, _stages(small)) == kinds_of_stages
 
 
 def _stages(recipe: Recipe) -> tuple[int, ...]:
@@ -514,12 +515,19 @@ def _blocks_of_all_kinds(full: Recipe, mesh: MeshTable) -> Blocks:
     full_stages = _stages(full)
     stages = _some_stages(full_stages, count)
     least = _layers_of_stage(full, min(stages))
-    cuts = {_few_layers(stages, few) for few in range(least + 1, most + 1)}
-    # A stage that is shorter than others may lack kinds of blocks. It can stay as short.
-    cuts |= {_at_most(stages, few) for few in range(min(stages) + 1, most + 2)}
-    others = [cut for cut in cuts if sum(cut) <= model.n_layers]
-    others.sort(key=lambda cut: (sum(cut), cut))
-    return few_blocks(model, seq_len, full_stages, (_few_layers(stages, least), *others))
+
+    def cuts_like(stages: tuple[int, ...]) -> list[tuple[int, ...]]:
+        cuts = {_few_layers(stages, few) for few in range(least + 1, most + 1)}
+        # A stage that is shorter than others may lack kinds of blocks. It can stay as short.
+        cuts |= {_at_most(stages, few) for few in range(min(stages) + 1, most + 2)}
+        return sorted(
+            (cut for cut in cuts if sum(cut) <= model.n_layers), key=lambda c: (sum(c), c)
+        )
+
+    # Dense blocks come first: their end may be within the second stage, whatever its length.
+    leading = (*full_stages[: count - 1], min(full_stages))
+    cuts = (_few_layers(stages, least), *cuts_like(stages), *cuts_like(leading))
+    return few_blocks(model, seq_len, full_stages, cuts)
 
 
 def _sequence(full: Recipe, mesh: MeshTable) -> tuple[int, int]:

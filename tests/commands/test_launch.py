@@ -83,20 +83,21 @@ def test_the_container_of_the_kubernetes_job_trains(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(recipe)
     env |= {"FIRST": f"localhost:{free_port()}", "NODES": "1", "PROCESSES": "2"}
     env |= {"RECIPE": "recipe.toml", "RESTARTS": "0", "LOGS": "logs"}
-    done = subprocess.run(
-        [*container["command"], *container["args"]],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            **env,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+
+    def start(path: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*container["command"], *container["args"]],
+            cwd=tmp_path,
+            env={**os.environ, **env, "PATH": path, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    without_package = start("/usr/bin:/bin")
+    assert without_package.returncode != 0, without_package.stderr
+    done = start(f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert done.returncode == 0, done.stderr
     assert len(losses(tmp_path, "runs")) == 4
     printed = {path.parent.name: path.read_text() for path in tmp_path.glob("logs/**/stderr.log")}

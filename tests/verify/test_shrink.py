@@ -15,6 +15,7 @@ from composer3d.recipe.schema import AXES, MeshTable, Recipe
 from composer3d.recipe.stages import stage_ranges
 from composer3d.verify.shrink import LIMIT, lost_kinds, shrink
 from tools.prove.paths import RECIPE as RECIPE_PATH
+from tools.prove.paths import ROOT
 
 MOE = "architecture=moe preset=debug-moe"
 BASE = load(str(RECIPE_PATH), [], check_files=False).recipe
@@ -224,7 +225,8 @@ def kinds_of_stages(recipe: Recipe) -> set[frozenset[tuple[bool, bool, bool]]]:
     def kind(block: int) -> tuple[bool, bool, bool]:
         has_window = 0 < model.window_of(block) < recipe.data.seq_len
         has_experts = model.experts > 0 and model.has_experts(block)
-        return has_window, model.is_rotary(block), has_experts
+        is_rotary = not hasattr(model, "is_rotary") or model.is_rotary(block)
+        return has_window, is_rotary, has_experts
 
     return {frozenset(map(kind, blocks)) for blocks in stage_ranges(recipe)}
 
@@ -325,6 +327,17 @@ def test_fewer_stages_have_the_kinds_of_blocks_of_all() -> None:
         for small in smalls:
             kinds = frozenset().union(*kinds_of_stages(small))
             assert kinds == frozenset().union(*kinds_of_stages(full)), full
+
+
+def test_fewer_stages_have_the_kinds_of_a_stage_in_which_dense_blocks_end() -> None:
+    """Of the full model, it is the second: the first one has dense blocks alone."""
+    stages = f"parallel.stages={[2] * 29 + [1] * 3}"
+    sets = ["parallel.schedule=Interleaved1F1B", stages]
+    full = load(ROOT / "recipes" / "deepseek-v3-1024.toml", sets, check_files=False).recipe
+    small = shrink(full)[0]
+    assert small.mesh.pp < full.mesh.pp
+    assert len(kinds_of_stages(full)) == 3
+    assert kinds_of_stages(small) == kinds_of_stages(full)
 
 
 def test_kinds_of_blocks_that_are_lost_are_told() -> None:
