@@ -62,6 +62,7 @@ from composer3d.runtime.torch_private import (
     group_of_argument,
     has_data,
     in_fake_tensors,
+    is_composed,
     watch_resizes,
     with_data,
 )
@@ -676,17 +677,11 @@ def _traits_of(operator: Any) -> OperatorTraits:
     return OperatorTraits(
         name=name,
         body=body_of(operator),
-        is_composed=operator.namespace == "aten" and _is_composed(operator.name()),
+        is_composed=operator.namespace == "aten" and is_composed(operator),
         makes_tensors=any(alias is None for alias in returned),
         is_collective=is_collective(operator),
         tells_kind=name in _TELL_KIND,
     )
-
-
-def _is_composed(name: str) -> bool:
-    """Return whether an operator calls others, and no device has a kernel of it."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
 
 
 def _grouped_product(a: Tensor, b: Tensor, offsets_G: Tensor | None) -> Tensor:

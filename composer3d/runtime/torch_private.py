@@ -432,6 +432,13 @@ def _outputs(stage: Any, micro_batch: int) -> list[Tensor]:
     return list(stage._forward_chunk_states[micro_batch].live_outputs)
 
 
+def is_composed(operator: Any) -> bool:
+    """Return whether an operator only calls others, on every device."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = operator.name()
+    return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
+
+
 def watch_resizes(see: Callable[[UntypedStorage], None]) -> AbstractContextManager[None]:
     """Return a context that calls ``see`` after each ``resize_`` of a storage.
 
