@@ -67,15 +67,14 @@ def test_the_report_names_the_parameters_that_compute_a_token() -> None:
 
 
 def test_the_table_is_that_of_the_model() -> None:
-    for shape in (*PRESETS.values(), replace(DEBUG, mtp_layers=2, tied=True)):
-        small = replace(shape, n_layers=4)
-        model, plan = Glm(small), sharding_plan(small)
-        fit.check(model, plan)
-        assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-        parameters = {name: tuple(value.shape) for name, value in model.named_parameters()}
-        assert list(parameters.items()) == list(table(small).shapes().items())
-        assert read_table(Glm, sharding_plan, small).shapes() == parameters
-    claims.check(Glm(replace(DEBUG, mtp_layers=1), device="cpu"), sharding_plan(DEBUG))
+    """Also with multi-token prediction, which no preset has."""
+    shape = replace(DEBUG, mtp_layers=2, tied=True)
+    model, plan = Glm(shape), sharding_plan(shape)
+    fit.check(model, plan)
+    claims.check(Glm(shape, device="cpu"), plan)
+    parameters = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    assert list(parameters.items()) == list(table(shape).shapes().items())
+    assert read_table(Glm, sharding_plan, shape).shapes() == parameters
 
 
 @pytest.mark.parametrize("depths", [0, 2])
