@@ -17,7 +17,6 @@ from composer3d.models.glm import huggingface as glm
 from composer3d.models.gpt_oss import huggingface as gpt_oss
 from composer3d.models.granite import huggingface as granite
 from composer3d.models.llama import huggingface as llama
-from composer3d.models.locations import Location
 from composer3d.models.moe.huggingface import untrained
 from composer3d.models.olmo2 import huggingface as olmo2
 from composer3d.models.phi3 import huggingface as phi3

@@ -1,4 +1,4 @@
-"""Llama, its mixtures of experts, OLMo 2 and 3, Granite 3, Gemma 3 and GLM-4.5, as papers write them.
+"""Llama, its mixtures of experts, OLMo 2 and 3, Granite 3, Gemma 3 and GLM-4.5, as in their papers.
 
 ``verify`` runs the model of composer3d on both of its sides. This one shares no code with it: it
 computes one sequence at a time, in mixtures of experts one token, and rotates complex numbers.

@@ -1,11 +1,11 @@
 """Resume on each layout from the checkpoints of all layouts, and prove each resume exact.
 
 There are 13 layouts of a dense model, 8 of a model with experts, and 3 of a gpt-oss, a DeepSeek, a
-GLM-4.5 and a Gemma 3 each. Each layout trains 3 steps, saves, and trains 5 more. Then each loads what each has
-saved of the same model. Its shards of all parameters and moments must be bitwise those of the
-source. Its next 5 losses must be those of the source within 1e-5, or 1e-9 for the last four
-models, which train in float64; the table shows the difference. It must take the same samples: in
-all, each sample of the data exactly once.
+GLM-4.5 and a Gemma 3 each. Each layout trains 3 steps, saves, and trains 5 more. Then each loads
+what each has saved of the same model. Its shards of all parameters and moments must be bitwise
+those of the source. Its next 5 losses must be those of the source within 1e-5, or 1e-9 for the last
+four models, which train in float64; the table shows the difference. It must take the same samples:
+in all, each sample of the data exactly once.
 
 Exit status: 0 if all pairs are exact, 1 if one is not.
 """

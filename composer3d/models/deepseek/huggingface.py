@@ -193,7 +193,7 @@ def parse_experts(
         checks: collects a line for each value that is not supported.
         model_type: the one of DeepSeek whose router computes it.
     """
-    require, values = checks.require, {}
+    require = checks.require
     for key in ("num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"):
         require(is_size(config[key]), key, config[key], "a positive integer")
     dense, scale = config["first_k_dense_replace"], config["routed_scaling_factor"]
@@ -209,10 +209,10 @@ def parse_experts(
         require(renormalise in (False, None), "norm_topk_prob", renormalise, "false or absent")
     else:
         require(type(renormalise) is bool, "norm_topk_prob", renormalise, "true, false or absent")
-    values |= _parse_groups(config, checks, model_type)
+    groups = _parse_groups(config, checks, model_type)
     if checks.problems:
         return {}
-    return values | {
+    return groups | {
         "dense_layers": dense,
         "expert_ffn": config["moe_intermediate_size"],
         "experts_per_token": config["num_experts_per_tok"],

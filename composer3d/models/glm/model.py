@@ -10,7 +10,7 @@ from composer3d.models.llama.model import Block
 from composer3d.models.moe.model import MoeBlock, MoeLlama
 
 
-class GlmPredictionBlock(PredictionBlock, MoeBlock):
+class GlmPredictionBlock(PredictionBlock, MoeBlock):  # type: ignore[misc]  # a third argument
     """A depth of multi-token prediction, with the attention of the other blocks."""
 
 
