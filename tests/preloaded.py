@@ -12,6 +12,8 @@ import composer3d.models.deepseek.model
 import composer3d.models.deepseek.plan
 import composer3d.models.gemma3.model
 import composer3d.models.gemma3.plan
+import composer3d.models.glm.model
+import composer3d.models.glm.plan
 import composer3d.models.gpt_oss.model
 import composer3d.models.gpt_oss.plan
 import composer3d.models.llama.model

@@ -78,6 +78,7 @@ def test_documents_and_windows_learn_as_on_the_cpu(tmp_path: Path, masks: tuple[
     [
         ("deepseek", "debug-deepseek"),
         ("gemma3", "debug-gemma3"),
+        ("glm", "debug-glm"),
         ("gpt_oss", "debug-gpt-oss"),
         ("granite", "debug-granite"),
         ("moe", "debug-moe"),

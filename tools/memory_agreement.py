@@ -87,6 +87,21 @@ DEEPSEEK = (
     "model.n_layers=4",
     "data.seq_len=2048",
 )
+GLM = (
+    "run.device=cuda",
+    "model.architecture=glm",
+    "model.preset=glm-4.5-air",
+    "model.dim=1024",
+    "model.n_heads=24",
+    "model.ffn=2736",
+    "model.expert_ffn=704",
+    "model.shared_ffn=704",
+    "model.experts=16",
+    "model.experts_per_token=4",
+    "model.vocab=4096",
+    "model.n_layers=4",
+    "data.seq_len=2048",
+)
 BF16 = "precision.compute=bfloat16"
 NARROW = "precision.reduce=bfloat16"
 SELECTIVE = "memory.activation_checkpoint=selective"
@@ -179,6 +194,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "olmo2-selective": (*OLMO_2, *TP4, BF16, SELECTIVE, batch(2)),
     "gpt-oss": (*GPT_OSS, FSDP, "mesh.ep=4", BF16, batch(8)),
     "gpt-oss-selective": (*GPT_OSS, FSDP, "mesh.ep=8", BF16, SELECTIVE, batch(8)),
+    "glm": (*GLM, "model.qk_norm=true", "model.mtp_layers=1", FSDP, "mesh.ep=8", BF16, batch(8)),
+    "glm-tp-pp": (*GLM, *PP2_TP2, "mesh.ep=4", BF16),
     "prediction": (*DEEPSEEK, "model.mtp_layers=1", FSDP, BF16, batch(16)),
     "prediction-pp": (*DEEPSEEK, "model.mtp_layers=1", *PP2, BF16, batch(8)),
     "prediction-tp-pp": (

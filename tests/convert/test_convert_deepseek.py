@@ -1,4 +1,4 @@
-"""A DeepSeek-V3 goes to a checkpoint and back to Hugging Face with the same bits."""
+"""A DeepSeek-V3 and a GLM-4.5 go to a checkpoint and back to Hugging Face with the same bits."""
 
 import json
 from pathlib import Path
@@ -22,24 +22,30 @@ _CONFIG = {
     "vocab_size": 131,
     "max_position_embeddings": 256,
     "first_k_dense_replace": 1,
-    "kv_lora_rank": 24,
     "moe_intermediate_size": 32,
     "n_group": 4,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
-    "q_lora_rank": 40,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
     "topk_group": 2,
-    "v_head_dim": 20,
+}
+_OF_TYPE = {
+    "deepseek_v3": {
+        "kv_lora_rank": 24,
+        "q_lora_rank": 40,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 20,
+    },
+    "glm4_moe": {"attention_bias": True, "head_dim": 24, "use_qk_norm": True},
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(params=_OF_TYPE)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A model in bfloat16, whose biases of routers are float32, as in the published files."""
     torch.manual_seed(1)
-    config = transformers.DeepseekV3Config(**_CONFIG, pad_token_id=None)
+    settings = _CONFIG | _OF_TYPE[request.param]
+    config = transformers.AutoConfig.for_model(request.param, **settings, pad_token_id=None)
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     for name, bias in model.named_buffers():
         if name.endswith("correction_bias"):

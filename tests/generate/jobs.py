@@ -117,6 +117,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LATENTS, "q_lora_rank": None, "routed_scaling_factor": 1.5, "rope_parameters": _YARN},
     ),
     "deepseek 3": ("DeepseekV3", {**_LATENTS, "q_lora_rank": 40, "n_group": 4, "topk_group": 2}),
+    "glm 4.5": (
+        "Glm4Moe",
+        {
+            "attention_bias": True,
+            "first_k_dense_replace": 1,
+            "head_dim": 24,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+        },
+    ),
     "gpt-oss": (
         "GptOss",
         {

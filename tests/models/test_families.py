@@ -13,10 +13,11 @@ from composer3d.convert.convert import convert
 from composer3d.facts.errors import CheckpointError
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.gemma3 import huggingface as gemma3
+from composer3d.models.glm import huggingface as glm
 from composer3d.models.gpt_oss import huggingface as gpt_oss
 from composer3d.models.granite import huggingface as granite
 from composer3d.models.llama import huggingface as llama
-from composer3d.models.locations import Location
+from composer3d.models.moe.huggingface import untrained
 from composer3d.models.olmo2 import huggingface as olmo2
 from composer3d.models.phi3 import huggingface as phi3
 from composer3d.models.registry import architecture, huggingface_model_types
@@ -106,6 +107,15 @@ _GPT_OSS: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "sliding_window": 7,
     "rope_parameters": {"rope_type": "default", "rope_theta": 2e4},
+}
+# ``num_mtp_layers`` is transformers' own name; it saves no layer of multi-token prediction.
+_GLM: dict[str, Any] = {
+    "first_k_dense_replace": 1,
+    "head_dim": 24,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
 }
 FAMILIES: dict[str, Family] = {
     "qwen3": Family(
@@ -319,6 +329,85 @@ FAMILIES: dict[str, Family] = {
             "a size out of range": _TOO_DEEP,
         },
     ),
+    "glm4_moe": Family(
+        "glm",
+        glm,
+        {
+            "biases and norms": {**_GLM, "attention_bias": True, "use_qk_norm": True},
+            "norms, groups, tied": {
+                **_GLM,
+                **_TIED,
+                "first_k_dense_replace": 2,
+                "n_group": 4,
+                "topk_group": 2,
+                "use_qk_norm": True,
+                "rms_norm_eps": 1e-3,
+                "rope_parameters": {"rope_theta": 50.0, "partial_rotary_factor": 0.25},
+            },
+            "biases, all dense but one, three shared, yarn": {
+                **_GLM,
+                "attention_bias": True,
+                "first_k_dense_replace": 2,
+                "n_shared_experts": 3,
+                "norm_topk_prob": False,
+                "routed_scaling_factor": 2.5,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 50.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                },
+            },
+            "heads of the width of the stream, all rotated": {
+                **_GLM,
+                "first_k_dense_replace": 0,
+                "head_dim": 16,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+        {
+            "windows": (
+                {"sliding_window": 4096},
+                "sliding_window = 4096 is not supported; it must be false, null or absent",
+            ),
+            "biases in words": (
+                {"attention_bias": "yes"},
+                'attention_bias = "yes" is not supported; it must be true, false or absent',
+            ),
+            "an odd part of a head": (
+                {"head_dim": 10, "num_key_value_heads": 2},
+                "partial_rotary_factor = 0.5 of 10, the width of a head, must be an even number "
+                "from 2",
+            ),
+            "no part of a head": (
+                {"rope_parameters": {"partial_rotary_factor": 0}},
+                "partial_rotary_factor = 0 must be above 0 and at most 1",
+            ),
+            "a part in words": (
+                {"partial_rotary_factor": "half"},
+                'partial_rotary_factor = "half" is not supported; it must be a number',
+            ),
+            "more than a head": (
+                {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 1.5}},
+                "partial_rotary_factor = 1.5 must be above 0 and at most 1",
+            ),
+            "another choice of experts": (
+                {"topk_method": "greedy"},
+                'topk_method = "greedy" is not supported; it must be "noaux_tc"',
+            ),
+            "no shared expert": (
+                {"n_shared_experts": 0},
+                "n_shared_experts = 0 is not supported; it must be a positive integer",
+            ),
+            "another activation": _SILU,
+            "a size out of range": _TOO_DEEP,
+            "the dense GLM-4": (
+                {"model_type": "glm4"},
+                'model_type = "glm4" is not supported; composer3d reads '
+                f"{', '.join(_TYPES)} and {_LAST_TYPE}",
+            ),
+        },
+    ),
     "phi3": Family(
         "phi3",
         phi3,
@@ -463,6 +552,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """A random model in float64, saved by transformers. No norm has the ones that it starts with.
 
     A norm of ones could be missing, or stand in the place of another, and no logit would tell.
+    Nor would a bias of the choice of experts that is 0.
     """
     family, kind = request.param
     folder = tmp_path_factory.mktemp("hf")
@@ -471,9 +561,10 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     # The embedding of a token for padding would have no gradient.
     config = transformers.AutoConfig.for_model(family, **settings, pad_token_id=None)
     model = transformers.AutoModelForCausalLM.from_config(config)
+    biases = [bias for name, bias in model.named_buffers() if name.endswith("correction_bias")]
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+        for tensor in (*model.parameters(), *biases):
+            tensor.add_(torch.randn_like(tensor) * 0.1)
     model.to(torch.float64).save_pretrained(folder)
     return Saved(family, folder)
 
@@ -485,18 +576,19 @@ def load_theirs(folder: Path) -> Any:
     return model.eval()
 
 
-def load_ours(saved: Saved) -> tuple[Any, dict[str, Location]]:
-    """Return our model with the weights of a folder, and the place of each parameter there."""
-    shape = saved.hf.read_shape(saved.folder)
+def load_ours(saved: Saved) -> Any:
+    """Return our model with the weights of a folder."""
+    # transformers names a layer of multi-token prediction, and saves none.
+    shape = saved.hf.read_shape(saved.folder).without_mtp
     ours = architecture(FAMILIES[saved.family].architecture)
     tensors = load_file(saved.folder / "model.safetensors")
-    places = ours.hf_locations(shape)
+    places = ours.hf_locations(shape, tensors)
     assert tensors.keys() == {name for place in places.values() for name in place.names}
     model = ours.build(shape, device="cpu", dtype=torch.float64)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(take(places[name], tensors))
-    return model, places
+    return model
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -508,7 +600,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
     saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compute_in_float64(monkeypatch, saved.family)
-    (ours, places), theirs = load_ours(saved), load_theirs(saved.folder)
+    ours, theirs = load_ours(saved), load_theirs(saved.folder)
     tokens_BT = torch.randint(SMALL["vocab_size"], TOKENS)
     # transformers shifts the labels itself.
     labels_BT = torch.cat((tokens_BT[:, 1:], torch.full((len(tokens_BT), 1), -100)), 1)
@@ -523,10 +615,11 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
     loss.backward()
     expected.loss.backward()
     grads = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    for name in dict(ours.named_parameters()):
-        grad = ours.get_parameter(name).grad
-        assert grad is not None
-        assert relative_error(grad, take(places[name], grads)) < 1e-11, name
+    # Experts are packed, as transformers has them in memory.
+    places = architecture(FAMILIES[saved.family].architecture).hf_locations(ours.shape, grads)
+    for name, parameter in ours.named_parameters():
+        if parameter.requires_grad:
+            assert relative_error(parameter.grad, take(places[name], grads)) < 1e-11, name
 
 
 def test_logits_are_those_of_transformers_as_it_ships(saved: Saved) -> None:
@@ -535,13 +628,14 @@ def test_logits_are_those_of_transformers_as_it_ships(saved: Saved) -> None:
     seq = SequenceInfo(torch.arange(TOKENS[1]).expand(TOKENS))
     with torch.no_grad():
         expected = load_theirs(saved.folder)(tokens_BT).logits
-        assert relative_error(load_ours(saved)[0].logits(tokens_BT, seq), expected) < 1e-6
+        assert relative_error(load_ours(saved).logits(tokens_BT, seq), expected) < 1e-6
 
 
 @pytest.mark.parametrize("carries", [False, True])
 def test_transformers_loads_our_config(saved: Saved, tmp_path: Path, carries: bool) -> None:
     folder, hf = saved.folder, saved.hf
-    shape, before = hf.read_shape(folder), json.loads((folder / "config.json").read_text())
+    shape = hf.read_shape(folder).without_mtp
+    before = json.loads((folder / "config.json").read_text())
     config = hf.make_config(shape, "float64", before | {"notes": "mine"} if carries else None)
     assert hf.parse_config(config) == shape
     assert config["architectures"] == before["architectures"]
@@ -564,13 +658,15 @@ def test_files_come_back_with_the_same_bits(saved: Saved, tmp_path: Path) -> Non
     after = load_file(tmp_path / "again" / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    assert saved.hf.read_shape(tmp_path / "again") == saved.hf.read_shape(saved.folder)
+    again, first = (saved.hf.read_shape(folder) for folder in (tmp_path / "again", saved.folder))
+    assert again == first.without_mtp
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_absent_keys_have_the_defaults_of_transformers(family: str, tmp_path: Path) -> None:
-    heads = {"num_attention_heads": 32}  # of which the default of key-value heads is a divisor
-    (tmp_path / "config.json").write_text(json.dumps(MINIMAL | heads | {"model_type": family}))
+    # Of 32 heads, the default of key-value heads is a divisor.
+    sizes = {"hidden_size": 128, "num_attention_heads": 32}
+    (tmp_path / "config.json").write_text(json.dumps(MINIMAL | sizes | {"model_type": family}))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     shape = FAMILIES[family].hf.read_shape(tmp_path)
     assert shape.n_kv_heads == theirs.num_key_value_heads
@@ -581,6 +677,8 @@ def test_absent_keys_have_the_defaults_of_transformers(family: str, tmp_path: Pa
         positions = {"full_attention": positions, "sliding_attention": positions | windowed}
     elif family == "phi3":
         positions["partial_rotary_factor"] = 1.0
+    elif family == "glm4_moe":
+        positions["partial_rotary_factor"] = shape.rope_share
     elif family == "gpt_oss":
         positions = {
             "rope_type": shape.rope_scaling,
@@ -596,6 +694,16 @@ def test_absent_keys_have_the_defaults_of_transformers(family: str, tmp_path: Pa
         windows = [shape.window_of(layer) for layer in range(shape.n_layers)]
         kinds = ["sliding_attention" if window else "full_attention" for window in windows]
         assert kinds == getattr(theirs, "layer_types", kinds)
+    if family == "glm4_moe":
+        assert (shape.qkv_bias, shape.qk_norm) == (theirs.attention_bias, theirs.use_qk_norm)
+        experts = (shape.experts, shape.experts_per_token, shape.expert_width, shape.dense_layers)
+        router = (shape.renormalise, shape.router_scale, shape.expert_groups)
+        assert (*experts, *router, shape.groups_per_token) == (
+            *(theirs.n_routed_experts, theirs.num_experts_per_tok, theirs.moe_intermediate_size),
+            *(theirs.first_k_dense_replace, theirs.norm_topk_prob, theirs.routed_scaling_factor),
+            *(theirs.n_group, theirs.topk_group),
+        )
+        assert shape.shared_ffn == theirs.moe_intermediate_size * theirs.n_shared_experts
     if family == "gemma3_text":  # None: the width of a head
         assert (shape.head_width, shape.query_pre_attn_scalar) == (theirs.head_dim, None)
         assert theirs.query_pre_attn_scalar == theirs.head_dim
@@ -617,14 +725,14 @@ def test_what_is_not_computed_is_refused(family: str, case: str) -> None:
     ("family", "preset"),
     [
         (name, preset)
-        for name in ("olmo2", "granite", "gemma3_text")
+        for name in ("olmo2", "granite", "gemma3_text", "glm4_moe")
         for preset in architecture(FAMILIES[name].architecture).presets
     ],
 )
 def test_presets_survive_a_config(family: str, preset: str) -> None:
     hf, ours = FAMILIES[family].hf, architecture(FAMILIES[family].architecture)
     shape = ours.presets[preset]
-    assert hf.parse_config(hf.make_config(shape, "bfloat16")) == shape
+    assert hf.parse_config(hf.make_config(shape, "bfloat16")) == untrained(shape)
 
 
 def test_a_gpt_oss_with_empty_positions_is_not_stretched(tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ def test_its_planned_traffic_is_what_a_dry_run_counts(
         (
             ("their_models.other_name:ARCHITECTURE", "mamba"),
             r"gpt\.toml:5: model\.architecture: there is no architecture \"mamba\"; "
-            r"use llama, moe, olmo2, granite, gpt_oss, deepseek, phi3, gemma3, or "
+            r"use llama, moe, olmo2, granite, gpt_oss, deepseek, glm, phi3, gemma3, or "
             r"\"package\.module:NAME\" for one of your own",
         ),
         (

@@ -64,6 +64,7 @@ def test_experts_resume_on_another_layout(pool: Pool, tmp_path: Path) -> None:
     [
         ("gpt-oss", "gpt-oss, ep 2 of tp 2, pp 2 1F1B"),
         ("DeepSeek", "DeepSeek, ep 2 of tp 2, pp 2 1F1B"),
+        ("GLM-4.5", "GLM-4.5, ep 2 of tp 2, pp 2 1F1B"),
         ("Gemma 3", "Gemma 3, zero 3 x 2, cp 2"),
     ],
 )

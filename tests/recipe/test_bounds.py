@@ -152,15 +152,18 @@ _OF_LATENTS: dict[str, Bounds | tuple[object, ...]] = {
     "mtp_layers": Bounds(0, 16),
     "mtp_loss": Bounds(0, 1000, is_above=True),
 }
+_OF_PARTS: dict[str, Bounds | tuple[object, ...]] = {"rope_share": Bounds(0, 1, is_above=True)}
+_OF_MODELS = TABLES["model"] | _OF_EXPERTS | _OF_LATENTS | _OF_PARTS
 
 WRITTEN = {
     f"{table}.{name}": allowed
-    for table, keys in {**TABLES, "model": TABLES["model"] | _OF_EXPERTS | _OF_LATENTS}.items()
+    for table, keys in {**TABLES, "model": _OF_MODELS}.items()
     for name, allowed in keys.items()
 }
 ENTRIES = {
     **entries_of({"model": model_table("moe")}),
     **entries_of({"model": model_table("deepseek")}),
+    **entries_of({"model": model_table("glm")}),
     **FIELDS,
 }
 

@@ -1,4 +1,4 @@
-"""Llama, its mixtures of experts, OLMo 2 and 3, Granite 3 and Gemma 3, as their papers write them.
+"""Llama, its mixtures of experts, OLMo 2 and 3, Granite 3, Gemma 3 and GLM-4.5, as in their papers.
 
 ``verify`` runs the model of composer3d on both of its sides. This one shares no code with it: it
 computes one sequence at a time, in mixtures of experts one token, and rotates complex numbers.
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from composer3d.models.contract import IGNORE_INDEX, Decoder, SequenceInfo
 from composer3d.models.gemma3.shape import Gemma3Shape
+from composer3d.models.glm.shape import GlmShape
 from composer3d.models.granite.shape import GraniteShape
 from composer3d.models.llama.shape import ModelShape, RotaryShape
 from composer3d.models.moe.shape import MoeShape
@@ -40,6 +41,7 @@ _MOE = MoeShape(
     z_loss=0.05,
 )
 _SIGMOID = replace(_MOE, router="sigmoid", router_scale=2.5)
+_GLM = GlmShape(**vars(replace(_SIGMOID, router_bias=True, shared_ffn=12, dense_layers=1)))
 
 # Every option of a shape has another value than its default in at least one of these.
 SHAPES: Mapping[str, RotaryShape] = {
@@ -106,6 +108,19 @@ SHAPES: Mapping[str, RotaryShape] = {
         rope_context=512,
         head_dim=16,
         rope_attention_factor=1.5,
+    ),
+    "with heads of which a part is rotated": replace(
+        _GLM, head_dim=16, rope_share=0.25, qk_norm=True, qkv_bias=True
+    ),
+    "with heads of which a part is rotated and stretched": replace(
+        _GLM,
+        head_dim=12,
+        rope_scaling="yarn",
+        rope_factor=8.0,
+        rope_context=512,
+        window=4,
+        nope_every=3,
+        n_layers=3,
     ),
     "with multipliers": GraniteShape(
         *(24, 2, 4, 2, 40, 31, 1e2, 1e-3),

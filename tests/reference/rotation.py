@@ -10,9 +10,14 @@ from torch import Tensor
 from composer3d.models.llama.shape import RotaryShape
 
 
+def rotated_width(shape: RotaryShape) -> int:
+    """How many numbers of a head are rotated: its first ones."""
+    return int(shape.head_width * getattr(shape, "rope_share", 1.0))
+
+
 def speeds(shape: RotaryShape) -> list[float]:
     """Radians that each pair turns in one position."""
-    half = shape.head_width // 2
+    half = rotated_width(shape) // 2
     plain = [shape.rope_theta ** (-pair / half) for pair in range(half)]
     if shape.rope_scaling == "dynamic":
         return plain
@@ -39,12 +44,12 @@ def _yarn(shape: RotaryShape, pair: int, speed: float) -> float:
     # The pair, as a real number, that turns ``turns`` times in the context.
     first, last = (
         math.log(shape.rope_context / (2 * math.pi * turns), shape.rope_theta)
-        * (shape.head_width / 2)
+        * (rotated_width(shape) / 2)
         for turns in (shape.rope_beta_fast, shape.rope_beta_slow)
     )
     if shape.rope_truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(0, first), min(shape.head_width - 1, last)
+    first, last = max(0, first), min(rotated_width(shape) - 1, last)
     if pair <= first:
         return speed
     if pair >= last:
@@ -71,10 +76,14 @@ def rotations(shape: RotaryShape, positions: Sequence[int]) -> Tensor:
 
 
 def turn_halves(x: Tensor, turns: Tensor) -> Tensor:
-    """Multiply the pairs (x[i], x[i + D/2]) of (T, heads, D), as complex numbers, by ``turns``."""
-    a, b = x.chunk(2, -1)
+    """Multiply the pairs (x[i], x[i + D/2]) of (T, heads, D), as complex numbers, by ``turns``.
+
+    What a head has besides stays as it is.
+    """
+    half = turns.shape[1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     turned = torch.complex(a, b) * turns[:, None]
-    return torch.cat((turned.real, turned.imag), -1)
+    return torch.cat((turned.real, turned.imag, rest), -1)
 
 
 def turn_neighbours(x: Tensor, turns: Tensor) -> Tensor:

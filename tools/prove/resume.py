@@ -1,11 +1,11 @@
 """Resume on each layout from the checkpoints of all layouts, and prove each resume exact.
 
-There are 13 layouts of a dense model, 8 of a model with experts, and 3 of a gpt-oss, a DeepSeek and
-a Gemma 3 each. Each layout trains 3 steps, saves, and trains 5 more. Then each loads what each has
-saved of the same model. Its shards of all parameters and moments must be bitwise those of the
-source. Its next 5 losses must be those of the source within 1e-5, or 1e-9 for the last three
-models, which train in float64; the table shows the difference. It must take the same samples: in
-all, each sample of the data exactly once.
+There are 13 layouts of a dense model, 8 of a model with experts, and 3 of a gpt-oss, a DeepSeek, a
+GLM-4.5 and a Gemma 3 each. Each layout trains 3 steps, saves, and trains 5 more. Then each loads
+what each has saved of the same model. Its shards of all parameters and moments must be bitwise
+those of the source. Its next 5 losses must be those of the source within 1e-5, or 1e-9 for the last
+four models, which train in float64; the table shows the difference. It must take the same samples:
+in all, each sample of the data exactly once.
 
 Exit status: 0 if all pairs are exact, 1 if one is not.
 """
@@ -136,8 +136,9 @@ def _family(preset: str, *sets: str) -> tuple[str, ...]:
     return (f"model.preset={preset}", "precision.params=float64", *sets)
 
 
-# What they have and the others have not: biases and sinks, latents and neighbouring pairs, norms
-# after layers and two rotary bases. The seams of cp, tp, ep and pp cut each.
+# What they have and the others have not: biases and sinks, latents and neighbouring pairs, heads of
+# which a part is rotated and multi-token prediction, norms after layers and two rotary bases. The
+# seams of cp, tp, ep and pp cut each.
 MODELS: dict[str, Model] = {
     "dense": Model(LAYOUTS),
     "experts": Model(LAYOUTS_WITH_EXPERTS, EXPERTS),
@@ -165,6 +166,17 @@ MODELS: dict[str, Model] = {
             ),
         },
         _family("debug-deepseek", "model.architecture=deepseek", "model.n_kv_heads=8"),
+        BOUND_OF_FLOAT64,
+    ),
+    "GLM-4.5": Model(
+        {
+            "GLM-4.5, ep 2 of zero 3 x 2": f"mesh.ep=2 mesh.dp_shard=2 data.micro_batch=3 {ASYNC}",
+            "GLM-4.5, ep 2 of tp 2, pp 2 1F1B": "mesh.ep=2 mesh.tp=2 mesh.pp=2 data.micro_batch=3",
+            "GLM-4.5, ep 4 of cp 2, zero 1 x 2": (
+                "mesh.ep=4 mesh.cp=2 mesh.dp_shard=2 parallel.zero=1 data.micro_batch=3"
+            ),
+        },
+        _family("debug-glm", "model.architecture=glm", "model.mtp_layers=1"),
         BOUND_OF_FLOAT64,
     ),
     "Gemma 3": Model(

@@ -6,7 +6,7 @@ that changes nothing.
 
 Keys that matter in training alone are not read: ``aux_loss_alpha``, ``seq_aux`` and
 ``output_router_logits``. The number of layers of multi-token prediction is read, although
-transformers ignores it.
+transformers ignores it. The keys of experts and of these layers are those of GLM-4.5 as well.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from math import ulp
 from typing import Any
 
 from composer3d.facts.errors import CheckpointError
-from composer3d.models.deepseek.shape import DeepseekShape
+from composer3d.models.deepseek.shape import DeepseekShape, PredictingShape
 from composer3d.models.llama import huggingface as llama
 from composer3d.models.llama.huggingface import KEYS as DECODER_KEYS
 from composer3d.models.llama.huggingface import (
@@ -41,8 +41,9 @@ __all__ = ["MODEL_TYPES", "canonical", "make_config", "make_shape", "parse_confi
 
 # Kimi K2 is a DeepSeek-V3 with a model_type of its own, which transformers does not know: its
 # config.json names the authors' copy of DeepSeek's code. What is written is a deepseek_v3.
-_V2, _V3, _KIMI = "deepseek_v2", "deepseek_v3", "kimi_k2"
-MODEL_TYPES = (_V2, _V3, _KIMI)  # the values of model_type that this module reads
+V3 = "deepseek_v3"
+_V2, _KIMI = "deepseek_v2", "kimi_k2"
+MODEL_TYPES = (_V2, V3, _KIMI)  # the values of model_type that this module reads
 
 # For each model_type, the defaults of keys.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -57,7 +58,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "topk_group": None,
         "topk_method": "greedy",
     },
-    _V3: {
+    V3: {
         "first_k_dense_replace": 3,
         "moe_intermediate_size": 2048,
         "n_group": 8,
@@ -70,8 +71,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 # The published files have all of them. So null is refused, and no default of that code is guessed.
-_DEFAULTS[_KIMI] = dict.fromkeys(_DEFAULTS[_V3])
-_DEFAULT_EXPERTS = {_V2: 64, _V3: 256, _KIMI: None}
+_DEFAULTS[_KIMI] = dict.fromkeys(_DEFAULTS[V3])
+_DEFAULT_EXPERTS = {_V2: 64, V3: 256, _KIMI: None}
 _DEFAULT_RANK_OF_QUERIES = 1536
 _DEFAULT_WIDTHS = {
     "kv_lora_rank": 512,
@@ -79,12 +80,12 @@ _DEFAULT_WIDTHS = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-_SCORES = {_V2: "softmax", _V3: "sigmoid", _KIMI: "sigmoid"}
+_SCORES = {_V2: "softmax", V3: "sigmoid", _KIMI: "sigmoid"}
 # How groups are chosen: of V2, the second method alone looks at groups.
 _GROUP_BEST = {"greedy": None, "group_limited_greedy": "one", "noaux_tc": "two"}
-_METHODS = {_V2: ("greedy", "group_limited_greedy"), _V3: ("noaux_tc",), _KIMI: ("noaux_tc",)}
+_METHODS = {_V2: ("greedy", "group_limited_greedy"), V3: ("noaux_tc",), _KIMI: ("noaux_tc",)}
 
-_KEYS = {
+KEYS_WITH_EXPERTS = {
     **DECODER_KEYS,
     "dense_layers": "first_k_dense_replace",
     "expert_ffn": "moe_intermediate_size",
@@ -92,14 +93,17 @@ _KEYS = {
     "experts": "n_routed_experts",
     "experts_per_token": "num_experts_per_tok",
     "groups_per_token": "topk_group",
-    "head_dim": "qk_nope_head_dim + qk_rope_head_dim",
-    "kv_rank": "kv_lora_rank",
     "mtp_layers": "num_nextn_predict_layers",
-    "query_rank": "q_lora_rank",
     "renormalise": "norm_topk_prob",
-    "rope_dim": "qk_rope_head_dim",
     "router_scale": "routed_scaling_factor",
     "shared_ffn": "moe_intermediate_size * n_shared_experts",
+}
+_KEYS = {
+    **KEYS_WITH_EXPERTS,
+    "head_dim": "qk_nope_head_dim + qk_rope_head_dim",
+    "kv_rank": "kv_lora_rank",
+    "query_rank": "q_lora_rank",
+    "rope_dim": "qk_rope_head_dim",
     "value_dim": "v_head_dim",
 }
 _DEPTHS = "num_nextn_predict_layers"
@@ -124,12 +128,10 @@ def parse_config(config: Any) -> DeepseekShape:
     values = parse_decoder(config, checks, unsupported=_UNSUPPORTED)
     values |= _parse_latents(config, checks)
     values |= _parse_scores(config)
-    values |= _parse_experts(config, checks)
-    if model_type == _V3:
-        depths = config.get(_DEPTHS) or 0
-        is_count = type(depths) is int and depths >= 0
-        checks.require(is_count, _DEPTHS, depths, "an integer from 0, null or absent")
-        values["mtp_layers"] = depths
+    values |= parse_number_of_experts(config, checks, _DEFAULT_EXPERTS[model_type])
+    values |= parse_experts(config, checks, model_type)
+    if model_type == V3:
+        values |= parse_depths(config, checks)
     checks.raise_problems()
     return without_usual_head_dim(make_shape(values, _KEYS))
 
@@ -173,10 +175,25 @@ def _parse_scores(config: Mapping[str, Any]) -> dict[str, Any]:
     return {} if mscale is None else {"rope_score_mscale": mscale}
 
 
-def _parse_experts(config: Mapping[str, Any], checks: Requirements) -> dict[str, Any]:
-    """Return the fields of experts and of their router."""
-    require, model_type = checks.require, config["model_type"]
-    values = parse_number_of_experts(config, checks, _DEFAULT_EXPERTS[model_type])
+def parse_depths(config: Mapping[str, Any], checks: Requirements) -> dict[str, Any]:
+    """Return the field of the number of layers of multi-token prediction."""
+    depths = config.get(_DEPTHS) or 0
+    is_count = type(depths) is int and depths >= 0
+    checks.require(is_count, _DEPTHS, depths, "an integer from 0, null or absent")
+    return {"mtp_layers": depths}
+
+
+def parse_experts(
+    config: Mapping[str, Any], checks: Requirements, model_type: str
+) -> dict[str, Any]:
+    """Return the fields of experts, but for their number, and those of their router.
+
+    Args:
+        config: the content of a config.json, with the defaults of its model_type.
+        checks: collects a line for each value that is not supported.
+        model_type: the one of DeepSeek whose router computes it.
+    """
+    require = checks.require
     for key in ("num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"):
         require(is_size(config[key]), key, config[key], "a positive integer")
     dense, scale = config["first_k_dense_replace"], config["routed_scaling_factor"]
@@ -192,10 +209,10 @@ def _parse_experts(config: Mapping[str, Any], checks: Requirements) -> dict[str,
         require(renormalise in (False, None), "norm_topk_prob", renormalise, "false or absent")
     else:
         require(type(renormalise) is bool, "norm_topk_prob", renormalise, "true, false or absent")
-    values |= _parse_groups(config, checks)
+    groups = _parse_groups(config, checks, model_type)
     if checks.problems:
         return {}
-    return values | {
+    return groups | {
         "dense_layers": dense,
         "expert_ffn": config["moe_intermediate_size"],
         "experts_per_token": config["num_experts_per_tok"],
@@ -207,9 +224,11 @@ def _parse_experts(config: Mapping[str, Any], checks: Requirements) -> dict[str,
     }
 
 
-def _parse_groups(config: Mapping[str, Any], checks: Requirements) -> dict[str, Any]:
+def _parse_groups(
+    config: Mapping[str, Any], checks: Requirements, model_type: str
+) -> dict[str, Any]:
     """Return the fields that say which groups of experts a token chooses from."""
-    methods, method = _METHODS[config["model_type"]], config["topk_method"]
+    methods, method = _METHODS[model_type], config["topk_method"]
     rule = " or ".join(f'"{known}"' for known in methods)
     is_known = isinstance(method, str) and method in methods
     checks.require(is_known, "topk_method", method, rule)
@@ -261,7 +280,7 @@ def make_config(
         CheckpointError: neither DeepSeek-V2 nor V3 has this shape. The error has a line for each
             field.
     """
-    model_type = _V2 if shape.router == "softmax" else _V3
+    model_type = _V2 if shape.router == "softmax" else V3
     _require_supported(shape, model_type)
     method = "noaux_tc"
     if model_type == _V2:
@@ -273,26 +292,40 @@ def make_config(
         "qk_nope_head_dim": shape.plain_dim,
         "qk_rope_head_dim": shape.rope_dim,
         "v_head_dim": shape.value_dim,
+        "moe_layer_freq": shape.moe_every,
+        "scoring_func": shape.router,
+        "topk_method": method,
+        **expert_keys(shape),
+    }
+    kept = dict(carried or {})
+    if kept.get("model_type") == _KIMI:
+        kept["model_type"] = V3
+    if model_type == V3:
+        own, kept = with_depths(own, shape), with_depths(kept, shape)
+    is_same = partial(describes, shape=shape, parse=parse_config, canonical=canonical)
+    return complete_config(own, shape, dtype, kept, is_same, positions=_score_keys(shape))
+
+
+def expert_keys(shape: PredictingShape) -> dict[str, Any]:
+    """Return the keys of a config.json for the experts of a shape, and for their router."""
+    return {
         "n_routed_experts": shape.experts,
         "num_experts_per_tok": shape.experts_per_token,
         "moe_intermediate_size": shape.expert_width,
         "n_shared_experts": shape.shared_ffn // shape.expert_width,
         "first_k_dense_replace": shape.dense_layers,
-        "moe_layer_freq": shape.moe_every,
-        "scoring_func": shape.router,
-        "topk_method": method,
         "n_group": shape.expert_groups,
         "topk_group": shape.groups_per_token,
         "norm_topk_prob": shape.renormalise,
         "routed_scaling_factor": shape.router_scale,
     }
-    kept = {key: value for key, value in (carried or {}).items() if key != "num_mtp_layers"}
-    if kept.get("model_type") == _KIMI:
-        kept["model_type"] = _V3
-    if model_type == _V3:
-        own[_DEPTHS] = kept[_DEPTHS] = shape.mtp_layers
-    is_same = partial(describes, shape=shape, parse=parse_config, canonical=canonical)
-    return complete_config(own, shape, dtype, kept, is_same, positions=_score_keys(shape))
+
+
+def with_depths(config: Mapping[str, Any], shape: PredictingShape) -> dict[str, Any]:
+    """Return a config.json with the number of layers of multi-token prediction of a shape."""
+    other_name = "num_mtp_layers"  # which transformers 5 has for the same
+    kept = {key: value for key, value in config.items() if key != other_name}
+    return kept | {_DEPTHS: shape.mtp_layers}
 
 
 def _score_keys(shape: DeepseekShape) -> dict[str, Any]:
@@ -328,33 +361,18 @@ def _mscale(shape: DeepseekShape) -> float | None:
 
 def _require_supported(shape: DeepseekShape, model_type: str) -> None:
     """Raise CheckpointError if transformers computes no such shape as a ``model_type``."""
-    is_v3 = model_type == _V3
+    is_v3 = model_type == V3
     required: dict[str, Any] = {"router_bias": is_v3, "moe_every": 1, "shared_gate": False}
     if not is_v3:
         required |= {"renormalise": False, "mtp_layers": 0}
     if shape.expert_groups > 1:
         required["group_best"] = "two" if is_v3 else "one"
-    lines = [
-        f"Hugging Face's {model_type} has no {name} = {getattr(shape, name)}; "
-        "convert to torch or dcp"
-        for name, value in required.items()
-        if getattr(shape, name) != value
-    ]
+    lines = unsupported_experts(shape, model_type, required)
     if shape.query_scale != 1 and _mscale(shape) is None:
         lines.append(
             f"Hugging Face's {model_type} has no mscale above 0 for rope_attention_factor = "
             f"{shape.attention_factor:g} beside rope_score_mscale = {shape.rope_score_mscale:g}; "
             "convert to torch or dcp"
-        )
-    if shape.shared_ffn == 0 or shape.shared_ffn % shape.expert_width:
-        lines.append(
-            f"Hugging Face's {model_type} has shared experts as wide as the others, and shared_ffn "
-            f"= {shape.shared_ffn} is no multiple of {shape.expert_width}; convert to torch or dcp"
-        )
-    if is_v3 and shape.experts < 2 * shape.expert_groups:
-        lines.append(
-            f"Hugging Face's {model_type} has two experts in a group at least, and experts = "
-            f"{shape.experts} has one in each of {shape.expert_groups}; convert to torch or dcp"
         )
     if not is_v3 and shape.dim % shape.n_heads:
         lines.append(
@@ -363,3 +381,32 @@ def _require_supported(shape: DeepseekShape, model_type: str) -> None:
         )
     if lines:
         raise CheckpointError(lines)
+
+
+def unsupported_experts(
+    shape: PredictingShape, model_type: str, required: Mapping[str, Any]
+) -> list[str]:
+    """Return a line for each field of a shape that transformers does not compute.
+
+    Args:
+        shape: a shape whose files are those of a ``model_type``.
+        model_type: of DeepSeek, or of another model with its experts.
+        required: the values that fields must have.
+    """
+    begin = f"Hugging Face's {model_type} has"
+    lines = [
+        f"{begin} no {name} = {getattr(shape, name)}; convert to torch or dcp"
+        for name, value in required.items()
+        if getattr(shape, name) != value
+    ]
+    if shape.shared_ffn == 0 or shape.shared_ffn % shape.expert_width:
+        lines.append(
+            f"{begin} shared experts as wide as the others, and shared_ffn = {shape.shared_ffn} is "
+            f"no multiple of {shape.expert_width}; convert to torch or dcp"
+        )
+    if shape.router == "sigmoid" and shape.experts < 2 * shape.expert_groups:
+        lines.append(
+            f"{begin} two experts in a group at least, and experts = {shape.experts} has one in "
+            f"each of {shape.expert_groups}; convert to torch or dcp"
+        )
+    return lines

@@ -8,7 +8,7 @@ read them.
 import re
 from collections.abc import Collection
 
-from composer3d.models.deepseek.shape import DeepseekShape
+from composer3d.models.deepseek.shape import DeepseekShape, PredictingShape
 from composer3d.models.deepseek.table import table
 from composer3d.models.locations import Location
 from composer3d.models.moe.names import locations_of
@@ -26,7 +26,7 @@ def hf_locations(shape: DeepseekShape, in_files: Collection[str] = ()) -> dict[s
     return locations_of(table(shape), shape, in_files)
 
 
-def left_out(shape: DeepseekShape, in_files: Collection[str]) -> frozenset[str]:
+def left_out(shape: PredictingShape, in_files: Collection[str]) -> frozenset[str]:
     """Return the tensors of layers of multi-token prediction that the model does not have."""
     layer_of = {name: found[1] for name in in_files if (found := _LAYER.match(name))}
     layers = {
@@ -37,7 +37,7 @@ def left_out(shape: DeepseekShape, in_files: Collection[str]) -> frozenset[str]:
     return frozenset(name for name, layer in layer_of.items() if layer in layers)
 
 
-def copies(shape: DeepseekShape) -> dict[str, str]:
+def copies(shape: PredictingShape) -> dict[str, str]:
     """Return the tensors in files that repeat another one, each with our name of that parameter."""
     head = "first.embed.weight" if shape.tied else "last.head.weight"
     found = {}

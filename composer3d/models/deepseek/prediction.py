@@ -1,4 +1,4 @@
-"""Multi-token prediction of DeepSeek-V3 (arXiv 2412.19437, section 2.2).
+"""Multi-token prediction of DeepSeek-V3 (arXiv 2412.19437, section 2.2), and of GLM-4.5.
 
 After the main model, depth k = 1 ... K predicts the token k + 1 positions further on. It reads the
 hidden state of the depth before and the embedding of the token k positions further on. Embedding
@@ -20,28 +20,33 @@ Shapes: B batch, T sequence, C model width, K depths.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.deepseek.block import LatentExpertsBlock
-from composer3d.models.deepseek.shape import DeepseekShape
-from composer3d.models.layers.rope import Rope
-from composer3d.models.llama.model import Last
+from composer3d.models.deepseek.shape import PredictingShape
+from composer3d.models.llama.model import Last, RotaryDecoder
+from composer3d.models.moe.model import ExpertsBlock
 
 
-class PredictionBlock(LatentExpertsBlock):
+class PredictionBlock(ExpertsBlock):
     """One depth: ``block(h_BTC, seq, next_BTC) -> h_BTC``, a projection and a block with experts.
 
     ``h_BTC`` is the hidden state of the depth before, and ``next_BTC`` the embedding of the tokens
-    that it predicts.
+    that it predicts. A subclass has a block with experts as its second base.
+
+    Args:
+        shape: the shape of the whole model.
+        others: the other arguments of that block.
     """
 
-    compiled = ("merge", *LatentExpertsBlock.compiled)
+    compiled = ("merge", *ExpertsBlock.compiled)
 
-    def __init__(self, shape: DeepseekShape, rope: Rope) -> None:
-        super().__init__(shape, rope)
+    def __init__(self, shape: PredictingShape, *others: Any) -> None:
+        super().__init__(shape, *others)
         self.embed_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.hidden_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.project = nn.Linear(2 * shape.dim, shape.dim, bias=False)
@@ -55,13 +60,17 @@ class PredictionBlock(LatentExpertsBlock):
         return super().forward(self.merge(h_BTC, next_BTC), seq)
 
 
+class LatentPredictionBlock(PredictionBlock, LatentExpertsBlock):
+    """A depth with latent attention."""
+
+
 class PredictingLast(Last):
     """Final norm, head and losses, with those of multi-token prediction (``Decoder``).
 
     ``embed`` is the embedding of the main model, which the model ties to this name.
     """
 
-    def __init__(self, shape: DeepseekShape) -> None:
+    def __init__(self, shape: PredictingShape) -> None:
         super().__init__(shape)
         if shape.mtp_layers:
             self.coefficient = shape.mtp_loss / shape.mtp_layers
@@ -88,3 +97,17 @@ class PredictingLast(Last):
             h_BTC = norm(block(h_BTC, seq, self.embed(tokens_BT)))
             losses.append(self.coefficient * self.head(h_BTC, labels_BT))
         return torch.stack(losses)
+
+
+class PredictingDecoder(RotaryDecoder):
+    """A whole model of a ``PredictingShape``. ``RotaryDecoder`` documents its arguments."""
+
+    last_class = PredictingLast
+
+    def __init__(
+        self, shape: PredictingShape, *, dtype: torch.dtype = torch.float32, device: str = "meta"
+    ) -> None:
+        super().__init__(shape, dtype=dtype, device=device)
+        self.mtp_layers = shape.mtp_layers
+        if shape.mtp_layers:
+            self.last.embed.weight = self.first.embed.weight

@@ -9,7 +9,37 @@ from composer3d.models.rotary import yarn_attention_factor
 
 
 @dataclass(frozen=True)
-class DeepseekShape(ExpertsShape):
+class PredictingShape(ExpertsShape):
+    """An ``ExpertsShape`` with multi-token prediction (arXiv 2412.19437, section 2.2)."""
+
+    mtp_layers: int = key(
+        0,
+        "depths of multi-token prediction, each a block that predicts one token more; 0: none",
+        between(0, MOST_DEPTHS),
+    )
+    mtp_loss: float = key(
+        0.3,
+        "coefficient of the mean loss of mtp_layers; DeepSeek-V3 began with 0.3 and ended with 0.1",
+        above(0, 1_000),
+    )
+
+    @property
+    def training_fields(self) -> tuple[str, ...]:
+        """The coefficients of losses, and the rate of the biases."""
+        return (*super().training_fields, "mtp_loss")
+
+    @property
+    def without_mtp(self) -> Self:
+        """The shape of the model without multi-token prediction, as it generates text."""
+        return replace(self, mtp_layers=0, mtp_loss=PredictingShape.mtp_loss)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a block has experts; those of multi-token prediction always do."""
+        return layer >= self.n_layers or super().has_experts(layer)
+
+
+@dataclass(frozen=True)
+class DeepseekShape(PredictingShape):
     """Sizes of a decoder with multi-head latent attention and experts (arXiv 2405.04434).
 
     ``head_dim`` is the width of a head's query and key. Its last ``rope_dim`` numbers are rotated.
@@ -32,31 +62,6 @@ class DeepseekShape(ExpertsShape):
         "yarn: scores are multiplied by (0.1 m ln(rope_factor) + 1)^2, and m is this; 0: by 1",
         between(0, 1_000),
     )
-
-    mtp_layers: int = key(
-        0,
-        "depths of multi-token prediction, each a block that predicts one token more; 0: none",
-        between(0, MOST_DEPTHS),
-    )
-    mtp_loss: float = key(
-        0.3,
-        "coefficient of the mean loss of mtp_layers; DeepSeek-V3 began with 0.3 and ended with 0.1",
-        above(0, 1_000),
-    )
-
-    @property
-    def training_fields(self) -> tuple[str, ...]:
-        """The coefficients of losses, and the rate of the biases."""
-        return (*super().training_fields, "mtp_loss")
-
-    @property
-    def without_mtp(self) -> Self:
-        """The shape of the model without multi-token prediction, as it generates text."""
-        return replace(self, mtp_layers=0, mtp_loss=DeepseekShape.mtp_loss)
-
-    def has_experts(self, layer: int) -> bool:
-        """Whether a block has experts; those of multi-token prediction always do."""
-        return layer >= self.n_layers or super().has_experts(layer)
 
     @property
     def value_width(self) -> int:

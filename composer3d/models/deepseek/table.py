@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from composer3d.models.deepseek.shape import DeepseekShape
+from composer3d.models.deepseek.shape import DeepseekShape, PredictingShape
 from composer3d.models.llama.table import (
     NORMAL,
     ffn_rows,
@@ -13,7 +13,7 @@ from composer3d.models.llama.table import (
 from composer3d.models.moe.table import HuggingFaceNames, expert_rows, with_experts
 from composer3d.models.table import ParameterTable, Row
 
-_EXPERTS = HuggingFaceNames(
+EXPERTS_IN_FILES = HuggingFaceNames(
     "mlp", w1="gate_proj", w2="down_proj", w3="up_proj", shared="shared_experts"
 )
 _ATTENTION = "model.layers.#.self_attn"
@@ -23,7 +23,16 @@ def table(shape: DeepseekShape) -> ParameterTable:
     """Return the parameters of a DeepSeek-V2 or V3 with this shape."""
     attention = _attention_rows(shape)
     dense = table_of_blocks(shape, (*attention, *ffn_rows(shape)))
-    of_experts = (*attention, *expert_rows(shape, _EXPERTS))
+    return with_prediction(dense, shape, (*attention, *expert_rows(shape, EXPERTS_IN_FILES)))
+
+
+def with_prediction(
+    dense: ParameterTable, shape: PredictingShape, of_experts: tuple[Row, ...]
+) -> ParameterTable:
+    """Return ``dense`` with the rows ``of_experts`` in the blocks that have experts.
+
+    Those of multi-token prediction follow, each with what it has besides.
+    """
     main = with_experts(dense, shape, of_experts)
     if not shape.mtp_layers:
         return main
@@ -34,7 +43,7 @@ def table(shape: DeepseekShape) -> ParameterTable:
     )
 
 
-def _merge_rows(shape: DeepseekShape) -> list[Row]:
+def _merge_rows(shape: PredictingShape) -> list[Row]:
     """Return what a depth of multi-token prediction has besides a block with experts."""
     dim, layer = shape.dim, "model.layers.#"
     return [
@@ -44,7 +53,7 @@ def _merge_rows(shape: DeepseekShape) -> list[Row]:
     ]
 
 
-def _prediction_rows(shape: DeepseekShape) -> list[Row]:
+def _prediction_rows(shape: PredictingShape) -> list[Row]:
     """Return what multi-token prediction has after the blocks: the embedding, and a norm a depth.
 
     The files have a copy of the embedding and of the head in each of its layers (``names``).

@@ -107,7 +107,9 @@ class Attention(nn.Module):
     Args:
         dim: the width C of the residual stream.
         n_heads, n_kv_heads: the numbers of query heads and of key-value heads.
-        rope: the rotary positions, one object for all blocks. It also gives the head width D.
+        rope: the rotary positions, one object for all blocks.
+        head_width: the head width D, of which the first numbers are rotated (GLM-4.5). None: all
+            are, and ``rope`` gives it.
         bias: whether the query, key and value projections have biases (Qwen 2).
         qk_norm: RMSNorm of each head's query and key, before the rotation (arXiv 2505.09388).
         norm_eps: the epsilon of these norms.
@@ -124,6 +126,7 @@ class Attention(nn.Module):
         n_heads: int,
         n_kv_heads: int,
         rope: Rope,
+        head_width: int | None = None,
         bias: bool = False,
         qk_norm: bool = False,
         norm_eps: float = 1e-5,
@@ -136,7 +139,7 @@ class Attention(nn.Module):
         self.window = window
         self.query_scale = query_scale
         self.is_rotary = is_rotary
-        width = rope.head_dim
+        self.width = width = head_width or rope.head_dim
         self.wq = nn.Linear(dim, n_heads * width, bias=bias)
         self.wk = nn.Linear(dim, n_kv_heads * width, bias=bias)
         self.wv = nn.Linear(dim, n_kv_heads * width, bias=bias)
@@ -155,10 +158,9 @@ class Attention(nn.Module):
 
     def forward(self, x_BTC: Tensor, *, seq: SequenceInfo) -> Tensor:
         # The projections decide the number of heads: under tensor parallelism, this rank's share.
-        width = self.rope.head_dim
-        q = self.wq(x_BTC).unflatten(-1, (-1, width))
-        k = self.wk(x_BTC).unflatten(-1, (-1, width))
-        v = self.wv(x_BTC).unflatten(-1, (-1, width))
+        q = self.wq(x_BTC).unflatten(-1, (-1, self.width))
+        k = self.wk(x_BTC).unflatten(-1, (-1, self.width))
+        v = self.wv(x_BTC).unflatten(-1, (-1, self.width))
         dtype = q.dtype
         q, k = self.q_norm(q), self.k_norm(k)
         if self.is_rotary:

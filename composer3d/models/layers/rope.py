@@ -19,7 +19,7 @@ class Rope:
     stretch. With at most ``low_freq`` turns, the pair turns ``factor`` times slower. With at least
     ``high_freq`` turns, it keeps its speed. In between, the speed is interpolated. "yarn" has
     ``beta_slow``, ``beta_fast`` and ``truncate`` for the same. ``attention_factor`` multiplies all
-    rotated queries and keys.
+    rotated queries and keys. ``head_dim`` is the number of rotated elements of a head.
     """
 
     head_dim: int
@@ -96,9 +96,15 @@ def shared_rope_table(rope: Rope, seq: SequenceInfo, dtype: torch.dtype) -> Tabl
 def rotate(x_BTHD: Tensor, table: Table) -> Tensor:
     """Rotate the pairs (x[i], x[i + D/2]) by a ``rope_table``, as Hugging Face pairs them.
 
+    Where a head is wider than the table, only its first D numbers are rotated.
+
     Returns:
         A tensor of the shape of ``x_BTHD``.
     """
     cos_BT1D, sin_BT1D = table
+    width, rotated_width = x_BTHD.shape[-1], cos_BT1D.shape[-1]
+    if rotated_width < width:
+        rotated, plain = x_BTHD.split((rotated_width, width - rotated_width), -1)
+        return torch.cat((rotate(rotated, table), plain), -1)
     rolled_BTHD = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
     return torch.addcmul(x_BTHD * cos_BT1D, rolled_BTHD, sin_BT1D)

@@ -48,6 +48,7 @@ class Block(DecoderBlock):
             n_heads=shape.n_heads,
             n_kv_heads=shape.n_kv_heads,
             rope=rope,
+            head_width=shape.head_width,
             bias=shape.qkv_bias,
             qk_norm=shape.qk_norm,
             norm_eps=shape.norm_eps,

@@ -72,7 +72,7 @@ class ExpertsBlock(DecoderBlock):
         return h_BTC + self.moe.combine(x_BTC, out_NKC, weights_NK)
 
 
-class _MoeBlock(ExpertsBlock, Block):
+class MoeBlock(ExpertsBlock, Block):
     """A block of a Llama, with experts in place of the feed-forward layer."""
 
     def __init__(self, shape: MoeShape, rope: Rope, layer: int) -> None:
@@ -91,4 +91,4 @@ class MoeLlama(Llama):
 
     def make_block(self, layer: int, rope: Rope) -> Block:
         """Build a block; ``MoeShape.has_experts`` says whether it has experts."""
-        return (_MoeBlock if self.shape.has_experts(layer) else Block)(self.shape, rope, layer)
+        return (MoeBlock if self.shape.has_experts(layer) else Block)(self.shape, rope, layer)

@@ -1,7 +1,9 @@
-"""Faults in what OLMo 2, Granite 3, Gemma 3 and Qwen 2 with experts do and a Llama does not."""
+"""Faults in what OLMo 2, Granite 3, Gemma 3, GLM-4.5 and Qwen 2 with experts do besides a Llama."""
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -10,6 +12,7 @@ from composer3d.models.gemma3 import model as gemma3
 from composer3d.models.granite import model as granite
 from composer3d.models.layers import attention, moe
 from composer3d.models.layers.ffn import FeedForward
+from composer3d.models.llama import model as llama
 from composer3d.models.olmo2 import model as olmo2
 from tools.prove.faults.places import found_by, harms
 from tools.prove.faults.plant import fault_of
@@ -20,6 +23,7 @@ _GEMMA = "model.architecture=gemma3 model.preset=debug-gemma3"
 _MULTIPLIED = "^logits of the with multipliers model"
 _GENERATED = "^tokens of the with multipliers model"
 _AROUND = "^logits of the with norms around the layers model"
+_PARTLY = "of the with heads of which a part is rotated model"
 
 
 @found_by("model", _MULTIPLIED)
@@ -158,3 +162,38 @@ def leave_out_norms_after_layers(_: Any, self: Any, h: Tensor, seq: Any) -> Tens
     """Gemma 3: the norms after the layers are left out."""
     h = h + self.attn(self.attn_norm(h), seq=seq)
     return h + self.ffn(self.ffn_norm(h))
+
+
+@found_by("model", f"^logits {_PARTLY}")
+@fault_of(llama, llama.rope_of)
+def rotate_whole_heads(right: Any, shape: Any) -> Any:
+    """GLM-4.5: all numbers of a head are rotated."""
+    return replace(right(shape), head_dim=shape.head_width)
+
+
+@found_by("model", f"^logits {_PARTLY}")
+@fault_of(attention, attention.rotate)
+def rotate_the_last_part(right: Any, x: Tensor, table: Any) -> Tensor:
+    """GLM-4.5: the last numbers of a head are rotated, as in DeepSeek-V3, and not the first."""
+    width = table[0].shape[-1]
+    if width == x.shape[-1]:
+        return right(x, table)
+    return torch.cat((x[..., :-width], right(x[..., -width:], table)), -1)
+
+
+@found_by("generation", f"^tokens {_PARTLY}")
+@fault_of(attention.Attention, attention.Attention.forward)
+def remember_the_rotated_part_alone(right: Any, self: Any, x: Tensor, *, seq: Any) -> Tensor:
+    """GLM-4.5: the cache has zeros in the part of keys that is not rotated."""
+    if not isinstance(seq, CachedSequence):
+        return right(self, x, seq=seq)
+    attend, width = self.attend, self.rope.head_dim
+
+    def attend_to_a_part(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return attend(q, F.pad(k[..., :width], (0, k.shape[-1] - width)), v, **options)
+
+    self.attend = attend_to_a_part
+    try:
+        return right(self, x, seq=seq)
+    finally:
+        self.attend = attend

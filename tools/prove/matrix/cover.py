@@ -104,7 +104,10 @@ COLUMNS = _columns(
     ("auxiliary", ("none", "balance and z")),
     ("dense layers", ("none", "first", "every other")),
     # With experts, "Llama" is a Mixtral. A Phi-3 is a Llama but for its files.
-    ("model", ("Llama", "OLMo 2", "Granite 3", "Gemma 3", "gpt-oss", "DeepSeek-V3")),
+    (
+        "model",
+        ("Llama", "OLMo 2", "Granite 3", "Gemma 3", "gpt-oss", "DeepSeek-V3", "GLM-4.5"),
+    ),
     ("positions", ("rotary", "not in every second block", "YaRN")),
     ("further tokens", ("none", "1", "2")),  # the depths of multi-token prediction
 )
@@ -259,6 +262,7 @@ MODELS: dict[tuple[str, bool], dict[str, Any]] = {
         "model.preset": "debug-deepseek",
         "model.n_kv_heads": 8,  # each head has keys and values of its own
     },
+    ("GLM-4.5", True): {"model.architecture": "glm", "model.preset": "debug-glm"},
 }
 _SOFTMAX = {
     "model.router": "softmax",
