@@ -11,16 +11,23 @@ from typing import NamedTuple
 from composer3d.full import places
 from composer3d.models.table import Row
 from composer3d.planner.stages import stage_layers, stages_by_rank
-from composer3d.planner.traffic import DTYPE_BYTES, cut_of, flows
+from composer3d.planner.traffic import DTYPE_BYTES, Flow, cut_of, flows
 from composer3d.planner.trained import is_trained
 from composer3d.recipe.schema import Recipe
 
 
 class CallsAndBytes(NamedTuple):
-    """The number of calls of an operation, and the bytes that a rank sends in all of them."""
+    """The number of calls of an operation, and the bytes that a rank sends in all of them.
+
+    Attributes:
+        calls: the number of calls.
+        sent_bytes: the bytes of all calls.
+        is_least: whether there may be more bytes, as the data decide.
+    """
 
     calls: int
     sent_bytes: float
+    is_least: bool = False
 
 
 # The key is the ranks of a group, and an operation.
@@ -37,16 +44,23 @@ def traffic(recipe: Recipe, rank: int) -> Traffic:
     )
     pp_rank = rank // (recipe.mesh.world_size // recipe.mesh.pp)
 
-    def add(operation: str, axis: str, count: int, sent_bytes: float) -> None:
-        key = places.members(axis, rank, recipe.mesh), operation
-        found[key] = CallsAndBytes(found[key].calls + count, found[key].sent_bytes + sent_bytes)
+    def add(operation: str, flow: Flow) -> None:
+        key = places.members(flow.axis, rank, recipe.mesh), operation
+        # The planner counts a document for each sample, and the balance loss one for each document.
+        grows = recipe.data.packing != "none" and "counts of sequences" in flow.purpose
+        before = found[key]
+        found[key] = CallsAndBytes(
+            before.calls + flow.count,
+            before.sent_bytes + flow.sent_bytes,
+            before.is_least or grows,
+        )
 
     for flow in flows(recipe, pp_rank):
         if flow.axis == "pp":
             continue
-        add(flow.operation, flow.axis, flow.count, flow.sent_bytes)
+        add(flow.operation, flow)
         if flow.operation == "send":
-            add("recv", flow.axis, flow.count, flow.sent_bytes)
+            add("recv", flow)
     return dict(found)
 
 

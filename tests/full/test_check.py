@@ -34,6 +34,13 @@ def _spoil(way: str, call: str) -> Any:
     ("layout", "plant", "finding"),
     [
         (_3D, _nothing, None),
+        # The balance loss counts each document, and how many there are, the data decide.
+        (
+            "model.architecture=moe model.preset=debug-moe model.balance_loss=0.5 mesh.tp=2 "
+            "mesh.ep=1 data.packing=documents",
+            _nothing,
+            None,
+        ),
         ("mesh.cp=3 data.seq_len=252 data.global_batch=4", _nothing, None),
         (
             "mesh.tp=2",
