@@ -513,7 +513,10 @@ class Recorder(DispatchMode):
         without_data: the context in which tensors are made without data.
         operators: how many have run, without views.
         ignores: nothing counts at the moment.
+        opens_composed: whether operators that only call others are replaced by these.
     """
+
+    opens_composed = True
 
     def __init__(self, ledger: MemoryLedger) -> None:
         super().__init__()
@@ -581,7 +584,7 @@ class Recorder(DispatchMode):
         if traits is None:
             traits = self._traits[operator] = _traits_of(operator)
 
-        if traits.is_composed:
+        if traits.is_composed and self.opens_composed:
             with self:
                 return operator.decompose(*arguments, **keywords)
         if traits.body is not None:

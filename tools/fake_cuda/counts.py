@@ -183,6 +183,9 @@ def run_rank(job: Job, library: Path) -> Seen:
 class Watcher(Recorder):
     """Sees the devices of every operator."""
 
+    # Each is one call of the host, and some have kernels of their own on a GPU: ``rms_norm``.
+    opens_composed = False
+
     def __init__(self, ledger: MemoryLedger) -> None:
         super().__init__(ledger)
         self._updates = False
