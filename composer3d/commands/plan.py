@@ -164,6 +164,11 @@ def run(options: Options) -> int:
             world_size=options.gpus,
             may_import=True,
         )
+    if options.memory and options.gpus not in (None, resolved.recipe.world_size):
+        raise UserError(
+            f"--memory prices the recipe as it is, on {resolved.recipe.world_size:,} devices; for "
+            f"--gpus {options.gpus}, change its mesh with --set"
+        )
     if not is_ours(resolved.recipe.model.architecture) and not options.as_json:
         print(_OWN_ARCHITECTURE)
     elif resolved.recipe.optim.train is not None and not options.as_json:

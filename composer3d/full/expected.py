@@ -17,17 +17,10 @@ from composer3d.recipe.schema import Recipe
 
 
 class CallsAndBytes(NamedTuple):
-    """The number of calls of an operation, and the bytes that a rank sends in all of them.
-
-    Attributes:
-        calls: the number of calls.
-        sent_bytes: the bytes of all calls.
-        is_least: whether there may be more bytes, as the data decide.
-    """
+    """The number of calls of an operation, and the bytes that a rank sends in all of them."""
 
     calls: int
     sent_bytes: float
-    is_least: bool = False
 
 
 # The key is the ranks of a group, and an operation.
@@ -46,14 +39,8 @@ def traffic(recipe: Recipe, rank: int) -> Traffic:
 
     def add(operation: str, flow: Flow) -> None:
         key = places.members(flow.axis, rank, recipe.mesh), operation
-        # The planner counts a document for each sample, and the balance loss one for each document.
-        grows = recipe.data.packing != "none" and "counts of sequences" in flow.purpose
         before = found[key]
-        found[key] = CallsAndBytes(
-            before.calls + flow.count,
-            before.sent_bytes + flow.sent_bytes,
-            before.is_least or grows,
-        )
+        found[key] = CallsAndBytes(before.calls + flow.count, before.sent_bytes + flow.sent_bytes)
 
     for flow in flows(recipe, pp_rank):
         if flow.axis == "pp":

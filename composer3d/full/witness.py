@@ -41,6 +41,7 @@ from composer3d.runtime.torch_private import (
 )
 
 _CONTENT = "composer3d_content"
+_SEEN = "composer3d_seen"
 
 
 class CollectiveCall(NamedTuple):
@@ -206,10 +207,12 @@ class _Watcher(Recorder):
             # Messages are received into buffers of the stages, which are allocated when the
             # pipeline starts, and since torch 2.15 before each receive.
             for content, tensors in messages_of_stage(self._pipeline.stages, None):
-                for tensor in tensors:
-                    if _CONTENT not in vars(tensor.untyped_storage()):
-                        fix(tensor, self._types.stream)
-                _mark_content(Content(*content), tensors)
+                # Each once: what has changed in the meantime must not look as received.
+                new = [one for one in tensors if _SEEN not in vars(one.untyped_storage())]
+                for tensor in new:
+                    vars(tensor.untyped_storage())[_SEEN] = True
+                    fix(tensor, self._types.stream)
+                _mark_content(Content(*content), new)
         found: Content | None = known.get(_CONTENT)
         return found
 

@@ -424,12 +424,13 @@ class _RankTraffic:
         """All-to-alls of ``parallel.expert.dispatch``, with tokens spread evenly over experts.
 
         A rank's tokens go to K experts each, which is B T/(cp tp) K C e bytes, and come back. The
-        all-reduce of the balance loss counts the experts of whole sequences (one document each).
+        all-reduce of the balance loss counts the experts of each sequence. With packed documents, a
+        row has room for 16 of them (``models.layers.moe``), or a higher power if it holds more.
         """
         layers = [layer for layer in stage.blocks if self._has_experts(layer)]
         if not layers:
             return
-        shape, mesh = self.shape, self.mesh
+        shape, mesh, packing = self.shape, self.mesh, self.recipe.data.packing
         calls = len(layers) * self.m
         rows_bytes = self.tokens // mesh.tp * shape.experts_per_token * shape.dim * self.e
         calls_again = self.m * sum(map(self._has_experts, self._fully_recomputed(stage)))
@@ -444,7 +445,8 @@ class _RankTraffic:
             for purpose in ("tokens for experts", "outputs of experts"):
                 self._add("ep", "all_to_all", phase, words + purpose, count, rows_bytes, mesh.ep)
             if getattr(shape, "balance_loss", 0.0):
-                sums_bytes = self.recipe.data.micro_batch * shape.experts * _COUNT_BYTES
+                sequences = self.recipe.data.micro_batch * (1 if packing == "none" else 16)
+                sums_bytes = sequences * shape.experts * _COUNT_BYTES
                 purpose, size = f"{words}counts of sequences", mesh.cp * mesh.tp
                 self._add("sequence", "all_reduce", phase, purpose, count, sums_bytes, size)
         for purpose in ("gradients of outputs", "gradients of tokens"):

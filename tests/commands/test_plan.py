@@ -345,6 +345,7 @@ def test_the_goodput_of_the_page_is_what_the_command_prints(
         (["--memory", "--why", "1"], "--memory prices the recipe as it is, and --why"),
         (["--memory", "--write", "x.toml"], "and --write the fastest layout"),
         (["--memory", "--scale"], "and --scale the fastest layout"),
+        (["--memory", "--gpus", "512"], "--memory prices the recipe as it is, on"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(

@@ -34,7 +34,7 @@ def _spoil(way: str, call: str) -> Any:
     ("layout", "plant", "finding"),
     [
         (_3D, _nothing, None),
-        # The balance loss counts each document, and how many there are, the data decide.
+        # The balance loss counts the experts of 16 documents a row.
         (
             "model.architecture=moe model.preset=debug-moe model.balance_loss=0.5 mesh.tp=2 "
             "mesh.ep=1 data.packing=documents",

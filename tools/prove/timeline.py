@@ -150,6 +150,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("schedules", nargs="*", metavar="SCHEDULE", default=BUILT_IN)
     parser.add_argument("--cuts", action="store_true", help="compare stages cut by time instead")
     options = parser.parse_args(arguments)
+    if options.cuts and options.schedules != BUILT_IN:
+        parser.error("--cuts compares the pipelines of recipes: name no schedule")
     unknown = set(options.schedules) - set(BUILT_IN)
     if unknown:
         parser.error(f"unknown schedule {min(unknown)}; use one of {', '.join(BUILT_IN)}")

@@ -5,8 +5,9 @@ value is checked. Where transformers ignores a key of the published files, the v
 that changes nothing.
 
 Keys that matter in training alone are not read: ``aux_loss_alpha``, ``seq_aux`` and
-``output_router_logits``. The number of layers of multi-token prediction is read, although
-transformers ignores it. The keys of experts and of these layers are those of GLM-4.5 as well.
+``output_router_logits``. The number of layers of multi-token prediction is read, with which
+transformers only drafts text; where it is absent, there are none. The keys of experts and of these
+layers are those of GLM-4.5 as well.
 """
 
 from collections.abc import Mapping
@@ -107,6 +108,7 @@ _KEYS = {
     "value_dim": "v_head_dim",
 }
 _DEPTHS = "num_nextn_predict_layers"
+_OTHER_NAME = "num_mtp_layers"  # which transformers 5 has for the same
 _UNSUPPORTED = ("attention_bias", "sliding_window", "use_sliding_window")
 
 # How far ``_mscale`` looks. In 20,000 random cases, the number was 5 steps away at most.
@@ -177,7 +179,7 @@ def _parse_scores(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def parse_depths(config: Mapping[str, Any], checks: Requirements) -> dict[str, Any]:
     """Return the field of the number of layers of multi-token prediction."""
-    depths = config.get(_DEPTHS) or 0
+    depths = config.get(_DEPTHS, config.get(_OTHER_NAME)) or 0
     is_count = type(depths) is int and depths >= 0
     checks.require(is_count, _DEPTHS, depths, "an integer from 0, null or absent")
     return {"mtp_layers": depths}
@@ -323,8 +325,7 @@ def expert_keys(shape: PredictingShape) -> dict[str, Any]:
 
 def with_depths(config: Mapping[str, Any], shape: PredictingShape) -> dict[str, Any]:
     """Return a config.json with the number of layers of multi-token prediction of a shape."""
-    other_name = "num_mtp_layers"  # which transformers 5 has for the same
-    kept = {key: value for key, value in config.items() if key != other_name}
+    kept = {key: value for key, value in config.items() if key != _OTHER_NAME}
     return kept | {_DEPTHS: shape.mtp_layers}
 
 

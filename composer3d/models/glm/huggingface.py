@@ -6,6 +6,7 @@ As ``models.deepseek.huggingface``, which has the keys of experts and of multi-t
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from math import nextafter
 from typing import Any
 
 from composer3d.facts.errors import CheckpointError
@@ -73,6 +74,9 @@ def _find_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list
                 f"{labels['rope_share']} of {shape.head_width}, the width of a head, must be an "
                 "even number from 2"
             )
+        is_stretched = shape.rope_factor != 1 and shape.rope_scaling == "yarn"
+        if is_stretched and shape.yarn_ramp is None:
+            problems.append(f"{labels['rope_share']} leaves YaRN no pair to stretch from")
     return problems
 
 
@@ -106,13 +110,15 @@ def parse_config(config: Any) -> GlmShape:
 def _take_share(config: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the share of a head that is rotated, and a config.json without it.
 
-    As in transformers, the object of positions has it before the top level.
+    As in transformers, the object of positions has it before the top level. There may be two such
+    objects, of which one is read.
     """
     share, rest = config[_SHARE], {key: config[key] for key in config if key != _SHARE}
+    read = "rope_scaling" if rest.get("rope_scaling") else "rope_parameters"
     for place in ("rope_parameters", "rope_scaling"):
         positions = rest.get(place)
         if isinstance(positions, dict) and _SHARE in positions:
-            share = positions[_SHARE]
+            share = positions[_SHARE] if place == read else share
             rest[place] = {key: positions[key] for key in positions if key != _SHARE}
     return share, rest
 
@@ -127,8 +133,17 @@ def canonical(shape: GlmShape) -> GlmShape:
     return replace(
         shape,
         expert_ffn=shape.expert_width,
-        rope_share=shape.rotated_width / shape.head_width,
+        rope_share=_written_share(shape),
     )
+
+
+def _written_share(shape: GlmShape) -> float:
+    """Return a share of a head of which transformers rotates as many numbers as this shape.
+
+    It rounds the product with the width of a head down, which may be below the whole number.
+    """
+    share = shape.rotated_width / shape.head_width
+    return share if int(shape.head_width * share) == shape.rotated_width else nextafter(share, 1)
 
 
 def make_config(

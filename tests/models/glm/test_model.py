@@ -106,6 +106,40 @@ def test_pairs_are_whole() -> None:
         assert replace(DEBUG, rope_share=share).rotated_width == width, share
 
 
+@pytest.mark.parametrize("width", [24, 44, 88, 100, 104, 128, 176, 224])
+def test_transformers_rotates_as_many_numbers_as_its_file_says(width: int) -> None:
+    """It rounds the product of the width and the share down: 44 x (30 / 44) is below 30."""
+    for rotated in range(2, width + 1, 2):
+        shape = replace(DEBUG, head_dim=width, rope_share=min(1.0, (rotated + 0.5) / width))
+        assert shape.rotated_width == rotated
+        config = hf.make_config(shape, "float32")
+        assert int(width * config["partial_rotary_factor"]) == rotated
+        assert hf.parse_config(config) == hf.canonical(shape)
+
+
+def test_the_share_is_that_of_the_object_that_transformers_reads() -> None:
+    config = hf.make_config(DEBUG, "float32")
+    config["rope_parameters"] = {"partial_rotary_factor": 1.0}
+    assert hf.parse_config(config).rope_share == 1.0
+    config["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
+    assert hf.parse_config(config).rope_share == 0.5
+
+
+def test_a_stretch_that_the_rotated_part_cannot_have_is_refused() -> None:
+    shape = replace(
+        DEBUG,
+        rope_theta=5.0,
+        rope_scaling="yarn",
+        rope_factor=2.0,
+        rope_context=4096,
+        rope_truncate=False,
+    )
+    config = hf.make_config(replace(shape, rope_theta=1e4), "float32")
+    config["rope_theta"] = 5.0
+    with pytest.raises(CheckpointError, match="leaves YaRN no pair to stretch from"):
+        hf.parse_config(config)
+
+
 def test_positions_are_in_the_first_part_of_a_head_alone() -> None:
     """Of equal tokens, the other part of queries and keys is the same at all positions."""
     shape = replace(DEBUG, qk_norm=False, qkv_bias=False)
