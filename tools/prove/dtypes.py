@@ -455,6 +455,9 @@ def _matches(row: Wide | Narrow, operation: Operation) -> bool:
 class _DtypeRecorder(Recorder):
     """Collects in ``operations`` what computes floating-point numbers."""
 
+    # The ledger names operators as the host calls them.
+    opens_composed = False
+
     def __init__(self) -> None:
         super().__init__(MemoryLedger(offload=False))
         self.operations: set[Operation] = set()

@@ -109,18 +109,19 @@ def round_angles(right: Any, rope: Rope, positions: Tensor, dtype: torch.dtype) 
 @fault_of(attention, attention.rotate)
 def turn_neighbours(_: Any, x: Tensor, table: Table) -> Tensor:
     """Rotary positions: pairs are neighbours, as in Meta's weights, instead of halves."""
-    half = x.shape[-1] // 2
+    width = table[0].shape[-1]
+    half = width // 2
     cos, sin = table[0][..., :half], table[1][..., half:]
-    a, b = x[..., ::2], x[..., 1::2]
-    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+    a, b = x[..., :width:2], x[..., 1:width:2]
+    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+    return torch.cat((turned, x[..., width:]), -1)
 
 
 @found_by("model", _PLAIN)
 def turn_halves_apart() -> None:
     """Rotary positions: the sine of both halves is added with the same sign."""
-    attention.rotate = lambda x, table: torch.addcmul(
-        x * table[0], x.roll(x.shape[-1] // 2, dims=-1), table[1].abs()
-    )
+    right = attention.rotate
+    attention.rotate = lambda x, table: right(x, (table[0], table[1].abs()))
 
 
 @found_by("model", _PLAIN)
