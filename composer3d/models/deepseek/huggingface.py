@@ -247,7 +247,7 @@ def _parse_groups(
 
 def _find_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list[str]:
     """Return a line for each rule on several values that is broken, as the rules of recipes do."""
-    problems = expert_problems(values, labels)
+    problems = expert_problems(values, labels, DeepseekShape)
     if values["n_kv_heads"] != values["n_heads"]:
         problems.append(f"{labels['n_kv_heads']} must be {labels['n_heads']}")
     width = values["head_dim"] or values["dim"] // values["n_heads"]
@@ -255,9 +255,6 @@ def _find_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list
         problems.append(f"{labels['rope_dim']} must be below {width}, the width of a head")
     if values["value_dim"] > width:
         problems.append(f"{labels['value_dim']} must be at most {width}, the width of a head")
-    is_stretched = values["rope_factor"] != 1 and values["rope_scaling"] == "yarn"
-    if is_stretched and not problems and DeepseekShape(**values).yarn_ramp is None:
-        problems.append(f"{labels['rope_dim']} leaves YaRN no pair to stretch from")
     return problems
 
 

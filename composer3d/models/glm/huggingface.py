@@ -66,7 +66,7 @@ _KEYS = {**KEYS_WITH_EXPERTS, "rope_share": _SHARE}
 
 def _find_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list[str]:
     """Return a line for each rule on several values that is broken, as the rules of recipes do."""
-    problems = expert_problems(values, labels)
+    problems = expert_problems(values, labels, GlmShape)
     if not problems:
         shape = GlmShape(**values)
         if shape.rotated_width != int(shape.head_width * shape.rope_share):
@@ -74,9 +74,6 @@ def _find_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list
                 f"{labels['rope_share']} of {shape.head_width}, the width of a head, must be an "
                 "even number from 2"
             )
-        is_stretched = shape.rope_factor != 1 and shape.rope_scaling == "yarn"
-        if is_stretched and shape.yarn_ramp is None:
-            problems.append(f"{labels['rope_share']} leaves YaRN no pair to stretch from")
     return problems
 
 

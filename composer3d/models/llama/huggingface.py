@@ -238,10 +238,15 @@ def make_shape(values: Mapping[str, Any], keys: Mapping[str, str] | None = None)
     return checked_shape(ModelShape, values, keys, find_problems=decoder_problems)
 
 
-def decoder_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list[str]:
+def decoder_problems(
+    values: Mapping[str, Any],
+    labels: Mapping[str, str],
+    shape_type: type[RotaryShape] = RotaryShape,
+) -> list[str]:
     """Return a line for each rule on several values that a RotaryShape would break.
 
-    The arguments are those of ``find_problems`` in ``checked_shape``.
+    The first arguments are those of ``find_problems`` in ``checked_shape``. ``shape_type`` is the
+    class of the shape if it does not rotate whole heads.
     """
     problems = []
     if values["n_heads"] % values["n_kv_heads"]:
@@ -257,7 +262,7 @@ def decoder_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> li
     if scaling == "yarn" and values["rope_beta_slow"] > values["rope_beta_fast"]:
         problems.append(f"{labels['rope_beta_slow']} must be at most {labels['rope_beta_fast']}")
     elif scaling == "yarn" and not problems:
-        shape = RotaryShape(**{entry.name: values[entry.name] for entry in fields(RotaryShape)})
+        shape = shape_type(**{entry.name: values[entry.name] for entry in fields(shape_type)})
         if shape.yarn_ramp is None:
             problems.append(
                 f"{labels['rope_theta']} with {labels['rope_context']} leaves YaRN no pair to "

@@ -36,6 +36,7 @@ from composer3d.models.llama.huggingface import (
 )
 from composer3d.models.llama.huggingface import KEYS as DECODER_KEYS
 from composer3d.models.llama.huggingface import canonical as canonical_decoder
+from composer3d.models.llama.shape import RotaryShape
 from composer3d.models.moe.shape import ExpertsShape, MoeShape
 from composer3d.models.untrusted import Requirements, checked_shape, is_size
 
@@ -253,12 +254,16 @@ def _parse_window(config: Mapping[str, Any], checks: Requirements) -> dict[str, 
     return parse_layer_types(layer_types, window, n_layers, checks)
 
 
-def expert_problems(values: Mapping[str, Any], labels: Mapping[str, str]) -> list[str]:
+def expert_problems(
+    values: Mapping[str, Any],
+    labels: Mapping[str, str],
+    shape_type: type[RotaryShape] = RotaryShape,
+) -> list[str]:
     """Return a line for each rule on several values that an ExpertsShape would break.
 
-    The arguments are those of ``find_problems`` in ``checked_shape``.
+    The arguments are those of ``decoder_problems``.
     """
-    problems = decoder_problems(values, labels)
+    problems = decoder_problems(values, labels, shape_type)
     experts, groups = values["experts"], values["expert_groups"]
     if experts % groups:
         problems.append(f"{labels['expert_groups']} must divide {labels['experts']}")

@@ -138,6 +138,10 @@ def test_a_stretch_that_the_rotated_part_cannot_have_is_refused() -> None:
     config["rope_theta"] = 5.0
     with pytest.raises(CheckpointError, match="leaves YaRN no pair to stretch from"):
         hf.parse_config(config)
+    # A whole head, twice as wide, could not have this one.
+    config |= {"rope_theta": 5.0, "rope_scaling": config["rope_scaling"] | {"truncate": True}}
+    config["rope_scaling"]["original_max_position_embeddings"] = 5
+    assert hf.parse_config(config).yarn_ramp == (0, 0.001)
 
 
 def test_positions_are_in_the_first_part_of_a_head_alone() -> None:
