@@ -211,7 +211,7 @@ def _find_recipe(name: str) -> str:
         return name
     folder = Path(__file__).with_name("recipes")
     own = folder / f"{stem}.toml"
-    if own.is_file():
+    if os.path.isfile(own):
         return str(own)
     names = sorted(path.stem for path in folder.glob("*.toml"))
     hint = did_you_mean(stem, names)

@@ -1,6 +1,7 @@
 """``composer3d import``: make a recipe of a configuration of another program. No torch."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def run(options: Options) -> int:
     Raises:
         UserError: no recipe can be made, or ``out`` cannot be written.
     """
-    if options.out is not None and Path(options.out).exists():
+    if options.out is not None and os.path.lexists(options.out):
         raise UserError(f"-o {options.out}: the file exists; choose another name")
     imported = import_file(
         options.file, options.sets, gpus=options.gpus, model=options.model, accept=options.accept

@@ -1,6 +1,7 @@
 """``composer3d launch``: list, show and copy the scripts that start jobs on several machines."""
 
 import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -91,7 +92,7 @@ def run(options: Options) -> int:
         print(content.decode(), end="")
         return 0
     target = Path(options.dest or script.file)
-    if target.is_dir():
+    if os.path.isdir(target):
         target /= script.file
     make_files({target: content})
     print(f"made {one_line(target)}\nuse it: {script.use.format(copy=one_line(target))}")

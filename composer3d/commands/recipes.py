@@ -1,6 +1,7 @@
 """``composer3d recipes``: list, show and copy the recipes that come with composer3d. No torch."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -184,7 +185,7 @@ def copy(path: Path, dest: str | None) -> list[Path]:
         UserError: a file exists with other content, or cannot be made. Nothing is left then.
     """
     target = Path(dest if dest is not None else path.name)
-    if target.is_dir():
+    if os.path.isdir(target):
         target /= path.name
     elif target.suffix != ".toml":
         raise UserError(

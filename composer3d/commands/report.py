@@ -108,7 +108,7 @@ def _write(options: Options, paths: Sequence[str]) -> int:
     """Write the report of runs whose folders are on this disk."""
     device = None if options.gpu is None else find_device(options.gpu)
     folders = [
-        folder.read(path, is_copy=is_url(run))
+        folder.read(path, url=run if is_url(run) else None)
         for run, path in zip(options.runs, paths, strict=True)
     ]
     has_pictures = len(folders) <= 2

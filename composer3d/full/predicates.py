@@ -17,7 +17,7 @@ from composer3d.planner.stages import stage_layers
 from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import AXES, MeshTable, Recipe
 from composer3d.recipe.values import FIELDS, value_of
-from composer3d.verify.blocks import by_stage, kinds_of_blocks
+from composer3d.verify.blocks import by_stage, kinds_of_blocks, kinds_of_predicting_blocks
 from composer3d.verify.shrink import shrink_to
 
 
@@ -267,7 +267,10 @@ def _ep_and_others(_: Any, recipe: Recipe) -> Hashable:
 
 
 def _kinds(recipe: Recipe) -> Hashable:
-    return tuple(sorted(set(kinds_of_blocks(recipe.model, recipe.data.seq_len))))
+    return tuple(
+        tuple(sorted(set(kinds_of(recipe.model, recipe.data.seq_len))))
+        for kinds_of in (kinds_of_blocks, kinds_of_predicting_blocks)
+    )
 
 
 def _kinds_by_stage(recipe: Recipe) -> Hashable:

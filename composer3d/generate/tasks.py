@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from composer3d.data.prompt_tokenizer import PromptTokenizer
+from composer3d.facts.bars import share_bars_by_threads
 from composer3d.facts.errors import DataError, UserError, reason_in_one_line
 from composer3d.facts.files import read_plain
 from composer3d.facts.text import one_line
@@ -356,6 +357,7 @@ def load_tasks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """
     from lm_eval.tasks import TaskManager
 
+    share_bars_by_threads()
     # lm-eval sets these seeds before it loads tasks, which may draw their documents.
     _set_seeds()
     own = list(filter(_is_file, names))

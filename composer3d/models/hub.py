@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from composer3d.facts.bars import share_bars_by_threads
 from composer3d.facts.errors import CheckpointError
 from composer3d.facts.model_files import CARRIED_NAMES, TOKENIZER_NAMES
 from composer3d.facts.text import one_line
@@ -101,6 +102,7 @@ def folder(text: str, files: tuple[str, ...] = WEIGHTS, *, shows_progress: bool 
             f"{place} needs huggingface_hub: pip install composer3d[hub], or load the files "
             "yourself and name their folder"
         ) from error
+    share_bars_by_threads()
     try:
         # Without a connection, the library takes what it has, if that is all of the revision.
         snapshot = snapshot_download(

@@ -350,6 +350,7 @@ def _check_files(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
     ``wrong_keys`` are the keys that are invalid or break a rule.
     """
     _check_data(draft, recipe, wrong_keys)
+    _check_weights(draft, recipe, wrong_keys)
     _check_tokenizer(draft, recipe, wrong_keys)
     _check_schedule(draft, recipe, wrong_keys)
     _check_checkpoint(draft, recipe, wrong_keys)
@@ -384,6 +385,27 @@ def _mention_path(recipe: Recipe, key: str, path: str | None) -> str:
     if key == "data.sources":
         return f"{key}: path = {as_short_toml(path)}"
     return mention(recipe, key)
+
+
+def _check_weights(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
+    """Check that the folder of ``model.hf`` is there, if a run starts from its weights.
+
+    The shape does not tell: a recipe that has all of it needs no folder for that.
+    """
+    key, hf = "model.hf", recipe.model.hf
+    # ``_resolve_shape`` has reported a folder without a shape, which it marks by the preset.
+    keys = {key, "model.preset", "run.name", "checkpoint.folder", "checkpoint.resume"}
+    if hf is None or wrong_keys & keys:
+        return
+    goes_on = isinstance(recipe.checkpoint_folder, RemotePath) or _has_checkpoints(recipe)
+    if goes_on or recipe.checkpoint.resume not in ("auto", "none"):
+        return
+    if not hub.is_place(hf) and not os.path.isdir(hf):
+        draft.blame(
+            key,
+            f"{mention(recipe, key)} is not a folder; give a folder in the format of Hugging Face, "
+            "relative to the working directory",
+        )
 
 
 def _check_tokenizer(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
@@ -440,7 +462,7 @@ def _check_schedule(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
 
 def _has_checkpoints(recipe: Recipe) -> bool:
     """Return whether the run has a folder of checkpoints on a disk."""
-    return isinstance(recipe.checkpoint_folder, Path) and recipe.checkpoint_folder.is_dir()
+    return isinstance(recipe.checkpoint_folder, Path) and os.path.isdir(recipe.checkpoint_folder)
 
 
 def _check_checkpoint(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:

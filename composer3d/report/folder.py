@@ -120,28 +120,29 @@ class RunFolder:
         return [event for event in self.events if event.kind == "bad steps"]
 
 
-def read(path: str, *, is_copy: bool = False) -> RunFolder:
+def read(path: str, *, url: str | None = None) -> RunFolder:
     """Read the folder of a run.
 
     Args:
         path: the folder.
-        is_copy: as in ``RunFolder``.
+        url: the folder in an object store that ``path`` is a copy of; None: it is no copy.
 
     Raises:
         UserError: it is not the folder of a run, or its metrics cannot be read.
     """
-    run = RunFolder(Path(path), is_copy)
+    run = RunFolder(Path(path), is_copy=url is not None)
+    label = one_line(path if url is None else url)
     if not os.path.isdir(path):
-        raise UserError(f"{one_line(path)}: there is no such folder; name the folder of a run")
+        raise UserError(f"{label}: there is no such folder; name the folder of a run")
     names = (series.FILE, "recipe.toml")
     if not any(os.path.lexists(run.path / name) for name in names):
         raise UserError(
-            f"{one_line(path)} is not the folder of a run: it has neither {names[0]} nor {names[1]}"
+            f"{label} is not the folder of a run: it has neither {names[0]} nor {names[1]}"
         )
     try:
         run.curves = series.read(run.path)
     except (OSError, ValueError) as error:
-        raise UserError(f"{one_line(path)}/{series.FILE} cannot be read ({error})") from None
+        raise UserError(f"{label}/{series.FILE} cannot be read ({error})") from None
     if run.curves.wrong_lines:
         run.problems.append(
             f"{run.curves.wrong_lines:,} lines of {series.FILE} are not metrics, and left out"

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from composer3d.recipe.schema import Model
 
+# Depths of multi-token prediction in a small model: one reads the main model, one another depth.
+MOST_DEPTHS = 2
 # Longer periods than this are tried only as they are in the large model, to keep the search short.
 _LONGEST_PERIOD = 12
 
@@ -63,10 +65,16 @@ _TRAITS: tuple[tuple[tuple[str, ...], Callable[[Any, int, int], bool]], ...] = (
 
 def kinds_of_blocks(model: Model, seq_len: int) -> list[Traits]:
     """Return the kind of each block of a model. A window as long as ``seq_len`` is none."""
-    return [
-        Traits(*(has(model, block, seq_len) for _, has in _TRAITS))
-        for block in range(model.n_layers)
-    ]
+    return _kinds_of(range(model.n_layers), model, seq_len)
+
+
+def kinds_of_predicting_blocks(model: Model, seq_len: int) -> list[Traits]:
+    """Return the kind of each block of multi-token prediction, as ``kinds_of_blocks``."""
+    return _kinds_of(range(model.n_layers, model.all_layers), model, seq_len)
+
+
+def _kinds_of(blocks: Iterable[int], model: Model, seq_len: int) -> list[Traits]:
+    return [Traits(*(has(model, block, seq_len) for _, has in _TRAITS)) for block in blocks]
 
 
 def by_stage(kinds: Sequence[Any], stages: Iterable[int]) -> set[frozenset[Any]]:
@@ -101,9 +109,10 @@ def few_blocks(
     1. the kinds of ``model`` and no others;
     2. in each stage, the kinds that one of ``stages`` has; and all such sets of kinds, or as many
        as there are small stages;
-    3. stages that all begin at the same place of each period, or do not, as ``stages``.
+    3. blocks of multi-token prediction of the same kinds;
+    4. stages that all begin at the same place of each period, or do not, as ``stages``.
 
-    If none has, it returns the first of those that differ least: 1 counts before 2, and 2 before 3.
+    If none has, it returns the first of those that differ least: an earlier line counts first.
 
     Args:
         model: the large model.
@@ -115,12 +124,13 @@ def few_blocks(
     keys = _keys(model, seq_len)
     kinds = kinds_of_blocks(model, seq_len)
     kinds_of_stages = by_stage(kinds, stages)
+    predicting = kinds_of_predicting_blocks(model, seq_len)
     places = _places(keys, stages)
 
     least: tuple[float, ...] = (math.inf,)
     chosen = None
     for cut in cuts:
-        for sizes, small_kinds in _choices(model, seq_len, keys, cut):
+        for sizes, small_kinds, small_predicting in _choices(model, seq_len, keys, cut):
             invented_and_lost = _differences(small_kinds, kinds)
             if invented_and_lost > least[:2]:
                 continue
@@ -128,8 +138,9 @@ def few_blocks(
             invented, lost = _differences(small_stages, kinds_of_stages)
             # More sets of kinds than small stages cannot be kept.
             lost -= max(0, len(kinds_of_stages) - len(cut))
+            of_depths = sum(_differences(small_predicting, predicting))
             moved = _places(sizes, cut) != places
-            difference = (*invented_and_lost, invented + max(0, lost), moved)
+            difference = (*invented_and_lost, invented + max(0, lost), of_depths, moved)
             if difference < least:
                 least, chosen = difference, Blocks(cut, sizes)
             if not any(difference):
@@ -156,12 +167,13 @@ def _places(keys: dict[str, int], stages: Iterable[int]) -> dict[str, bool]:
 
 def _choices(
     model: Any, seq_len: int, keys: dict[str, int], cut: tuple[int, ...]
-) -> Iterator[tuple[dict[str, int], list[tuple[bool, ...]]]]:
+) -> Iterator[tuple[dict[str, int], list[tuple[bool, ...]], list[tuple[bool, ...]]]]:
     """Yield values of ``keys`` for a small model, the smallest first, and the kinds of its blocks.
 
-    Of values that make the same blocks differ, the smallest are tried alone.
+    Those of multi-token prediction follow for themselves. Of values that make the same blocks
+    differ, the smallest are tried alone.
     """
-    n_blocks = sum(cut)
+    n_blocks, depths = sum(cut), min(model.mtp_layers, MOST_DEPTHS)
     # Whether each block has something, and the values with which it has.
     traits: list[dict[tuple[bool, ...], dict[str, int]]] = []
     for names, has in _TRAITS:
@@ -169,8 +181,8 @@ def _choices(
         by_marks: dict[tuple[bool, ...], dict[str, int]] = {}
         for values in product(*(_small_values(name, keys[name], cut) for name in own)):
             sizes = dict(zip(own, values, strict=True))
-            small = replace(model, **sizes)
-            marks = tuple(has(small, block, seq_len) for block in range(n_blocks))
+            small = replace(model, n_layers=n_blocks, **sizes)
+            marks = tuple(has(small, block, seq_len) for block in range(n_blocks + depths))
             by_marks.setdefault(marks, sizes)
         traits.append(by_marks)
 
@@ -179,7 +191,8 @@ def _choices(
         for choice in product(*(by_marks.items() for by_marks in traits))
     ]
     for sizes, choice in sorted(choices, key=lambda each: sum(each[0].values())):
-        yield sizes, list(zip(*(marks for marks, _ in choice), strict=True))
+        all_kinds = list(zip(*(marks for marks, _ in choice), strict=True))
+        yield sizes, all_kinds[:n_blocks], all_kinds[n_blocks:]
 
 
 def _small_values(name: str, value: int, cut: tuple[int, ...]) -> list[int]:

@@ -247,8 +247,8 @@ def _left_out(full: Recipe, small_recipes: Sequence[Recipe]) -> Iterator[str]:
         reason = entry.metadata["in_proof"].without
         if reason and value_of(full, key) != entry.default:
             yield f"without {entry.name}, {reason}"
-    for kind in lost_kinds(full, small_recipes):
-        yield f"without the blocks {kind}, which take too many layers"
+    for blocks in lost_kinds(full, small_recipes):
+        yield f"without the {blocks}, which take too many layers"
 
 
 def choose_seed(

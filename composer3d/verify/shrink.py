@@ -17,7 +17,14 @@ from composer3d.recipe.rules import settle, violations
 from composer3d.recipe.schema import AXES, MeshTable, Model, Recipe
 from composer3d.recipe.stages import stage_ranges
 from composer3d.recipe.values import FIELDS, divisors, value_of, variant
-from composer3d.verify.blocks import Blocks, Traits, by_stage, few_blocks, kinds_of_blocks
+from composer3d.verify.blocks import (
+    MOST_DEPTHS,
+    Blocks,
+    by_stage,
+    few_blocks,
+    kinds_of_blocks,
+    kinds_of_predicting_blocks,
+)
 
 LIMIT = 16  # processes on one machine
 HERE_LIMIT = 1024  # processes of a job that proves its own mesh; one process is the reference
@@ -33,7 +40,6 @@ _IN_PROOF: dict[str, InProof] = {
 # blocks, and one more where stages differ; or as many as make the second number in all stages.
 _MOST_OF_STAGE = 8
 _MOST_OF_MODEL = 32
-_MOST_DEPTHS = 2  # of multi-token prediction: one reads the main model, and one another depth
 _LEAST_LATENT_HEAD = 6  # width of a small head with latents; of it, all but two are rotated
 _LEAST_LATENT = 6  # the preferred width of a small latent
 _GIVING_WAY = [key for key, kept in _IN_PROOF.items() if kept.gives_way]
@@ -128,12 +134,19 @@ def shrink_to(full: Recipe, mesh: MeshTable) -> Recipe:
     return _shrink_to(full, mesh, _fsdp_cuts(full))
 
 
-def lost_kinds(full: Recipe, small_recipes: Iterable[Recipe]) -> list[Traits]:
-    """Return the kinds of blocks of ``full`` that none of the recipes of ``shrink`` has."""
-    kept = {
-        kind for small in small_recipes for kind in kinds_of_blocks(small.model, small.data.seq_len)
-    }
-    return sorted({*kinds_of_blocks(full.model, full.data.seq_len)} - kept)
+def lost_kinds(full: Recipe, small_recipes: Iterable[Recipe]) -> list[str]:
+    """Return, in words, the kinds of blocks of ``full`` that none of ``small_recipes`` has."""
+    lost = []
+    for kinds_of, name in (
+        (kinds_of_blocks, "blocks"),
+        (kinds_of_predicting_blocks, "blocks of multi-token prediction"),
+    ):
+        kept = {
+            kind for small in small_recipes for kind in kinds_of(small.model, small.data.seq_len)
+        }
+        all_kinds = {*kinds_of(full.model, full.data.seq_len)}
+        lost += [f"{name} {kind}" for kind in sorted(all_kinds - kept)]
+    return lost
 
 
 def _fsdp_cuts(recipe: Recipe) -> dict[str, Cut]:
@@ -365,7 +378,7 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
         "window": window,
         "full_every": 0,
         "nope_every": 0,
-        "mtp_layers": min(full.model.mtp_layers, _MOST_DEPTHS),
+        "mtp_layers": min(full.model.mtp_layers, MOST_DEPTHS),
     }
     shape = _resized(_shape(full, mesh, cuts), **sizes)
     if not _has_kinds_of_blocks(full, mesh, shape, stages):

@@ -68,7 +68,7 @@ def test_a_run_goes_on_from_disk_to_disk_with_all_its_files(
     assert told["report"] == "report.html"
     assert told["runs"][0]["step"] == 12
     assert cli.main(["report", f"{store}/other"]) == 2
-    assert "is not the folder of a run" in capsys.readouterr().err
+    assert f"{store}/other is not the folder of a run" in capsys.readouterr().err
 
 
 class Job:

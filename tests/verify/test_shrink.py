@@ -13,6 +13,7 @@ from composer3d.recipe.resolve import load
 from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import AXES, MeshTable, Recipe
 from composer3d.recipe.stages import stage_ranges
+from composer3d.verify.blocks import kinds_of_predicting_blocks
 from composer3d.verify.shrink import LIMIT, lost_kinds, shrink
 from tools.prove.paths import RECIPE as RECIPE_PATH
 from tools.prove.paths import ROOT
@@ -345,8 +346,31 @@ def test_kinds_of_blocks_that_are_lost_are_told() -> None:
     full = load(str(RECIPE_PATH), sets, check_files=False).recipe
     without = replace(full, model=replace(full.model, nope_every=0))
     assert lost_kinds(full, [without, full]) == []
-    (lost,) = lost_kinds(full, [without])
-    assert str(lost) == "without a window, without positions, with experts"
+    assert lost_kinds(full, [without]) == [
+        "blocks without a window, without positions, with experts"
+    ]
+
+
+@pytest.mark.parametrize("depths", [1, 2])
+@pytest.mark.parametrize(("every", "layers"), [(4, 8), (3, 8), (5, 13)])
+def test_blocks_of_multi_token_prediction_keep_their_kinds(
+    depths: int, every: int, layers: int
+) -> None:
+    """They are counted on from the last block, so a small model may have others."""
+    sets = ["architecture=glm", "preset=debug-glm", "window=16", f"mtp_layers={depths}"]
+    sets += [f"full_every={every}", f"n_layers={layers}", "dense_layers=0"]
+    full = load(str(RECIPE_PATH), [f"model.{each}" for each in sets], check_files=False).recipe
+    (small,) = shrink(full)
+    kinds, small_kinds = (
+        {*kinds_of_predicting_blocks(each.model, full.data.seq_len)} for each in (full, small)
+    )
+    assert small_kinds == kinds
+    assert lost_kinds(full, [small]) == []
+    model: Any = small.model
+    # Blocks that all have a window, or none.
+    others = [replace(small, model=replace(model, **{key: 0})) for key in ("full_every", "window")]
+    lost = [blocks for other in others for blocks in lost_kinds(full, [other])]
+    assert any(blocks.startswith("blocks of multi-token prediction with") for blocks in lost)
 
 
 def test_stages_of_an_explicit_cut_have_all_kinds_of_blocks() -> None:

@@ -449,6 +449,22 @@ def _files() -> Rows:
         "a recipe of no UTF-8": (of(SURROGATE), r"caf\S+: No such file or directory$"),
         "a recipe of two lines": (of("a\nb"), r"/a\\nb: No such file or directory$"),
         "a recipe of 300 letters": (of("x" * 300), r"x{300}: File name too long$"),
+        "a recipe by a name of 300 letters": (
+            lambda _: ["check", "x" * 300],
+            r"x{300}: there is no such file, and no such recipe in composer3d",
+        ),
+        "a copy of 300 letters": (
+            lambda _: ["recipes", "cp", "quickstart", "x" * 300 + ".toml"],
+            r"x{300}\.toml: the file cannot be made \(File name too long\)",
+        ),
+        "a script of 300 letters": (
+            lambda _: ["launch", "cp", "node", "x" * 300],
+            r"x{300}: the file cannot be made \(File name too long\)",
+        ),
+        "an import to 300 letters": (
+            lambda where: ["import", str(write(where / "x.toml", TINY)), "-o", "x" * 300],
+            r"x\.toml: is a recipe of composer3d already",
+        ),
         "a recipe of a NUL byte": (of("a\0b"), r"a\\u0000b: no file has such a name"),
         "layouts of a terabyte": (
             layouts_too_large,
