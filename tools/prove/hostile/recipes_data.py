@@ -463,7 +463,7 @@ def _files() -> Rows:
         ),
         "an import to 300 letters": (
             lambda where: ["import", str(write(where / "x.toml", TINY)), "-o", "x" * 300],
-            r"x\.toml: is a recipe of composer3d already",
+            r"x\.toml: has no words of a program that import knows",
         ),
         "a recipe of a NUL byte": (of("a\0b"), r"a\\u0000b: no file has such a name"),
         "layouts of a terabyte": (
