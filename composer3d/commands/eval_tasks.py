@@ -24,6 +24,7 @@ _TIMEOUT_S = 4 * 3600.0
 
 _HEADINGS = ("task", "shots", "documents", "metric", "value", "stderr")
 _LEFT = (0, 3)  # the columns of text
+_LARGE = 1e9  # from here on, a figure is shown with an exponent
 
 
 def run(
@@ -171,4 +172,7 @@ def _table(figures: "list[Figure]") -> list[str]:
 def _text_of(number: float | None) -> str:
     if number is None:
         return "-"
-    return f"{number:,}" if isinstance(number, int) else f"{number:,.4f}"
+    if isinstance(number, int):
+        return f"{number:,}"
+    # The perplexity of a model that has learned little may have twenty digits.
+    return f"{number:,.4f}" if abs(number) < _LARGE else f"{number:.4e}"

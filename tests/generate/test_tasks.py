@@ -25,6 +25,7 @@ import transformers
 
 import composer3d
 from composer3d import cli
+from composer3d.commands import eval_tasks
 from composer3d.facts.errors import DataError
 from composer3d.generate import tasks
 from composer3d.models.llama.shape import ModelShape
@@ -647,3 +648,11 @@ def test_figures_that_are_no_numbers_are_none() -> None:
         tasks.Figure(metric="f1", filter="none", value=None, **common),
         tasks.Figure(metric="acc", filter="x", value=0.5, **common),
     ]
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(None, "-"), (1234, "1,234"), (1234.5, "1,234.5000"), (-2.5e19, "-2.5000e+19")],
+)
+def test_figures_are_shown_in_few_characters(number: float | None, text: str) -> None:
+    assert eval_tasks._text_of(number) == text
