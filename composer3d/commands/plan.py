@@ -385,19 +385,21 @@ _LAYOUT_HEADING = (
 
 def _layout_cells(plan: Plan) -> str:
     """Return the cells of a layout, below ``_LAYOUT_HEADING``."""
-    one = _as_json(plan)
+    one, blocks = _as_json(plan), str(plan.recipe.memory.checkpointing.in_first(None))
     return (
         f"{one['tp']:4} {one['pp']:3} x {one['virtual_stages']:<2} "
         f"{one['dp_replicate']:>10} x {one['dp_shard']:<10}"
         f"{one['cp']:5}{one['ep']:5}{one['zero']:6}{one['micro_batch']:7}  "
-        f"{one['schedule'] if one['pp'] > 1 else '-':16} {one['activation_checkpoint']:14}"
+        f"{one['schedule'] if one['pp'] > 1 else '-':16} {blocks:14}"
     )
 
 
 def _further(plan: Plan) -> str:
     """Return what no cell of a layout says, as overrides in a line of their own, or nothing."""
     parallel, memory = plan.recipe.parallel, plan.recipe.memory
+    is_in_some = memory.checkpointing.blocks.stages is not None
     values = {
+        "memory.activation_checkpoint": f'"{memory.activation_checkpoint}"' if is_in_some else None,
         "memory.loss_chunks": memory.loss_chunks if memory.loss_chunks > 1 else None,
         "parallel.fsdp_blocks": parallel.fsdp_blocks if parallel.fsdp_blocks > 1 else None,
         "parallel.cp_method": parallel.cp_method if plan.recipe.mesh.cp > 1 else None,

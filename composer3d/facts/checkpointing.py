@@ -8,7 +8,33 @@ from composer3d.facts.ranges import MOST_LAYERS, Range
 Mode = Literal["none", "selective", "full"]
 
 _MODES: tuple[Mode, ...] = ("none", "selective", "full")
-_EVERY = re.compile("every ([1-9][0-9]{0,9}) blocks")
+_NUMBER = "([1-9][0-9]{0,9})"
+_VALUE = re.compile(
+    rf"(?:({'|'.join(_MODES)})|every {_NUMBER} blocks)(?: in the first {_NUMBER} stages)?"
+)
+
+
+class CheckpointedBlocks(NamedTuple):
+    """Which blocks of a pipeline are checkpointed.
+
+    Backward begins with the last block of a stage, while all others are in memory. So that is no
+    time to compute one again, and the blocks that do come first. The first stages keep the
+    activations of the most micro-batches, so they come first, too.
+
+    Attributes:
+        every: the first of every so many blocks of a stage; 1: all blocks.
+        stages: in so many stages, the first ones; None: in all.
+    """
+
+    every: int = 1
+    stages: int | None = None
+
+    def has(self, place: int, stage: int) -> bool:
+        """Return whether the block at ``place`` in a stage is one. Both are counted from 0."""
+        return place % self.every == 0 and (self.stages is None or stage < self.stages)
+
+
+EVERY_BLOCK = CheckpointedBlocks()
 
 
 class Checkpointing(NamedTuple):
@@ -17,34 +43,44 @@ class Checkpointing(NamedTuple):
     Attributes:
         mode: how a block is checkpointed. "none" keeps all that backward needs. "selective" keeps
             what the model's save list names. "full" keeps the block's input.
-        every: the first of every so many blocks of a stage is checkpointed; 1: all blocks.
+        blocks: the blocks that are.
     """
 
     mode: Mode
-    every: int = 1
+    blocks: CheckpointedBlocks = EVERY_BLOCK
 
-    def mode_of(self, place: int) -> Mode:
-        """Return the mode of the block at ``place`` in its stage, counted from 0.
+    def __str__(self) -> str:
+        """Return it as it stands in a recipe."""
+        every, stages = self.blocks
+        blocks = self.mode if every == 1 else f"every {every} blocks"
+        return blocks if stages is None else f"{blocks} in the first {stages} stages"
 
-        Backward begins with the last block of a stage, while all others are in memory. So that is
-        no time to compute one again, and the blocks that do come first.
-        """
-        return self.mode if place % self.every == 0 else "none"
+    def in_first(self, stages: int | None) -> "Checkpointing":
+        """Return the same in so many stages, the first ones; None: in all."""
+        return self._replace(blocks=self.blocks._replace(stages=stages))
+
+    def mode_of(self, place: int, stage: int) -> Mode:
+        """Return the mode of the block at ``place`` in a stage."""
+        return self.mode if self.blocks.has(place, stage) else "none"
 
 
 def parse_checkpointing(text: str) -> Checkpointing | None:
     """Return the meaning of a value of the key, or None if it has none."""
-    for mode in _MODES:
-        if text == mode:
-            return Checkpointing(mode)
-    found = _EVERY.fullmatch(text)
-    if found is None or int(found[1]) > MOST_LAYERS:
+    found = _VALUE.fullmatch(text)
+    if found is None:
         return None
-    return Checkpointing("full", int(found[1]))
+    word, every, stages = found.groups()
+    mode: Mode = next((mode for mode in _MODES if mode == word), "full")
+    numbers = [int(number) for number in (every, stages) if number is not None]
+    if max(numbers, default=1) > MOST_LAYERS or (mode == "none" and stages is not None):
+        return None
+    blocks = CheckpointedBlocks(int(every or 1), None if stages is None else int(stages))
+    return Checkpointing(mode, blocks)
 
 
 CHECKPOINTING = Range(
     lambda value: parse_checkpointing(value) is not None,
     'must be "none", "selective", "full", or "every N blocks" with a number N from 1 to '
-    f'{MOST_LAYERS:_}, such as "every 2 blocks"',
+    f'{MOST_LAYERS:_}, such as "every 2 blocks"; all but "none" may go on as in '
+    '"full in the first 2 stages"',
 )

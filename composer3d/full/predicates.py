@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from composer3d.facts.ranges import AS_IT_IS
 from composer3d.facts.schedules import micro_batch_requirement
 from composer3d.facts.units import units_of_blocks
-from composer3d.planner.stages import stage_layers
+from composer3d.planner.stages import stage_layers, stages_by_rank
 from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import AXES, MeshTable, Recipe
 from composer3d.recipe.values import FIELDS, value_of
@@ -125,7 +125,7 @@ _RESIZED = frozenset(
     {
         *(f"mesh.{axis}" for axis in (*AXES, "ep")),
         *("parallel.stages", "parallel.fsdp_blocks", "optim.train", "optim.groups"),
-        *("optim.matrices", "data.seq_len", "data.global_batch"),
+        *("optim.matrices", "data.seq_len", "data.global_batch", "memory.activation_checkpoint"),
     }
 )
 
@@ -281,6 +281,15 @@ def _kinds_by_stage(recipe: Recipe) -> Hashable:
     return tuple(sorted(tuple(sorted(each)) for each in by_stage(kinds, layers)))
 
 
+def _checkpointed(recipe: Recipe) -> Hashable:
+    """Return how blocks are checkpointed, and in which of its stages a pipeline rank does so."""
+    checkpointing = recipe.memory.checkpointing
+    how, has = checkpointing.in_first(None), checkpointing.blocks.has
+    ranks = {frozenset(has(0, stage) for stage in held) for held in stages_by_rank(recipe)}
+    names = {frozenset({True}): "all", frozenset({False}): "none", frozenset({True, False}): "some"}
+    return f"{how} in {', '.join(sorted(names[each] for each in ranks))} of a rank's stages"
+
+
 def _units(recipe: Recipe) -> Hashable:
     """Return whether FSDP units have several blocks, and whether stages have several such units."""
     size = recipe.parallel.fsdp_blocks
@@ -382,6 +391,7 @@ PREDICATES: Mapping[str, Predicate] = {
         lambda r: _divides(_n_stages(r), r.model.n_layers) if r.mesh.pp > 1 else None,
         "model.n_layers, mesh.pp, parallel.virtual_stages",
     ),
+    "checkpointed blocks": Predicate(_checkpointed, "memory.activation_checkpoint, mesh.pp"),
     "units of FSDP": Predicate(_units, "parallel.fsdp_blocks, model.n_layers"),
     # Micro-batches.
     "micro-batches": Predicate(

@@ -31,13 +31,19 @@ _is_unread = ContextVar("is_unread", default=False)
 
 
 def apply(
-    blocks: nn.ModuleDict, plan: ShardingPlan, memory: MemoryTable, *, async_tp: bool = False
+    blocks: nn.ModuleDict,
+    plan: ShardingPlan,
+    memory: MemoryTable,
+    *,
+    stage: int = 0,
+    async_tp: bool = False,
 ) -> None:
     """Checkpoint the blocks of one stage, in place. Parameters keep their names.
 
     "full" keeps only a block's input; "selective" also keeps the outputs of the operators in the
     plan's ``save``, but for those in its ``unread`` modules. "every N blocks" is "full" for the
-    first of every N blocks. The collectives inside a checkpointed block run once more in backward,
+    first of every N blocks. A value for some stages leaves the blocks of the others as they are.
+    The collectives inside a checkpointed block run once more in backward,
     unless ``save`` names them.
 
     With ``async_tp``, "selective" also keeps the results of reduce-scatters in compiled blocks.
@@ -48,6 +54,7 @@ def apply(
         blocks: all blocks of the stage, in order, by number.
         plan: the plan of the model.
         memory: the recipe's ``[memory]``.
+        stage: the number of the stage in the pipeline.
         async_tp: the recipe's ``parallel.async_tp``.
     """
     checkpointing = memory.checkpointing
@@ -57,7 +64,7 @@ def apply(
         policy = save_policy((*plan.save, _FUSIBLE_SUM) if async_tp else plan.save)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     for place, (number, block) in enumerate(blocks.items()):
-        mode = checkpointing.mode_of(place)
+        mode = checkpointing.mode_of(place, stage)
         if mode == "none":
             continue
         if mode == "selective":

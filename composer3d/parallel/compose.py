@@ -143,7 +143,9 @@ def compose(
         context.apply(module, plan, mesh.cp_group, parallel)
 
         # 8. Checkpointing: wrap the whole computation of a block, which backward repeats.
-        checkpointing.apply(module.blocks, plan, memory, async_tp=parallel.async_tp)
+        checkpointing.apply(
+            module.blocks, plan, memory, stage=module.number, async_tp=parallel.async_tp
+        )
 
         # 9. Compile: one graph of a block with the changes above, and one of the loss. FSDP adds
         #    its hooks later, so they stay outside of the graph.

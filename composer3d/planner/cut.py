@@ -35,7 +35,7 @@ class Cutter:
     def seconds(self, cut: Cut) -> list[float]:
         """Return the seconds of each stage for the forward and backward of one micro-batch."""
         spans = pairwise(accumulate(cut, initial=0))
-        return [self._stage_s(begin, end) for begin, end in spans]
+        return [self._stage_s(stage, begin, end) for stage, (begin, end) in enumerate(spans)]
 
     def cuts(self) -> list[Cut]:
         """Return the cut that balances stages, and the one that balances ranks if it differs."""
@@ -74,7 +74,7 @@ class Cutter:
     def most_gain(self, cut: Cut) -> float:
         """Return the most that another cut can speed up the slowest stage, as a ratio."""
         seconds = self.seconds(cut)
-        last_s = self._stage_s(self._layers - 1, self._layers)
+        last_s = self._stage_s(len(cut) - 1, self._layers - 1, self._layers)
         return max(seconds) / max(last_s, sum(seconds) / len(seconds))
 
     def _moves(self, cut: Cut, giver: int, taker: int) -> Iterator[Cut]:
@@ -117,7 +117,7 @@ class Cutter:
             found_begins: dict[int, int] = {}
             for end in ends:
                 for begin in range(end - 1, stage - 1, -1):
-                    stage_s = self._stage_s(begin, end)
+                    stage_s = self._stage_s(stage, begin, end)
                     if stage_s > limit_s or add(0.0, stage_s) >= found.get(end, inf):
                         break  # stages that begin earlier take longer
                     value = add(values[begin], stage_s) if begin in values else inf
@@ -131,22 +131,33 @@ class Cutter:
         cut = tuple(end - begin for begin, end in pairwise(reversed(ends_of)))
         return values[layers], cut
 
-    def _stage_s(self, begin: int, end: int) -> float:
+    def _stage_s(self, stage: int, begin: int, end: int) -> float:
         """Return the seconds of a stage that holds these blocks of the main model."""
-        is_last = end == self._layers
-        return self._span_s[begin][end - begin] + (self._end_s(end - begin) if is_last else 0.0)
+        blocks_s = self._span_s[stage][begin][end - begin]
+        return blocks_s + (self._end_s(stage, end - begin) if end == self._layers else 0.0)
 
-    def _end_s(self, place: int) -> float:
+    def _end_s(self, stage: int, place: int) -> float:
         """Return the seconds of what follows the ``place`` blocks of the last stage."""
         later = range(self._layers, self._setup.sizes.layers)
-        blocks_s = (self._block_s(block, place + nth) for nth, block in enumerate(later))
+        blocks_s = (self._block_s(block, place + nth, stage) for nth, block in enumerate(later))
         return self._times.losses + sum(blocks_s)
 
     @cached_property
-    def _span_s(self) -> list[list[float]]:
-        """The seconds of 0, 1, 2 and so on blocks of a stage, by its first block."""
-        every, layers = self._setup.recompute_every, range(self._layers)
-        first, others = ([self._block_s(block, place) for block in layers] for place in (0, 1))
+    def _span_s(self) -> list[list[list[float]]]:
+        """By stage and its first block: the seconds of 0, 1, 2 and so on blocks of the stage."""
+        stages = range(len(self._rank_of))
+        is_checkpointed = [self._setup.recomputed.has(0, stage) for stage in stages]
+        # Stages differ in no more than this.
+        spans = {
+            is_in: self._spans_of(is_checkpointed.index(is_in)) for is_in in set(is_checkpointed)
+        }
+        return [spans[is_in] for is_in in is_checkpointed]
+
+    def _spans_of(self, stage: int) -> list[list[float]]:
+        every, layers = self._setup.recomputed.every, range(self._layers)
+        first, others = (
+            [self._block_s(block, place, stage) for block in layers] for place in (0, 1)
+        )
         found = []
         for begin in layers:
             seconds = others[begin:] if every > 1 else first[begin:]
@@ -154,5 +165,5 @@ class Cutter:
             found.append(list(accumulate(seconds, initial=0.0)))
         return found
 
-    def _block_s(self, block: int, place: int) -> float:
-        return self._times.blocks[self._setup.kind_of(block, place)]
+    def _block_s(self, block: int, place: int, stage: int) -> float:
+        return self._times.blocks[self._setup.kind_of(block, place, stage)]

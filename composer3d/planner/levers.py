@@ -2,7 +2,8 @@
 
 Each further key would multiply the number of layouts. So these keys are tried only on layouts that
 may become one of the fastest: the loss in chunks, checkpointing of some blocks, a larger
-micro-batch, units of FSDP and the method of cp, and then other cuts of the stages. No torch here.
+micro-batch, units of FSDP and the method of cp, then other cuts of the stages, and then
+checkpointing of some stages. No torch here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,6 +25,8 @@ _MOST_FAMILIES = 16
 # How many times as fast a cut must make a layout; and other keys, which make it more complex.
 _LEAST_GAIN = 1.001
 _LEAST_GAIN_OF_KEYS = 1.005
+# How many stages of a pipeline to checkpoint, as parts of all.
+_PARTS_OF_STAGES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8)
 
 _CHECKPOINT = "memory.activation_checkpoint"
 
@@ -80,7 +83,8 @@ class Levers:
             fitting: layouts that fit.
             near: layouts that almost fit, which other keys may make fit.
         """
-        return self.with_other_cuts(self.with_other_keys(_ranked(fitting), _ranked(near)))
+        with_keys = self.with_other_keys(_ranked(fitting), _ranked(near))
+        return self.with_checkpointing_of_some_stages(self.with_other_cuts(with_keys))
 
     def with_other_keys(self, fitting: list[Timed], near: list[Timed]) -> list[Timed]:
         """Return the fitting layouts and faster ones of their families, the fastest first.
@@ -121,6 +125,31 @@ class Levers:
             self._report()
             cuts = ({"parallel.stages": cut} for cut in cutter.cuts())
             found[index] = self._fastest(one.recipe, cuts, one.tokens_s * _LEAST_GAIN) or one
+        return _ranked(found)
+
+    def with_checkpointing_of_some_stages(self, timed: list[Timed]) -> list[Timed]:
+        """Return layouts, the fastest first, of which some checkpoint their first stages alone.
+
+        The first stages keep the activations of the most micro-batches. If the others have memory
+        for theirs, they compute nothing again, and take more blocks in the same time.
+
+        Args:
+            timed: layouts that fit, the fastest first.
+        """
+        found = list(timed)
+        for index, one in enumerate(timed[:_MOST_FAMILIES]):
+            checkpointing, layout = one.recipe.memory.checkpointing, one.setup.layout
+            if layout.pp == 1 or checkpointing.mode == "none":
+                continue
+            self._report()
+            parts = {round(layout.stages * part) for part in _PARTS_OF_STAGES}
+            changes = []
+            for count in sorted(parts & {*range(1, layout.stages)}):
+                change = {_CHECKPOINT: str(checkpointing.in_first(count)), "parallel.stages": None}
+                cutter = Cutter(self._setup_of(variant(one.recipe, change)))
+                changes += [change | {"parallel.stages": cut} for cut in cutter.cuts()]
+            needed = one.tokens_s * _LEAST_GAIN_OF_KEYS
+            found[index] = self._fastest(one.recipe, changes, needed) or one
         return _ranked(found)
 
     def _needed(self, found: Iterable[Timed]) -> float:

@@ -150,9 +150,9 @@ class _Blocks:
         self.splits_backward = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
         self._bytes: dict[tuple[BlockKind, Share], BlockBytes] = {}
 
-    def of(self, place: int, layer: int) -> BlockBytes:
-        """Return the bytes of block ``layer`` of the model, at ``place`` in its stage."""
-        kind = self._setup.kind_of(layer, place)
+    def of(self, stage: int, place: int, layer: int) -> BlockBytes:
+        """Return the bytes of block ``layer`` of the model, at ``place`` in a stage."""
+        kind = self._setup.kind_of(layer, place, stage)
         share = self._setup.trained.of_block(layer)
         if (kind, share) not in self._bytes:
             self._bytes[kind, share] = block_bytes(
@@ -207,7 +207,7 @@ class _Rank:
         begin = 0
         for stage, count in enumerate(layout.stage_blocks):
             if rank_of(layout.pp, stage, layout.schedule) == number:
-                of_stage = [blocks.of(place, begin + place) for place in range(count)]
+                of_stage = [blocks.of(stage, place, begin + place) for place in range(count)]
                 self.stages[stage] = self._stage(stage, tuple(of_stage))
             begin += count
 

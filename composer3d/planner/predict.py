@@ -274,7 +274,7 @@ def of_recipe(
             offloads=memory.cpu_offload,
         ),
         recompute=recompute[memory.checkpointing.mode],
-        recompute_every=memory.checkpointing.every,
+        recomputed=memory.checkpointing.blocks,
         loss_chunks=memory.loss_chunks,
         repeats_loss=memory.loss_chunks > 1
         and not keeps_gradients_of_loss(mesh.pp, parallel, recipe.micro_batches),

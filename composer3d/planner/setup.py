@@ -12,6 +12,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
+from composer3d.facts.checkpointing import EVERY_BLOCK, CheckpointedBlocks
 from composer3d.facts.errors import PlanError
 from composer3d.facts.hardware import Hardware
 from composer3d.facts.units import units_of_blocks
@@ -492,8 +493,7 @@ class Setup:
         recompute: what backward computes again. ``attention``: scores and their weighted sum.
             ``matrix``: everything but products and attention. ``half_matrix``: also every second
             product. ``half_blocks``: every second block, whole. ``full``: each block, whole.
-        recompute_every: ``recompute`` holds for the first of every so many blocks of a stage. The
-            other blocks repeat nothing.
+        recomputed: the blocks for which ``recompute`` holds. The others repeat nothing.
         loss_chunks: the number of parts of a micro-batch whose logits exist at once.
         repeats_loss: backward computes the logits of several parts again.
         matrices: those that the optimizer orthogonalises; None: none.
@@ -512,7 +512,7 @@ class Setup:
     precision: Precision = Precision()
     software: Software = Software()
     recompute: Recompute = "none"
-    recompute_every: int = 1
+    recomputed: CheckpointedBlocks = EVERY_BLOCK
     loss_chunks: int = 1
     repeats_loss: bool = False
     matrices: Matrices | None = None
@@ -531,16 +531,15 @@ class Setup:
         """The number of blocks with experts in each stage."""
         return _expert_blocks(self.sizes, self.layout.stage_blocks)
 
-    def kind_of(self, block: int, place: int) -> BlockKind:
+    def kind_of(self, block: int, place: int, stage: int) -> BlockKind:
         """Return the kind of a block of the model, counted from 0, at ``place`` in its stage."""
-        return _kind_of(self.sizes, block, self.recompute, place % self.recompute_every == 0)
+        is_recomputed = self.recomputed.has(place, stage)
+        return _kind_of(self.sizes, block, self.recompute if is_recomputed else "none")
 
     @property
     def block_kinds(self) -> tuple[Counter[BlockKind], ...]:
         """The number of blocks of each kind in each stage."""
-        return _block_kinds(
-            self.sizes, self.layout.stage_blocks, self.recompute, self.recompute_every
-        )
+        return _block_kinds(self.sizes, self.layout.stage_blocks, self.recompute, self.recomputed)
 
     @property
     def tokens(self) -> int:
@@ -560,10 +559,11 @@ def _expert_blocks(sizes: Sizes, stage_blocks: tuple[int, ...]) -> tuple[int, ..
     return tuple(sum(map(sizes.has_experts, range(*stage))) for stage in pairwise(ends))
 
 
-def _kind_of(sizes: Sizes, block: int, recompute: Recompute, is_recomputed: bool) -> BlockKind:
+@cache
+def _kind_of(sizes: Sizes, block: int, recompute: Recompute) -> BlockKind:
     return BlockKind(
         has_experts=bool(sizes.expert_blocks) and sizes.has_experts(block),
-        recompute=recompute if is_recomputed else "none",
+        recompute=recompute,
         window=sizes.window_of(block),
         predicts=sizes.predicts(block),
     )
@@ -571,13 +571,16 @@ def _kind_of(sizes: Sizes, block: int, recompute: Recompute, is_recomputed: bool
 
 @cache
 def _block_kinds(
-    sizes: Sizes, stage_blocks: tuple[int, ...], recompute: Recompute, every: int
+    sizes: Sizes,
+    stage_blocks: tuple[int, ...],
+    recompute: Recompute,
+    recomputed: CheckpointedBlocks,
 ) -> tuple[Counter[BlockKind], ...]:
     ends = tuple(accumulate(stage_blocks, initial=0))
     return tuple(
         Counter(
-            _kind_of(sizes, block, recompute, place % every == 0)
-            for place, block in enumerate(range(*stage))
+            _kind_of(sizes, block, recompute if recomputed.has(place, stage) else "none")
+            for place, block in enumerate(range(*blocks))
         )
-        for stage in pairwise(ends)
+        for stage, blocks in enumerate(pairwise(ends))
     )

@@ -8,7 +8,7 @@ happens once a step is added. No torch here.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from math import log2
 from typing import NamedTuple
 
@@ -189,8 +189,12 @@ def part_times(setup: Setup, constants: Constants = SHIPPED) -> PartTimes:
     Raises:
         DeviceError: the device has no rate for the type of the products.
     """
-    places = range(min(2, setup.recompute_every))
-    kinds = {setup.kind_of(block, place) for block in range(setup.sizes.layers) for place in places}
+    # Blocks of a kind take the same time: those that are checkpointed, and the others.
+    places, stages = range(min(2, setup.recomputed.every)), (0, setup.layout.stages - 1)
+    kinds = {
+        setup.kind_of(block, place, stage)
+        for block, place, stage in product(range(setup.sizes.layers), places, stages)
+    }
     blocks = _times_of_kinds(setup, constants, kinds)
     return PartTimes(
         {kind: block.busy_s for kind, block in blocks.items()}, _losses(setup, constants).busy_s

@@ -323,7 +323,7 @@ class _RankTraffic:
         return [
             layer
             for place, layer in enumerate(stage.blocks)
-            if self.checkpointing.mode_of(place) != "none"
+            if self.checkpointing.mode_of(place, stage.stage) != "none"
         ]
 
     def _fully_recomputed(self, stage: StageLayers) -> list[int]:

@@ -341,7 +341,7 @@ class MemoryTable:
         "none",
         "what backward recomputes; none: nothing; selective: all but the operators in the model's "
         "save list; full: all of each block; every N blocks: all of the first of every N blocks of "
-        "a pipeline stage",
+        "a pipeline stage; each but none may go on with: in the first M stages",
         CHECKPOINTING,
         words="checkpoint {}",
         column=Column("checkpoint", {name: name for name in ("none", "full", "selective")}),

@@ -75,7 +75,8 @@ def shrink(full: Recipe) -> list[Recipe]:
       pattern. Where fewer stages, or stages of at most 8 layers (or 32 in all), cannot have this,
       the stages come as near to those of ``full`` as they can;
     - FSDP: one block of a unit or several, and one unit of a stage or several;
-    - memory: chunks of the loss, activation checkpointing, compilation and offload;
+    - memory: chunks of the loss, activation checkpointing (of about the same share of the stages),
+      compilation and offload;
     - float8 products, which are emulated in float64;
     - the pipeline: layers that the stages divide or not; an uneven explicit cut; one micro-batch or
       several, as the schedule needs; the stages and micro-batches of a schedule from a file;
@@ -408,6 +409,7 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
         model=shape,
         mesh=mesh,
         parallel=replace(kept.parallel, stages=stages),
+        memory=replace(kept.memory, activation_checkpoint=_checkpointing(full, mesh)),
         data=replace(kept.data, seq_len=seq_len, global_batch=batch),
         optim=optim,
     )
@@ -422,6 +424,19 @@ def _kinds_of_matrices(full: Recipe) -> tuple[str, ...]:
     """Return globs of the parameters that ``optim.matrices`` chooses, in a block of any number."""
     names = matrices_of(architecture(full.model.architecture), full.model, full.optim)
     return tuple(sorted({re.sub(r"^blocks\.[^.]*", "blocks.*", name) for name in names}))
+
+
+def _checkpointing(full: Recipe, mesh: MeshTable) -> str:
+    """Return ``memory.activation_checkpoint`` for about the same share of the stages."""
+    kept = full.memory.checkpointing
+    stages = kept.blocks.stages
+    if stages is None:
+        return full.memory.activation_checkpoint
+    count = _count_stages(full, mesh.pp)
+    share = round(stages * count / _count_stages(full, full.mesh.pp))
+    # Without a pipeline there is one stage, and its blocks are checkpointed.
+    some = None if count == 1 else min(max(share, 1), count - 1)
+    return str(kept.in_first(some))
 
 
 def _count_stages(full: Recipe, pp: int) -> int:

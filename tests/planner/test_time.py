@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from composer3d.facts.checkpointing import CheckpointedBlocks
 from composer3d.facts.errors import DeviceError, PlanError
 from composer3d.models import counts
 from composer3d.models.llama.shape import PRESETS
@@ -145,7 +146,9 @@ def test_blocks_that_are_checkpointed_cost_more_than_others() -> None:
     def recompute_s(recompute: Recompute, every: int = 1) -> float:
         setup = big(zero=0, pp=2)
         layout = replace(setup.layout, stage_blocks=(5, 3))
-        setup = replace(setup, layout=layout, recompute=recompute, recompute_every=every)
+        setup = replace(
+            setup, layout=layout, recompute=recompute, recomputed=CheckpointedBlocks(every)
+        )
         return predict_time(setup, FREE).recompute_s
 
     assert recompute_s("none", 2) == 0

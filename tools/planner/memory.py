@@ -155,7 +155,7 @@ def _activations(setup: ForeignSetup, rank: int, stages: list[int]) -> float:
             with_experts = setup.expert_blocks[stage]
             kept = (count - with_experts) * full[False] + with_experts * full[True]
             if setup.recompute == "full":
-                repeated = -(-count // setup.recompute_every)
+                repeated = sum(setup.recomputed.has(place, stage) for place in range(count))
                 kept = kept * (1 - repeated / max(1, count)) + 2.0 * stream * repeated
             elif setup.recompute == "attention":
                 if setup.software.attention == "unfused":

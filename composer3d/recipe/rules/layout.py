@@ -11,6 +11,7 @@ from composer3d.facts.schedules import (
 )
 from composer3d.recipe.rules.rule import Breach, Rule, breach, needed_with, remove, rule, use
 from composer3d.recipe.schema import AXES, FLOAT8_MULTIPLE, MOST_RANKS, Recipe
+from composer3d.recipe.stages import n_stages_of
 from composer3d.recipe.values import (
     as_toml,
     divisors,
@@ -560,6 +561,18 @@ def flash_kernels_compute_in_bfloat16(recipe: Recipe) -> Iterator[Breach]:
             "<parallel.attention_kernel> computes in bfloat16 alone, but <precision.compute>",
             use("parallel.attention_kernel", "torch"),
             use("precision.compute", "bfloat16"),
+        )
+
+
+@rule("memory.activation_checkpoint", "mesh.pp", "parallel.virtual_stages", "parallel.schedule")
+def checkpointed_stages_are_some(recipe: Recipe) -> Iterator[Breach]:
+    """A value for the first stages leaves at least one stage out."""
+    checkpointing, all_stages = recipe.memory.checkpointing, n_stages_of(recipe)
+    stages = checkpointing.blocks.stages
+    if stages is not None and stages >= all_stages:
+        yield breach(
+            f"<memory.activation_checkpoint> leaves no stage out: <mesh.pp> makes {all_stages}",
+            use("memory.activation_checkpoint", str(checkpointing.in_first(None))),
         )
 
 
