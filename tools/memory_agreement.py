@@ -107,6 +107,7 @@ NARROW = "precision.reduce=bfloat16"
 SELECTIVE = "memory.activation_checkpoint=selective"
 FULL = "memory.activation_checkpoint=full"
 EVERY_2 = "memory.activation_checkpoint=every 2 blocks"
+IN_FIRST = "memory.activation_checkpoint=full in the first {} stages"
 EVERY_3 = "memory.activation_checkpoint=every 3 blocks"
 BY_2, BY_4 = "parallel.fsdp_blocks=2", "parallel.fsdp_blocks=4"
 # With a small vocabulary, the peak is in the blocks and not in the loss.
@@ -290,6 +291,14 @@ CASES: dict[str, tuple[str, ...]] = {
     "1f1b-zero1-full": _dense(*PP2_TP2, "parallel.zero=1", BF16, FULL, BLOCKS),
     "1f1b-2-blocks-a-unit": _dense(
         *PP2, "model.n_layers=8", BF16, BY_2, FULL, BLOCKS, "data.seq_len=512", batch(16)
+    ),
+    "1f1b-first-stage": _dense(*PP2, BF16, IN_FIRST.format(1), BLOCKS, batch(16)),
+    "interleaved-first-stages": _dense(
+        *(*PP2, "parallel.schedule=Interleaved1F1B", BF16, IN_FIRST.format(2), BLOCKS),
+        *("model.n_layers=8", batch(16)),
+    ),
+    "zbv-first-stage": _dense(
+        *(*PP2, "parallel.schedule=ZBVZeroBubble", BF16, IN_FIRST.format(1), BLOCKS, batch(16))
     ),
     "1f1b-one-unit": _dense(*PP2, BF16, BY_4, FULL, BLOCKS, batch(16)),
     "interleaved": _dense(

@@ -19,9 +19,11 @@ from composer3d.planner.setup import Setup
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import variant
 
-# The most layouts whose stages are cut again, and the most families that are tried with other keys.
+# The most layouts whose stages are cut again, the most families that are tried with other keys, and
+# the most layouts of which some stages are checkpointed: each takes ten cuts.
 _MOST_CUT = 500
 _MOST_FAMILIES = 16
+_MOST_IN_PARTS = 8
 # How many times as fast a cut must make a layout; and other keys, which make it more complex.
 _LEAST_GAIN = 1.001
 _LEAST_GAIN_OF_KEYS = 1.005
@@ -137,7 +139,7 @@ class Levers:
             timed: layouts that fit, the fastest first.
         """
         found = list(timed)
-        for index, one in enumerate(timed[:_MOST_FAMILIES]):
+        for index, one in enumerate(timed[:_MOST_IN_PARTS]):
             checkpointing, layout = one.recipe.memory.checkpointing, one.setup.layout
             if layout.pp == 1 or checkpointing.mode == "none":
                 continue

@@ -344,7 +344,11 @@ class MemoryTable:
         "a pipeline stage; each but none may go on with: in the first M stages",
         CHECKPOINTING,
         words="checkpoint {}",
-        column=Column("checkpoint", {name: name for name in ("none", "full", "selective")}),
+        column=Column(
+            "checkpoint",
+            {name: name for name in ("none", "full", "selective")}
+            | {"first stage": "full in the first 1 stages"},
+        ),
     )
     loss_chunks: int = key(
         1,

@@ -212,7 +212,8 @@ def check_predictions(answer: dict[str, Any], predictions: Counter[str]) -> None
     assert predictions["predict_speed"] <= search._MOST_TIMED + search._MOST_NEAR
     assert predictions["predict"] == len(answer["layouts"])
     # Of 32 families at most, and of cuts.
-    assert predictions["of a lever"] <= 32 * (5 * 3 + 3) + 2 * answer["fitting"]
+    of_stages = levers._MOST_IN_PARTS * len(levers._PARTS_OF_STAGES) * 2
+    assert predictions["of a lever"] <= 32 * (5 * 3 + 3) + 2 * answer["fitting"] + of_stages
     assert answer["fitting"] <= answer["legal"]
 
 

@@ -38,6 +38,13 @@ LAYOUTS = {
         "precision.compute=bfloat16",
         "memory.activation_checkpoint=every 2 blocks",
     ),
+    "first of two stages recomputed": (
+        "mesh.pp=2",
+        "mesh.dp_shard=2",
+        "model.n_layers=5",
+        "precision.compute=bfloat16",
+        "memory.activation_checkpoint=full in the first 1 stages",
+    ),
     "windows in two of three blocks, positions in one of two": (
         "mesh.pp=2",
         "mesh.cp=2",

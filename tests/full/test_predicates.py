@@ -57,6 +57,13 @@ def test_a_pipeline_of_two_does_not_stand_for_one_with_middle_ranks() -> None:
             "model.n_layers=2 parallel.fsdp_blocks=2",
             "units of",
         ),
+        (
+            RECIPE,
+            "mesh.pp=4 memory.activation_checkpoint=full in the first 2 stages",
+            "mesh.pp=2 memory.activation_checkpoint=full",
+            "checkpointed blocks",
+        ),
+        (RECIPE, "memory.activation_checkpoint=full", "", "checkpointed blocks"),
         (MOE_RECIPE, "mesh.dp_shard=8 mesh.ep=8 data.global_batch=16", "mesh.dp_shard=2 mesh.ep=2",
          "experts of a rank"),
         (MOE_RECIPE, "mesh.dp_shard=4 mesh.ep=2", "mesh.dp_shard=2 mesh.ep=2", "experts over"),

@@ -54,11 +54,11 @@ def count_operators(mode: str) -> Counter[str]:
         return operators.counts
 
 
-def checkpointed_blocks() -> list[list[str]]:
+def checkpointed_blocks(mode: str) -> list[list[str]]:
     """Name the blocks of this rank's stages that are checkpointed."""
     with pool_world() as device:
         mesh = Mesh.build(MeshTable(pp=2, dp_shard=1), device)
-        memory = MemoryTable(activation_checkpoint="every 2 blocks")
+        memory = MemoryTable(activation_checkpoint=mode)
         parallel = ParallelTable(stages=(1, 2))
         stages = compose_small(mesh, memory=memory, parallel=parallel)
         return [
@@ -67,8 +67,19 @@ def checkpointed_blocks() -> list[list[str]]:
         ]
 
 
-def test_blocks_are_counted_from_the_first_one_of_each_stage(pool: Pool) -> None:
-    assert pool.run(checkpointed_blocks, {}, world_size=2) == [[["0"]], [["1"]]]
+@pytest.mark.parametrize(
+    ("mode", "blocks"),
+    [
+        ("every 2 blocks", [[["0"]], [["1"]]]),
+        ("full in the first 1 stages", [[["0"]], [[]]]),
+        ("selective in the first 1 stages", [[["0"]], [[]]]),
+        ("every 1 blocks", [[["0"]], [["1", "2"]]]),
+    ],
+)
+def test_blocks_are_counted_from_the_first_one_of_each_stage(
+    pool: Pool, mode: str, blocks: list[list[list[str]]]
+) -> None:
+    assert pool.run(checkpointed_blocks, {"mode": mode}, world_size=2) == blocks
 
 
 def test_each_mode_recomputes_the_operators_that_it_does_not_save(pool: Pool) -> None:

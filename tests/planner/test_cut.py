@@ -38,6 +38,11 @@ SMALL = {
         "model.n_layers=10 mesh.pp=4 mesh.dp_shard=-1 parallel.stages=[3,3,2,2] "
         "memory.activation_checkpoint=every 3 blocks",
     ),
+    "first stages": (
+        "llama3-405b-1024-3d",
+        "model.n_layers=10 mesh.pp=4 mesh.dp_shard=-1 parallel.stages=[3,3,2,2] "
+        "memory.activation_checkpoint=full in the first 2 stages",
+    ),
     "tail": ("llama3-8b-8-fsdp", "model.n_layers=7 mesh.pp=4 mesh.dp_shard=2"),
 }
 

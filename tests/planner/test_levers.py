@@ -114,6 +114,26 @@ def test_no_combination_of_keys_that_fits_is_faster() -> None:
     assert found.recipe.memory.activation_checkpoint != "full"
 
 
+@pytest.mark.parametrize(
+    ("name", "mode", "gain"),
+    [("llama3-405b-1024-3d", "full", 1.02), ("qwen3-30b-a3b-16-ep-pp", "every 3 blocks", 1.05)],
+)
+def test_the_last_stages_repeat_nothing_if_memory_allows_it(
+    name: str, mode: str, gain: float
+) -> None:
+    recipe = recipe_of(name)
+    assert recipe.memory.activation_checkpoint == mode
+    found = improved(recipe, replace(NONE, checkpoints=(mode,)), fits=True)
+    assert found is not None
+    checkpointing = found.recipe.memory.checkpointing
+    assert str(checkpointing.in_first(None)) == mode
+    assert 0 < checkpointing.blocks.stages < found.setup.layout.stages
+    assert price(found.recipe, H100).prediction.fits
+    levers = Levers(H100.setup, top=1, choices=NONE)
+    (in_all,) = levers.with_other_cuts([timed(recipe)])
+    assert found.tokens_s > gain * in_all.tokens_s
+
+
 def test_layouts_that_almost_fit_do_with_further_keys() -> None:
     """On a device with just too little memory for all layouts that are enumerated."""
     recipe = recipe_of("llama3-8b-8-fsdp")

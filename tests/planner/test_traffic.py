@@ -187,6 +187,7 @@ BF16 = "precision.compute=bfloat16"
 FULL = "memory.activation_checkpoint=full"
 SELECTIVE = "memory.activation_checkpoint=selective"
 EVERY_2 = "memory.activation_checkpoint=every 2 blocks"
+IN_3_STAGES = "memory.activation_checkpoint=full in the first 3 stages"
 NARROW = "precision.reduce=bfloat16"
 BY_2 = "parallel.fsdp_blocks=2"
 MUON = "optim.name=muon"
@@ -196,6 +197,7 @@ PREDICTION = (
 WITHOUT_PP = "mesh.pp=1 mesh.dp_replicate=2"
 CASES = [
     Case(DENSE, f"{MUON} parallel.zero=3"),
+    Case(DENSE, f"parallel.schedule=Interleaved1F1B model.n_layers=6 {IN_3_STAGES}"),
     Case(DENSE, f"parallel.zero=3 parallel.schedule=GPipe model.tied=true {BF16} {FULL}"),
     Case(
         DENSE,

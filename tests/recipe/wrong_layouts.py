@@ -101,6 +101,14 @@ LAYOUTS = [
         for number in ("0", "two", "-1", "1.5", "10001")
     ),
     Wrong(
+        "checkpointing of all stages, and more",
+        TINY + '[mesh]\npp = 2\n[memory]\nactivation_checkpoint = "full in the first 2 stages"\n',
+    ),
+    Wrong(
+        "checkpointing of a stage without a pipeline",
+        TINY + '[memory]\nactivation_checkpoint = "every 2 blocks in the first 1 stages"\n',
+    ),
+    Wrong(
         "compiled backward in two halves",
         TINY
         + '[mesh]\npp = 2\n[parallel]\nschedule = "ZBVZeroBubble"\n[compile]\nenabled = true\n',

@@ -14,7 +14,7 @@ from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import AXES, MeshTable, Recipe
 from composer3d.recipe.stages import stage_ranges
 from composer3d.verify.blocks import kinds_of_predicting_blocks
-from composer3d.verify.shrink import LIMIT, lost_kinds, shrink
+from composer3d.verify.shrink import LIMIT, lost_kinds, shrink, shrink_to
 from tools.prove.paths import RECIPE as RECIPE_PATH
 from tools.prove.paths import ROOT
 
@@ -505,3 +505,33 @@ def test_small_latents_are_like_the_full_ones(
         assert 0 < model.dense_layers < model.n_layers
         shards = small.mesh.dp_shard
         assert (model.kv_rank % shards > 0) == (kv_rank % 64 > 0)
+
+
+@pytest.mark.parametrize(
+    ("sets", "small_mesh", "mode"),
+    [
+        ("mesh.pp=16", 4, "full in the first 12 stages:full in the first 3 stages"),
+        (
+            "mesh.pp=16",
+            4,
+            "every 2 blocks in the first 1 stages:every 2 blocks in the first 1 stages",
+        ),
+        ("mesh.pp=16", 4, "selective in the first 15 stages:selective in the first 3 stages"),
+        (
+            "mesh.pp=8 parallel.schedule=Interleaved1F1B",
+            4,
+            "full in the first 8 stages:full in the first 4 stages",
+        ),
+    ],
+)
+def test_about_the_same_share_of_stages_is_checkpointed(
+    sets: str, small_mesh: int, mode: str
+) -> None:
+    of_full, of_small = mode.split(":")
+    overrides = [*sets.split(), "model.n_layers=32", f"memory.activation_checkpoint={of_full}"]
+    overrides += ["mesh.dp_shard=4", "data.global_batch=128"]
+    full = load(str(RECIPE_PATH), overrides, check_files=False).recipe
+    small = shrink_to(full, MeshTable(pp=small_mesh, dp_shard=1))
+    assert small.memory.activation_checkpoint == of_small
+    alone = shrink_to(full, MeshTable(dp_shard=2))
+    assert alone.memory.activation_checkpoint == of_full.partition(" in the")[0]

@@ -70,7 +70,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "model.z_loss": ("", "1e-6", "10.0"),
     "parallel.virtual_stages": ("", "1", "2", "3"),
     "parallel.stages": ("", "[1,3]", "[2,1]", "[1,1,2,1]"),
-    "memory.activation_checkpoint": ("", "every 2 blocks"),
+    "memory.activation_checkpoint": ("", "every 2 blocks", "selective in the first 1 stages"),
     "memory.loss_chunks": ("", "7"),
     "precision.reduce": ("", "bfloat16"),
     "precision.matmul": ("", "float8"),

@@ -571,7 +571,8 @@ def checkpointed_stages_are_some(recipe: Recipe) -> Iterator[Breach]:
     stages = checkpointing.blocks.stages
     if stages is not None and stages >= all_stages:
         yield breach(
-            f"<memory.activation_checkpoint> leaves no stage out: <mesh.pp> makes {all_stages}",
+            "<memory.activation_checkpoint> must leave out a stage, and <mesh.pp> makes "
+            f"{all_stages}",
             use("memory.activation_checkpoint", str(checkpointing.in_first(None))),
         )
 
@@ -677,6 +678,7 @@ RULES: tuple[Rule, ...] = (
     float8_has_sizes_of_latents,
     async_tp_fuses_no_float8,
     flash_kernels_compute_in_bfloat16,
+    checkpointed_stages_are_some,
     experts_are_eager,
     async_tp_fuses_whole_blocks,
     split_backward_is_eager,

@@ -32,6 +32,7 @@ _ODD_TEXTS = (
     *("true", "false", "True", "yes", "null", "None"),
     *('""', "''", '"none"', '"auto"', '"x"', '"4"', '"true"', '"../x"', '"/etc/passwd"', '"."'),
     *(r'"a\u0000b"', r'"a\nb"', r'"\u001b[2J"', r'"\ud800"', r'"\U0010ffff"', '"\u202e"', '"é"'),
+    *('"full in the first 2 stages"', f'"full in the first {"9" * 5000} stages"'),
     *('"every 2 blocks"', '"every \u0662 blocks"', f'"every {"9" * 5000} blocks"'),
     *('"every 0 blocks"', '"every 10001 blocks"', '"every 02 blocks"', '"every -1 blocks"'),
     *('"moe"', '"llama"', '"llama3-8b"', '"debug-moe"', '"os:system"', '"no_such.module:NAME"'),
