@@ -385,7 +385,9 @@ _LAYOUT_HEADING = (
 
 def _layout_cells(plan: Plan) -> str:
     """Return the cells of a layout, below ``_LAYOUT_HEADING``."""
-    one, blocks = _as_json(plan), str(plan.recipe.memory.checkpointing.in_first(None))
+    one, checkpointing = _as_json(plan), plan.recipe.memory.checkpointing
+    blocks = str(checkpointing.in_first(None))
+    blocks += "" if checkpointing.blocks.stages is None else ", some"
     return (
         f"{one['tp']:4} {one['pp']:3} x {one['virtual_stages']:<2} "
         f"{one['dp_replicate']:>10} x {one['dp_shard']:<10}"

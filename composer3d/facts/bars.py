@@ -1,10 +1,12 @@
 """Bars of tqdm, which other libraries show."""
 
+from functools import cache
 from threading import RLock
 
 from tqdm import tqdm
 
 
+@cache  # once: a bar of another thread may hold the lock
 def share_bars_by_threads() -> None:
     """Have tqdm share its bars between the threads of this process alone.
 

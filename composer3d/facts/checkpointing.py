@@ -17,13 +17,13 @@ _VALUE = re.compile(
 class CheckpointedBlocks(NamedTuple):
     """Which blocks of a pipeline are checkpointed.
 
-    Backward begins with the last block of a stage, while all others are in memory. So that is no
-    time to compute one again, and the blocks that do come first. The first stages keep the
-    activations of the most micro-batches, so they come first, too.
+    Of every N blocks, it is the first one: backward begins with the last block of a stage, while
+    all others are in memory, and that is no time to compute one again. Of the stages, it is the
+    first ones: they keep the activations of the most micro-batches.
 
     Attributes:
-        every: the first of every so many blocks of a stage; 1: all blocks.
-        stages: in so many stages, the first ones; None: in all.
+        every: the N of "every N blocks" of a stage; 1: all blocks.
+        stages: how many stages of the pipeline have checkpointed blocks; None: all.
     """
 
     every: int = 1
@@ -43,7 +43,7 @@ class Checkpointing(NamedTuple):
     Attributes:
         mode: how a block is checkpointed. "none" keeps all that backward needs. "selective" keeps
             what the model's save list names. "full" keeps the block's input.
-        blocks: the blocks that are.
+        blocks: which blocks are checkpointed.
     """
 
     mode: Mode
@@ -80,7 +80,6 @@ def parse_checkpointing(text: str) -> Checkpointing | None:
 
 CHECKPOINTING = Range(
     lambda value: parse_checkpointing(value) is not None,
-    'must be "none", "selective", "full", or "every N blocks" with a number N from 1 to '
-    f'{MOST_LAYERS:_}, such as "every 2 blocks"; all but "none" may go on as in '
-    '"full in the first 2 stages"',
+    'must be "none", "selective", "full", or "every N blocks", such as "every 2 blocks"; all but '
+    f'"none" may end with "in the first M stages"; N and M are from 1 to {MOST_LAYERS:_}',
 )

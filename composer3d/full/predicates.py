@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from composer3d.facts.ranges import AS_IT_IS
 from composer3d.facts.schedules import micro_batch_requirement
 from composer3d.facts.units import units_of_blocks
-from composer3d.planner.stages import stage_layers, stages_by_rank
+from composer3d.planner.stages import checkpointed_stages_of_ranks, stage_layers
 from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import AXES, MeshTable, Recipe
 from composer3d.recipe.values import FIELDS, value_of
@@ -283,11 +283,10 @@ def _kinds_by_stage(recipe: Recipe) -> Hashable:
 
 def _checkpointed(recipe: Recipe) -> Hashable:
     """Return how blocks are checkpointed, and in which of its stages a pipeline rank does so."""
-    checkpointing = recipe.memory.checkpointing
-    how, has = checkpointing.in_first(None), checkpointing.blocks.has
-    ranks = {frozenset(has(0, stage) for stage in held) for held in stages_by_rank(recipe)}
-    names = {frozenset({True}): "all", frozenset({False}): "none", frozenset({True, False}): "some"}
-    return f"{how} in {', '.join(sorted(names[each] for each in ranks))} of a rank's stages"
+    how = recipe.memory.checkpointing.in_first(None)
+    names = {frozenset({True}): "all", frozenset({False}): "no", frozenset({True, False}): "some"}
+    ranks = sorted(names[each] for each in checkpointed_stages_of_ranks(recipe))
+    return f'"{how}" on {" or ".join(ranks)} stages of a rank'
 
 
 def _units(recipe: Recipe) -> Hashable:

@@ -42,7 +42,7 @@ def apply(
 
     "full" keeps only a block's input; "selective" also keeps the outputs of the operators in the
     plan's ``save``, but for those in its ``unread`` modules. "every N blocks" is "full" for the
-    first of every N blocks. A value for some stages leaves the blocks of the others as they are.
+    first of every N blocks. With "in the first M stages", no block of another stage is changed.
     The collectives inside a checkpointed block run once more in backward,
     unless ``save`` names them.
 

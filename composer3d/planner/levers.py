@@ -20,7 +20,7 @@ from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import variant
 
 # The most layouts whose stages are cut again, the most families that are tried with other keys, and
-# the most layouts of which some stages are checkpointed: each takes ten cuts.
+# the most layouts that are tried with checkpointing of some stages, in up to ten cuts each.
 _MOST_CUT = 500
 _MOST_FAMILIES = 16
 _MOST_IN_PARTS = 8
@@ -130,7 +130,7 @@ class Levers:
         return _ranked(found)
 
     def with_checkpointing_of_some_stages(self, timed: list[Timed]) -> list[Timed]:
-        """Return layouts, the fastest first, of which some checkpoint their first stages alone.
+        """Return layouts, the fastest first; some of them now checkpoint only their first stages.
 
         The first stages keep the activations of the most micro-batches. If the others have memory
         for theirs, they compute nothing again, and take more blocks in the same time.
@@ -139,20 +139,38 @@ class Levers:
             timed: layouts that fit, the fastest first.
         """
         found = list(timed)
-        for index, one in enumerate(timed[:_MOST_IN_PARTS]):
-            checkpointing, layout = one.recipe.memory.checkpointing, one.setup.layout
-            if layout.pp == 1 or checkpointing.mode == "none":
+        bounds = {
+            index: self._bound_without_checkpointing(one)
+            for index, one in enumerate(timed[:_MOST_CUT])
+            if one.setup.layout.pp > 1 and one.recipe.memory.checkpointing.mode != "none"
+        }
+        for index in sorted(bounds, key=lambda index: -bounds[index])[:_MOST_IN_PARTS]:
+            one = found[index]
+            needed = max(one.tokens_s * _LEAST_GAIN_OF_KEYS, self._needed(found))
+            if bounds[index] < needed:
                 continue
             self._report()
-            parts = {round(layout.stages * part) for part in _PARTS_OF_STAGES}
-            changes = []
-            for count in sorted(parts & {*range(1, layout.stages)}):
-                change = {_CHECKPOINT: str(checkpointing.in_first(count)), "parallel.stages": None}
-                cutter = Cutter(self._setup_of(variant(one.recipe, change)))
-                changes += [change | {"parallel.stages": cut} for cut in cutter.cuts()]
-            needed = one.tokens_s * _LEAST_GAIN_OF_KEYS
+            changes = self._changes_of_stages(one)
             found[index] = self._fastest(one.recipe, changes, needed) or one
         return _ranked(found)
+
+    def _bound_without_checkpointing(self, one: Timed) -> float:
+        """Return tokens/s that a layout would not reach if it checkpointed nothing."""
+        recipe = variant(one.recipe, {_CHECKPOINT: "none", "parallel.stages": None})
+        setup = self._setup_of(recipe)
+        gain = Cutter(setup).most_gain(main_cut(setup))
+        return gain * predict_speed(setup).tokens_s
+
+    def _changes_of_stages(self, one: Timed) -> list[dict[str, Any]]:
+        """Return values of keys that checkpoint a part of a layout's stages, with cuts to match."""
+        stages, checkpointing = one.setup.layout.stages, one.recipe.memory.checkpointing
+        counts = {round(stages * part) for part in _PARTS_OF_STAGES}
+        changes = []
+        for count in sorted(counts & {*range(1, stages)}):
+            change = {_CHECKPOINT: str(checkpointing.in_first(count)), "parallel.stages": None}
+            cutter = Cutter(self._setup_of(variant(one.recipe, change)))
+            changes += [change | {"parallel.stages": cut} for cut in cutter.cuts()]
+        return changes
 
     def _needed(self, found: Iterable[Timed]) -> float:
         """Return the tokens/s that a layout needs to be among the fastest ``top``."""

@@ -37,6 +37,16 @@ def stage_layers(recipe: Recipe) -> list[StageLayers]:
     ]
 
 
+def checkpointed_stages_of_ranks(recipe: Recipe) -> set[frozenset[bool]]:
+    """Return, for each pipeline rank, whether its stages have checkpointed blocks: yes, no, both.
+
+    Raises:
+        PlanError: as ``stages_by_rank``.
+    """
+    has = recipe.memory.checkpointing.blocks.has
+    return {frozenset(has(0, stage) for stage in held) for held in stages_by_rank(recipe)}
+
+
 def stages_by_rank(recipe: Recipe) -> list[list[int]]:
     """Return the stages that each pipeline rank holds, in ascending order.
 

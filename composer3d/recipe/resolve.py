@@ -390,10 +390,11 @@ def _mention_path(recipe: Recipe, key: str, path: str | None) -> str:
 def _check_weights(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
     """Check that the folder of ``model.hf`` is there, if a run starts from its weights.
 
-    The shape does not tell: a recipe that has all of it needs no folder for that.
+    A recipe that has all sizes of the model is read without the folder, so nothing has looked for
+    it yet.
     """
     key, hf = "model.hf", recipe.model.hf
-    # ``_resolve_shape`` has reported a folder without a shape, which it marks by the preset.
+    # ``_resolve_shape`` marks "model.preset" where it has reported the folder already.
     keys = {key, "model.preset", "run.name", "checkpoint.folder", "checkpoint.resume"}
     if hf is None or wrong_keys & keys:
         return

@@ -341,7 +341,7 @@ class MemoryTable:
         "none",
         "what backward recomputes; none: nothing; selective: all but the operators in the model's "
         "save list; full: all of each block; every N blocks: all of the first of every N blocks of "
-        "a pipeline stage; each but none may go on with: in the first M stages",
+        "a pipeline stage; in the first M stages, after each but none: in these stages alone",
         CHECKPOINTING,
         words="checkpoint {}",
         column=Column(

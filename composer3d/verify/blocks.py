@@ -170,8 +170,8 @@ def _choices(
 ) -> Iterator[tuple[dict[str, int], list[tuple[bool, ...]], list[tuple[bool, ...]]]]:
     """Yield values of ``keys`` for a small model, the smallest first, and the kinds of its blocks.
 
-    Those of multi-token prediction follow for themselves. Of values that make the same blocks
-    differ, the smallest are tried alone.
+    The last list has the kinds of the blocks of multi-token prediction. Of values that make the
+    same blocks differ, the smallest are tried alone.
     """
     n_blocks, depths = sum(cut), min(model.mtp_layers, MOST_DEPTHS)
     # Whether each block has something, and the values with which it has.

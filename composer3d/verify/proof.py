@@ -248,7 +248,7 @@ def _left_out(full: Recipe, small_recipes: Sequence[Recipe]) -> Iterator[str]:
         if reason and value_of(full, key) != entry.default:
             yield f"without {entry.name}, {reason}"
     for blocks in lost_kinds(full, small_recipes):
-        yield f"without the {blocks}, which take too many layers"
+        yield f"without the {blocks}, which the small models lack"
 
 
 def choose_seed(

@@ -12,6 +12,7 @@ from composer3d.facts.ranges import AS_IT_IS, InProof
 from composer3d.facts.schedules import micro_batch_requirement
 from composer3d.facts.units import units_of_blocks
 from composer3d.models.registry import architecture
+from composer3d.planner.stages import checkpointed_stages_of_ranks
 from composer3d.recipe.matrices import matrices_of
 from composer3d.recipe.rules import settle, violations
 from composer3d.recipe.schema import AXES, MeshTable, Model, Recipe
@@ -75,8 +76,9 @@ def shrink(full: Recipe) -> list[Recipe]:
       pattern. Where fewer stages, or stages of at most 8 layers (or 32 in all), cannot have this,
       the stages come as near to those of ``full`` as they can;
     - FSDP: one block of a unit or several, and one unit of a stage or several;
-    - memory: chunks of the loss, activation checkpointing (of about the same share of the stages),
-      compilation and offload;
+    - memory: chunks of the loss, activation checkpointing, compilation and offload; if only the
+      first stages are checkpointed, about their share of all stages, and whether a pipeline rank
+      has checkpointed stages alone, some, or none;
     - float8 products, which are emulated in float64;
     - the pipeline: layers that the stages divide or not; an uneven explicit cut; one micro-batch or
       several, as the schedule needs; the stages and micro-batches of a schedule from a file;
@@ -409,10 +411,10 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
         model=shape,
         mesh=mesh,
         parallel=replace(kept.parallel, stages=stages),
-        memory=replace(kept.memory, activation_checkpoint=_checkpointing(full, mesh)),
         data=replace(kept.data, seq_len=seq_len, global_batch=batch),
         optim=optim,
     )
+    small = _with_stages_checkpointed(full, small)
     small = settle(small, [*_GIVING_WAY, _UNUSED_WITHOUT_WINDOWS])
     # A proof emulates products in float8, with sizes that kernels do not take.
     in_wide_dtypes = replace(small, precision=replace(small.precision, matmul="compute"))
@@ -426,17 +428,24 @@ def _kinds_of_matrices(full: Recipe) -> tuple[str, ...]:
     return tuple(sorted({re.sub(r"^blocks\.[^.]*", "blocks.*", name) for name in names}))
 
 
-def _checkpointing(full: Recipe, mesh: MeshTable) -> str:
-    """Return ``memory.activation_checkpoint`` for about the same share of the stages."""
-    kept = full.memory.checkpointing
-    stages = kept.blocks.stages
-    if stages is None:
-        return full.memory.activation_checkpoint
-    count = _count_stages(full, mesh.pp)
-    share = round(stages * count / _count_stages(full, full.mesh.pp))
-    # Without a pipeline there is one stage, and its blocks are checkpointed.
-    some = None if count == 1 else min(max(share, 1), count - 1)
-    return str(kept.in_first(some))
+def _with_stages_checkpointed(full: Recipe, small: Recipe) -> Recipe:
+    """Return ``small`` with about the same share of its stages checkpointed as in ``full``.
+
+    It keeps whether pipeline ranks checkpoint all of their stages, some or none. Without a pipeline
+    there is one stage, and its blocks are checkpointed.
+    """
+    checkpointing = full.memory.checkpointing
+    if checkpointing.blocks.stages is None:
+        return small
+    count = _count_stages(full, small.mesh.pp)
+    share = checkpointing.blocks.stages * count / _count_stages(full, full.mesh.pp)
+    fewer = sorted(range(1, count), key=lambda number: abs(number - share))
+    values = [str(checkpointing.in_first(number)) for number in fewer]
+    values = values or [str(checkpointing.in_first(None))]
+    choices = [variant(small, {"memory.activation_checkpoint": value}) for value in values]
+    kinds = checkpointed_stages_of_ranks(full)
+    alike = (one for one in choices if checkpointed_stages_of_ranks(one) == kinds)
+    return next(alike, choices[0])
 
 
 def _count_stages(full: Recipe, pp: int) -> int:

@@ -38,7 +38,7 @@ def test_blocks_of_the_first_stages_are_checkpointed(text: str) -> None:
 )  # fmt: skip
 def test_other_texts_have_no_meaning(text: str) -> None:
     assert parse_checkpointing(text) is None
-    with pytest.raises(ValueError, match='or "every N blocks" with a number N from 1 to 10_000'):
+    with pytest.raises(ValueError, match="N and M are from 1 to 10_000"):
         assert MemoryTable(activation_checkpoint=text).checkpointing
 
 

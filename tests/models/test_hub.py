@@ -13,6 +13,7 @@ import pytest
 from tqdm.std import TqdmDefaultWriteLock, tqdm
 
 from composer3d import cli
+from composer3d.facts.bars import share_bars_by_threads
 from composer3d.facts.errors import CheckpointError, RecipeError
 from composer3d.models import hub
 from composer3d.recipe.draft import parse_document
@@ -211,6 +212,7 @@ def test_an_import_reads_the_name_that_the_user_sets(server: Hub, tmp_path: Path
 
 def test_no_bar_makes_a_semaphore(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(tqdm, "_lock", raising=False)
+    share_bars_by_threads.cache_clear()
     monkeypatch.setattr(TqdmDefaultWriteLock, "create_mp_lock", lambda: pytest.fail("one was made"))
     hub.folder(NAME)
 

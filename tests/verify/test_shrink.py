@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 
+from composer3d.facts.checkpointing import Checkpointing
 from composer3d.facts.errors import RecipeError
+from composer3d.full.predicates import completed
+from composer3d.planner.stages import checkpointed_stages_of_ranks
 from composer3d.recipe.resolve import load
 from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import AXES, MeshTable, Recipe
-from composer3d.recipe.stages import stage_ranges
+from composer3d.recipe.stages import n_stages_of, stage_ranges
+from composer3d.recipe.values import variant
 from composer3d.verify.blocks import kinds_of_predicting_blocks
 from composer3d.verify.shrink import LIMIT, lost_kinds, shrink, shrink_to
 from tools.prove.paths import RECIPE as RECIPE_PATH
@@ -508,30 +512,29 @@ def test_small_latents_are_like_the_full_ones(
 
 
 @pytest.mark.parametrize(
-    ("sets", "small_mesh", "mode"),
+    "sets",
     [
-        ("mesh.pp=16", 4, "full in the first 12 stages:full in the first 3 stages"),
-        (
-            "mesh.pp=16",
-            4,
-            "every 2 blocks in the first 1 stages:every 2 blocks in the first 1 stages",
-        ),
-        ("mesh.pp=16", 4, "selective in the first 15 stages:selective in the first 3 stages"),
-        (
-            "mesh.pp=8 parallel.schedule=Interleaved1F1B",
-            4,
-            "full in the first 8 stages:full in the first 4 stages",
-        ),
+        "mesh.pp=16",
+        "mesh.pp=8 parallel.schedule=Interleaved1F1B",
+        "mesh.pp=8 parallel.schedule=Interleaved1F1B parallel.virtual_stages=4",
+        "mesh.pp=8 parallel.schedule=ZBVZeroBubble",
+        "mesh.pp=8 parallel.schedule=DualPipeV",
     ],
 )
-def test_about_the_same_share_of_stages_is_checkpointed(
-    sets: str, small_mesh: int, mode: str
-) -> None:
-    of_full, of_small = mode.split(":")
-    overrides = [*sets.split(), "model.n_layers=32", f"memory.activation_checkpoint={of_full}"]
-    overrides += ["mesh.dp_shard=4", "data.global_batch=128"]
-    full = load(str(RECIPE_PATH), overrides, check_files=False).recipe
-    small = shrink_to(full, MeshTable(pp=small_mesh, dp_shard=1))
-    assert small.memory.activation_checkpoint == of_small
-    alone = shrink_to(full, MeshTable(dp_shard=2))
-    assert alone.memory.activation_checkpoint == of_full.partition(" in the")[0]
+def test_about_the_same_share_of_stages_is_checkpointed(sets: str) -> None:
+    sets += " model.n_layers=32 mesh.dp_shard=4 data.global_batch=128"
+    full = load(str(RECIPE_PATH), sets.split(), check_files=False).recipe
+    stages = n_stages_of(full)
+    kept = Checkpointing("full")
+    for count in range(1, stages):
+        part = variant(full, {"memory.activation_checkpoint": str(kept.in_first(count))})
+        alone = shrink_to(part, MeshTable(dp_shard=2))
+        assert alone.memory.checkpointing == kept
+        small = shrink_to(part, MeshTable(pp=4, dp_shard=1))
+        blocks = small.memory.checkpointing.blocks
+        assert 0 < blocks.stages < n_stages_of(small)
+        smalls = [small, *completed(part, [small])]
+        kinds = [checkpointed_stages_of_ranks(one) for one in smalls]
+        assert checkpointed_stages_of_ranks(part) in kinds, count
+        if stages == 16 and full.mesh.pp == 16:
+            assert abs(blocks.stages - count / 4) < 1

@@ -246,7 +246,7 @@ def decoder_problems(
     """Return a line for each rule on several values that a RotaryShape would break.
 
     The first arguments are those of ``find_problems`` in ``checked_shape``. ``shape_type`` is the
-    class of the shape if it does not rotate whole heads.
+    class of a shape that rotates a part of each head.
     """
     problems = []
     if values["n_heads"] % values["n_kv_heads"]:

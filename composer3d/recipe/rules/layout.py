@@ -570,10 +570,12 @@ def checkpointed_stages_are_some(recipe: Recipe) -> Iterator[Breach]:
     checkpointing, all_stages = recipe.memory.checkpointing, n_stages_of(recipe)
     stages = checkpointing.blocks.stages
     if stages is not None and stages >= all_stages:
+        fewer = [all_stages - 1] if all_stages > 1 else []
+        values = (str(checkpointing.in_first(count)) for count in (*fewer, None))
         yield breach(
-            "<memory.activation_checkpoint> must leave out a stage, and <mesh.pp> makes "
-            f"{all_stages}",
-            use("memory.activation_checkpoint", str(checkpointing.in_first(None))),
+            "<memory.activation_checkpoint> must leave out a stage, but with <mesh.pp> there "
+            + ("is one stage" if all_stages == 1 else f"are {all_stages} stages"),
+            use("memory.activation_checkpoint", *values),
         )
 
 
