@@ -361,6 +361,7 @@ CASES: dict[str, tuple[str, ...]] = {
 # What the tests run: for each part of the model, a case that it decides. None of them is slow.
 SLICE = (
     "zero1-blocks",
+    "1f1b-first-stage",
     "zero3-narrow",
     "loss-in-parts",
     "every-3-blocks",
