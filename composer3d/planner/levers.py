@@ -23,7 +23,7 @@ from composer3d.recipe.values import variant
 # the most layouts that are tried with checkpointing of some stages, in up to ten cuts each.
 _MOST_CUT = 500
 _MOST_FAMILIES = 16
-_MOST_IN_PARTS = 8
+_MOST_IN_PARTS = 48
 # How many times as fast a cut must make a layout; and other keys, which make it more complex.
 _LEAST_GAIN = 1.001
 _LEAST_GAIN_OF_KEYS = 1.005
