@@ -220,7 +220,8 @@ def test_a_job_goes_on_without_a_lost_node_and_with_it_when_it_is_back(
     back.wait_for_step(max(back.losses()) + 4)
     for job in (left, back):
         job.process.send_signal(signal.SIGTERM)
-    assert [job.wait() for job in (left, back)] == [1, 1]
+    statuses = [job.wait() for job in (left, back)]
+    assert statuses == [1, 1], [job.output()[-3000:] for job in (left, back)]
     found = back.losses()
     assert f"stopped by signal 15 after step {len(found)};" in back.output()
     gone = "the job's store does not answer: rank 0 (pp0 dp0 cp0 tp0) has ended; the newest "
