@@ -16,6 +16,7 @@ from composer3d.facts.units import units_of_blocks
 from composer3d.planner.stages import checkpointed_stages_of_ranks, stage_layers
 from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import AXES, MeshTable, Recipe
+from composer3d.recipe.stages import n_stages_of
 from composer3d.recipe.values import FIELDS, value_of
 from composer3d.verify.blocks import by_stage, kinds_of_blocks, kinds_of_predicting_blocks
 from composer3d.verify.shrink import shrink_to
@@ -171,10 +172,6 @@ def _cut(rows: int, shards: int) -> str | None:
 
 def _shards(recipe: Recipe) -> int:
     return recipe.mesh.dp_shard * recipe.mesh.cp if recipe.parallel.zero else 1
-
-
-def _n_stages(recipe: Recipe) -> int:
-    return recipe.mesh.pp * recipe.parallel.stages_per_rank if recipe.mesh.pp > 1 else 1
 
 
 def _shards_of(rows: Callable[[Recipe], int]) -> Callable[[Recipe], Hashable]:
@@ -387,7 +384,7 @@ PREDICATES: Mapping[str, Predicate] = {
         _kinds_by_stage, "model.n_layers, mesh.pp, parallel.stages"
     ),
     "blocks over stages": Predicate(
-        lambda r: _divides(_n_stages(r), r.model.n_layers) if r.mesh.pp > 1 else None,
+        lambda r: _divides(n_stages_of(r), r.model.n_layers) if r.mesh.pp > 1 else None,
         "model.n_layers, mesh.pp, parallel.virtual_stages",
     ),
     "checkpointed blocks": Predicate(_checkpointed, "memory.activation_checkpoint, mesh.pp"),

@@ -43,8 +43,8 @@ def apply(
     "full" keeps only a block's input; "selective" also keeps the outputs of the operators in the
     plan's ``save``, but for those in its ``unread`` modules. "every N blocks" is "full" for the
     first of every N blocks. With "in the first M stages", no block of another stage is changed.
-    The collectives inside a checkpointed block run once more in backward,
-    unless ``save`` names them.
+    The collectives inside a checkpointed block run once more in backward, unless ``save`` names
+    them.
 
     With ``async_tp``, "selective" also keeps the results of reduce-scatters in compiled blocks.
     Without it, the plan's ``save`` would keep the product before a reduce-scatter: the fused

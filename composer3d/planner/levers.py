@@ -155,7 +155,7 @@ class Levers:
         return _ranked(found)
 
     def _bound_without_checkpointing(self, one: Timed) -> float:
-        """Return tokens/s that a layout would not reach if it checkpointed nothing."""
+        """Return the tokens/s that no cut of a layout would exceed if it checkpointed nothing."""
         recipe = variant(one.recipe, {_CHECKPOINT: "none", "parallel.stages": None})
         setup = self._setup_of(recipe)
         gain = Cutter(setup).most_gain(main_cut(setup))

@@ -533,8 +533,7 @@ class Setup:
 
     def kind_of(self, block: int, place: int, stage: int) -> BlockKind:
         """Return the kind of a block of the model, counted from 0, at ``place`` in its stage."""
-        is_recomputed = self.recomputed.has(place, stage)
-        return _kind_of(self.sizes, block, self.recompute if is_recomputed else "none")
+        return _kind_of(self.sizes, block, self.recompute, self.recomputed.has(place, stage))
 
     @property
     def block_kinds(self) -> tuple[Counter[BlockKind], ...]:
@@ -559,11 +558,10 @@ def _expert_blocks(sizes: Sizes, stage_blocks: tuple[int, ...]) -> tuple[int, ..
     return tuple(sum(map(sizes.has_experts, range(*stage))) for stage in pairwise(ends))
 
 
-@cache
-def _kind_of(sizes: Sizes, block: int, recompute: Recompute) -> BlockKind:
+def _kind_of(sizes: Sizes, block: int, recompute: Recompute, is_recomputed: bool) -> BlockKind:
     return BlockKind(
         has_experts=bool(sizes.expert_blocks) and sizes.has_experts(block),
-        recompute=recompute,
+        recompute=recompute if is_recomputed else "none",
         window=sizes.window_of(block),
         predicts=sizes.predicts(block),
     )
@@ -579,7 +577,7 @@ def _block_kinds(
     ends = tuple(accumulate(stage_blocks, initial=0))
     return tuple(
         Counter(
-            _kind_of(sizes, block, recompute if recomputed.has(place, stage) else "none")
+            _kind_of(sizes, block, recompute, recomputed.has(place, stage))
             for place, block in enumerate(range(*blocks))
         )
         for stage, blocks in enumerate(pairwise(ends))

@@ -398,8 +398,7 @@ def _check_weights(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
     keys = {key, "model.preset", "run.name", "checkpoint.folder", "checkpoint.resume"}
     if hf is None or wrong_keys & keys:
         return
-    goes_on = isinstance(recipe.checkpoint_folder, RemotePath) or _has_checkpoints(recipe)
-    if goes_on or recipe.checkpoint.resume not in ("auto", "none"):
+    if _may_have_checkpoints(recipe) or recipe.checkpoint.resume not in ("auto", "none"):
         return
     if not hub.is_place(hf) and not os.path.isdir(hf):
         draft.blame(
@@ -466,12 +465,19 @@ def _has_checkpoints(recipe: Recipe) -> bool:
     return isinstance(recipe.checkpoint_folder, Path) and os.path.isdir(recipe.checkpoint_folder)
 
 
+def _may_have_checkpoints(recipe: Recipe) -> bool:
+    """Return whether the run may have checkpoints of its own.
+
+    Only training asks an object store, which may have some.
+    """
+    return isinstance(recipe.checkpoint_folder, RemotePath) or _has_checkpoints(recipe)
+
+
 def _check_checkpoint(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
-    # A run that has checkpoints of its own resumes from them, and does not need these folders. Only
-    # training asks an object store.
+    # A run that has checkpoints of its own resumes from them, and does not need these folders.
     if wrong_keys & {"run.name", "checkpoint.folder", "checkpoint.resume", "checkpoint.init"}:
         return
-    if isinstance(recipe.checkpoint_folder, RemotePath) or _has_checkpoints(recipe):
+    if _may_have_checkpoints(recipe):
         return
     key, resume = "checkpoint.resume", recipe.checkpoint.resume
     if resume not in ("auto", "none") and not is_url(resume) and not os.path.isdir(resume):

@@ -341,7 +341,7 @@ class MemoryTable:
         "none",
         "what backward recomputes; none: nothing; selective: all but the operators in the model's "
         "save list; full: all of each block; every N blocks: all of the first of every N blocks of "
-        "a pipeline stage; in the first M stages, after each but none: in these stages alone",
+        "a pipeline stage; all but none may end with 'in the first M stages', to hold for these",
         CHECKPOINTING,
         words="checkpoint {}",
         column=Column(

@@ -16,7 +16,7 @@ from composer3d.planner.stages import checkpointed_stages_of_ranks
 from composer3d.recipe.matrices import matrices_of
 from composer3d.recipe.rules import settle, violations
 from composer3d.recipe.schema import AXES, MeshTable, Model, Recipe
-from composer3d.recipe.stages import stage_ranges
+from composer3d.recipe.stages import n_stages_of, stage_ranges
 from composer3d.recipe.values import FIELDS, divisors, value_of, variant
 from composer3d.verify.blocks import (
     MOST_DEPTHS,
@@ -437,8 +437,8 @@ def _with_stages_checkpointed(full: Recipe, small: Recipe) -> Recipe:
     checkpointing = full.memory.checkpointing
     if checkpointing.blocks.stages is None:
         return small
-    count = _count_stages(full, small.mesh.pp)
-    share = checkpointing.blocks.stages * count / _count_stages(full, full.mesh.pp)
+    count = n_stages_of(small)
+    share = checkpointing.blocks.stages * count / n_stages_of(full)
     fewer = sorted(range(1, count), key=lambda number: abs(number - share))
     values = [str(checkpointing.in_first(number)) for number in fewer]
     values = values or [str(checkpointing.in_first(None))]
