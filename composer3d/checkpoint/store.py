@@ -39,10 +39,11 @@ from composer3d.checkpoint.metadata import (
 )
 from composer3d.checkpoint.optimizer_state import SavedOptimizer, optimizer_state
 from composer3d.checkpoint.pickles import explain
-from composer3d.checkpoint.steps import STEP_FOLDER, list_steps, published
+from composer3d.checkpoint.steps import published
 from composer3d.facts.box import Box
 from composer3d.facts.errors import CheckpointError, SaveError, TrainingError, UserError
 from composer3d.facts.remote import Place
+from composer3d.facts.step_folders import STEP_FOLDER, list_steps
 from composer3d.parallel import Stages
 from composer3d.parallel.init import local_part
 from composer3d.parallel.pipeline.ties import local_shard

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.checkpoint import manifest as manifests
-from composer3d.checkpoint.steps import list_steps, published
+from composer3d.checkpoint.steps import published
 from composer3d.commands import job
 from composer3d.commands.arguments import recipe_argument, set_option
 from composer3d.facts import events
 from composer3d.facts.errors import RecipeError, UserError
 from composer3d.facts.interrupts import ending_at_once
 from composer3d.facts.remote import Place
+from composer3d.facts.step_folders import list_steps
 from composer3d.facts.tags import COUNTED_TOKENS
 from composer3d.models import hub
 from composer3d.recipe.advice import nothing_to_do, way_to_go_on

@@ -34,13 +34,13 @@ from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint.manifest import Manifest, TensorSpec
 from composer3d.checkpoint.metadata import METADATA, read_metadata, read_whole, tensor_specs
 from composer3d.checkpoint.pickles import reading
-from composer3d.checkpoint.steps import STEP_FOLDER
 from composer3d.checkpoint.torchfile import StoredTensor, load_torch
 from composer3d.convert import mxfp4
 from composer3d.convert.carried import read_carried_files, select_carried_texts
 from composer3d.convert.tensors import Box, ReadableTensor
 from composer3d.facts.errors import CheckpointError
 from composer3d.facts.files import MIB, open_plain, parse_json, read_json
+from composer3d.facts.step_folders import STEP_FOLDER
 from composer3d.facts.text import in_quotes, short_json
 from composer3d.models import registry
 from composer3d.models.llama import names as llama_names

@@ -7,6 +7,7 @@ private and unassigned characters (Co, Cn), and all separators besides the space
 
 import json
 import os
+import re
 import unicodedata
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,9 @@ NAME_RULE = (
     f"reserves, and must have at most {_NAME_BYTES} bytes in UTF-8"
 )
 _LONGEST_LINE = 4096  # characters of a path or a key in a message
+# The name and the password in a URL such as https://NAME:PASSWORD@HOST. ``Path`` makes one slash of
+# two.
+_SECRET = re.compile(r"(:/{1,2})[^\s/@]+@")
 _JSON = json.JSONEncoder(ensure_ascii=False)
 _RESERVED = {"con", "prn", "aux", "nul"} | {
     f"{port}{n}" for port in ("com", "lpt") for n in range(10)
@@ -28,12 +32,14 @@ def printable(text: str, *, keep: str = "") -> str:
     """Return a text in which every character that is not printable is escaped, as in ``\\n``.
 
     The names of files and tensors may come from a stranger. A line break in one would make two
-    lines of an error, and a control character could change what the terminal shows.
+    lines of an error, and a control character could change what the terminal shows. Name and
+    password in a URL become ``...``: messages are kept in logs.
 
     Args:
         text: any text.
         keep: characters that are not escaped, although they are not printable.
     """
+    text = _SECRET.sub(r"\1...@", text)
     if text.isprintable():
         return text
     return "".join(
@@ -48,7 +54,7 @@ def printable_lines(text: str) -> str:
     The other characters that are not printable are escaped, as in ``printable``.
     """
     if text.isprintable():
-        return text
+        return printable(text)
     spaces = {char for char in text if unicodedata.category(char) == "Zs"}
     return printable(text, keep="\n\t" + "".join(spaces))
 

@@ -15,6 +15,7 @@ from composer3d.facts.errors import CheckpointError, DataError, PlanError, Recip
 from composer3d.facts.files import MIB, read_plain
 from composer3d.facts.remote import RemotePath, is_url
 from composer3d.facts.schedules import check_csv, read_csv
+from composer3d.facts.step_folders import list_steps
 from composer3d.facts.text import one_line
 from composer3d.facts.token_manifest import MANIFEST, TokenManifest, read_manifest
 from composer3d.models import hub, registry
@@ -461,8 +462,14 @@ def _check_schedule(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
 
 
 def _has_checkpoints(recipe: Recipe) -> bool:
-    """Return whether the run has a folder of checkpoints on a disk."""
-    return isinstance(recipe.checkpoint_folder, Path) and os.path.isdir(recipe.checkpoint_folder)
+    """Return whether the run has checkpoints on a disk, or a folder that cannot be read."""
+    folder = recipe.checkpoint_folder
+    if not isinstance(folder, Path):
+        return False
+    try:
+        return bool(list_steps(folder))
+    except OSError:
+        return True
 
 
 def _may_have_checkpoints(recipe: Recipe) -> bool:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from composer3d.checkpoint import Store, manifest
-from composer3d.checkpoint.steps import list_steps, published
+from composer3d.checkpoint.steps import published
 from composer3d.facts.errors import CheckpointError, TrainingError
 from composer3d.facts.remote import Place, RemotePath
+from composer3d.facts.step_folders import list_steps
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.process_group import pool_world
 from tests.checkpoint.store_jobs import full_state, make_job, make_manifest

@@ -61,6 +61,18 @@ def test_every_reader_of_the_text_gets_it_escaped() -> None:
         assert tomli.loads(f"x = {written}") == {"x": {"key": f"a{char}b"}}
 
 
+def test_a_message_hides_the_password_in_a_url() -> None:
+    record = logging.makeLogRecord({"msg": "no answer from http://a:b@c/d", "levelno": 30})
+    assert "http://...@c/d" in _IdentityFormatter("rank 1").format(record)
+    for quote in (printable, printable_lines, one_line):
+        assert quote("s3://KEY:SECRET@x/y and https:/t@z\n") in (
+            "s3://...@x/y and https:/...@z\n",
+            "s3://...@x/y and https:/...@z\\n",
+        )
+        assert quote("hf://a/b@v1") == "hf://a/b@v1"
+    assert UserError("s3://KEY:SECRET@x is no URL").lines == ("s3://...@x is no URL",)
+
+
 @pytest.mark.parametrize(
     "name", ["a", "llama3-8b", "a b", "\u00e9 \u4e16\u754c", "v1.0", "_x", "console", "x" * 200]
 )

@@ -119,9 +119,12 @@ def test_a_folder_of_hugging_face_gives_what_the_recipe_does_not(write, tmp_path
     (tmp_path / "m/config.json").unlink()
     # A resolved recipe has the shape itself: only the first weights need the folder.
     (tmp_path / "m").rmdir()
-    with pytest.raises(RecipeError, match=r'model\.hf = "m" is not a folder'):
-        round_trip(resolved, tmp_path / "again.toml")
-    (tmp_path / "runs" / resolved.recipe.run.name / "checkpoints").mkdir(parents=True)
+    checkpoints = tmp_path / "runs" / resolved.recipe.run.name / "checkpoints"
+    for folder in (tmp_path, checkpoints):  # Also that of a run that has not saved yet.
+        folder.mkdir(parents=True, exist_ok=True)
+        with pytest.raises(RecipeError, match=r'model\.hf = "m" is not a folder'):
+            round_trip(resolved, tmp_path / "again.toml")
+    (checkpoints / "step-00000005").mkdir()
     assert round_trip(resolved, tmp_path / "again.toml").recipe == resolved.recipe
 
 

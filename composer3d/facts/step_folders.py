@@ -1,0 +1,28 @@
+"""Find the checkpoints in a folder: the folders named after a step. No torch here."""
+
+import os
+import re
+
+from composer3d.facts.remote import Place, RemotePath
+
+STEP_FOLDER = re.compile(r"step-[0-9]{8}")
+
+
+def list_steps(place: Place) -> list[Place]:
+    """List the folders named after a step in ``place``, lowest first.
+
+    Anything under another name belongs to the user. Links, pipes and files are left out as well: a
+    link could lead to a checkpoint of another user. In an object store, a folder that a killed
+    save has left is listed too.
+
+    Raises OSError if the folder is there and cannot be read. ``Path.glob`` would find nothing, and
+    a run would start anew beside its checkpoints.
+    """
+    if isinstance(place, RemotePath):
+        return [place / name for name in place.folders() if STEP_FOLDER.fullmatch(name)]
+    try:
+        names = os.listdir(place)
+    except FileNotFoundError:
+        return []
+    paths = [place / name for name in sorted(names) if STEP_FOLDER.fullmatch(name)]
+    return [path for path in paths if path.is_dir() and not path.is_symlink()]
