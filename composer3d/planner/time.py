@@ -364,8 +364,11 @@ def _context_s(
         one_s = all_to_all_s(group, moved, machine, constants)
         return one_s, one_s
     if layout.cp_method == "allgather":
-        gather_s = collective_s("all_gather", group, kv_bytes * layout.cp, machine, constants)
-        reduce_s = collective_s("reduce_scatter", group, kv_bytes * layout.cp, machine, constants)
+        all_bytes = kv_bytes * layout.cp
+        gather_s = collective_s("all_gather", group, all_bytes, machine, constants)
+        # Gradients of keys and values are summed in float32.
+        wide_bytes = all_bytes * max(width, 4) / width
+        reduce_s = collective_s("reduce_scatter", group, wide_bytes, machine, constants)
         return gather_s, gather_s + reduce_s
     # A ring: each hop runs beside the attention of the block that came before.
     hop_s = send_s(group, kv_bytes, machine, constants)
