@@ -42,15 +42,16 @@ def dry_run(recipe: Recipe, *, skew: float = 1.0) -> DryRun:
     check_skew(recipe, skew)
     begin = time.monotonic()
     with Pool() as pool:
-        reports = report_all(pool, recipe, lambda ranks: _tape(pool, recipe, ranks, skew))
+        reported = report_all(pool, recipe, lambda ranks: _tape(pool, recipe, ranks, skew))
+    reports = [report for report, _ in reported]
     seconds = time.monotonic() - begin
     return DryRun(world_size=recipe.world_size, seconds=seconds, stages=tuple(reports))
 
 
 def report_all(
     pool: Pool, recipe: Recipe, tape: Callable[[Sequence[int]], Iterable[TapedStage]]
-) -> list[StageReport]:
-    """Return the report of every pipeline rank, of which only some run.
+) -> list[tuple[StageReport, int]]:
+    """Return the report of every pipeline rank, and the one that has run for it, or itself.
 
     Args:
         pool: starts the process that compares what pipeline ranks hold.
@@ -60,20 +61,22 @@ def report_all(
     Raises what ``dry_run`` raises.
     """
     pp = recipe.mesh.pp
-    stages: list[StageReport | None] = [None] * pp
+    found: dict[int, tuple[StageReport, int]] = {}
     orders = [_rank_actions(recipe, rank) for rank in range(pp)]
     representatives = _representatives(pool, recipe)
-    while None in stages:
-        missing = [rank for rank in range(pp) if stages[rank] is None]
+    while len(found) < pp:
+        missing = [rank for rank in range(pp) if rank not in found]
         # One run for each kind of rank. It may lack an action of another rank of its kind, and
         # then that one runs as well.
         first_of = {representatives[rank]: rank for rank in reversed(missing)}
         for taped in tape(sorted(first_of.values())):
             for rank in missing:
                 if representatives[rank] == representatives[taped.stage]:
-                    stages[rank] = taped.report(rank, orders[rank])
-            assert stages[taped.stage] is not None  # it has run all of its own actions
-    return [report for report in stages if report is not None]
+                    report = taped.report(rank, orders[rank])
+                    if report is not None:
+                        found[rank] = report, taped.stage
+            assert taped.stage in found  # it has run all of its own actions
+    return [found[rank] for rank in range(pp)]
 
 
 def run_ranks(
@@ -114,12 +117,12 @@ def at_once() -> int:
 
 
 def _representatives(pool: Pool, recipe: Recipe) -> list[int]:
-    """Return, for each pipeline rank, the first one that holds equal layers."""
+    """Return for each pipeline rank the one that runs for it: the first that holds equal stages."""
     pp = recipe.mesh.pp
     if pp == 1 or recipe.parallel.stages_per_rank > _STAGES_THAT_REPLAY:
         return list(range(pp))
-    (contents,) = _run(pool, "describe_stages", {"recipe": recipe}, 1)
-    return [contents.index(content) for content in contents]
+    (first_alike,) = _run(pool, "first_alike", {"recipe": recipe}, 1)
+    return list(first_alike)
 
 
 def _run(pool: Pool, function: str, arguments: dict[str, Any], processes: int) -> list[Any]:

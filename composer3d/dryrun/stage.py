@@ -11,9 +11,9 @@ without data can have a value on the host beside it: that of a copy of a tensor 
 what is computed from such tensors.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from itertools import count, pairwise
 from typing import Any, NamedTuple, cast
@@ -47,6 +47,7 @@ from composer3d.parallel.pipeline.stage_cut import cut_into_stages
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.parallel.stages import Stage
 from composer3d.recipe.matrices import matrices_of
+from composer3d.recipe.rates import Rates, rates_of
 from composer3d.recipe.schema import CompileTable, Recipe
 from composer3d.runtime import collector, environment
 from composer3d.runtime.mesh import Mesh
@@ -86,19 +87,33 @@ _FLOAT = 4.0
 _CPU, _GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-class StageContent(NamedTuple):
+class _StageContent(NamedTuple):
     """What tells the stages of one pipeline rank from those of another.
 
     Attributes:
-        blocks: for each stage of the rank, the parameters of each of its blocks.
+        blocks: for each stage of the rank, its blocks.
         ends: whether the rank holds the first stage, and the last.
         neighbours: for each of its stages but the last, whether the next one of the pipeline is on
             the rank as well, so that no message is sent.
     """
 
-    blocks: tuple[tuple[tuple["_ParameterKind", ...], ...], ...]
+    blocks: tuple[tuple["_BlockContent", ...], ...]
     ends: tuple[bool, bool]
     neighbours: tuple[bool, ...]
+
+
+class _BlockContent(NamedTuple):
+    """What decides what a step does with a block.
+
+    Attributes:
+        modules: the type and the settings of each module, such as the window of an attention.
+        parameters: all parameters.
+        checkpointing: what backward computes again.
+    """
+
+    modules: tuple[tuple[Any, ...], ...]
+    parameters: tuple["_ParameterKind", ...]
+    checkpointing: str
 
 
 class _ParameterKind(NamedTuple):
@@ -108,15 +123,24 @@ class _ParameterKind(NamedTuple):
         shape: of the whole parameter.
         trains: whether it gets a gradient.
         is_matrix: whether the optimizer works on it as a whole.
+        rates: the optimizer steps parameters of equal rates at once.
     """
 
     shape: tuple[int, ...]
     trains: bool
     is_matrix: bool
+    rates: Rates
 
 
-def describe_stages(recipe: Recipe) -> list[StageContent]:
-    """Return what each pipeline rank holds. Equal ones run equal steps if their order is equal."""
+# Other values of a module are of this process, such as its functions.
+_SETTING = (bool, int, float, str, tuple, type(None))
+
+
+def first_alike(recipe: Recipe) -> list[int]:
+    """Return for each pipeline rank the first one that holds equal stages.
+
+    Their steps are equal if the orders of their actions are.
+    """
     # All ranks of the job compare the file of a schedule.
     with fake_world(0, recipe.world_size):
         placement = place_stages(recipe.mesh.pp, recipe.parallel, recipe.micro_batches)
@@ -126,22 +150,43 @@ def describe_stages(recipe: Recipe) -> list[StageContent]:
         stages = cut_into_stages(whole_model(recipe), placement.stages, rank, recipe.parallel)
         blocks = tuple(
             tuple(
-                tuple(
-                    _ParameterKind(
-                        tuple(parameter.shape),
-                        parameter.requires_grad,
-                        f"blocks.{number}.{name}" in matrices,
-                    )
-                    for name, parameter in block.named_parameters()
-                )
-                for number, block in stage.blocks.items()
+                _content_of_block(recipe, stage, place, matrices)
+                for place in range(len(stage.blocks))
             )
             for stage in stages
         )
         ends = stages[0].first is not None, stages[-1].last is not None
         neighbours = tuple(after.number == stage.number + 1 for stage, after in pairwise(stages))
-        contents.append(StageContent(blocks, ends, neighbours))
-    return contents
+        contents.append(_StageContent(blocks, ends, neighbours))
+    return [contents.index(content) for content in contents]
+
+
+def _content_of_block(
+    recipe: Recipe, stage: Stage, place: int, matrices: Collection[str]
+) -> _BlockContent:
+    """Return the content of the block at ``place`` in a stage."""
+    number, block = list(stage.blocks.items())[place]
+    modules = tuple(
+        (
+            name,
+            type(module),
+            *((key, value) for key, value in vars(module).items() if _is_setting(value)),
+        )
+        for name, module in block.named_modules()
+    )
+    parameters = []
+    for own_name, parameter in block.named_parameters():
+        name = f"blocks.{number}.{own_name}"
+        rates = rates_of(name, parameter.dim(), recipe.optim)
+        shape = tuple(parameter.shape)
+        is_matrix = name in matrices
+        parameters.append(_ParameterKind(shape, parameter.requires_grad, is_matrix, rates))
+    mode = recipe.memory.checkpointing.mode_of(place, stage.number)
+    return _BlockContent(modules, tuple(parameters), mode)
+
+
+def _is_setting(value: Any) -> bool:
+    return isinstance(value, _SETTING) or is_dataclass(value)
 
 
 def tape_one_of(jobs: Sequence[tuple[Recipe, int]], skew: float) -> TapedStage:

@@ -83,6 +83,11 @@ def stages_of(rank: int, pp: int, stages_per_rank: int, *, v_shaped: bool) -> li
     return list(range(rank, pp * stages_per_rank, pp))
 
 
+def rank_of(stage: int, pp: int, *, v_shaped: bool) -> int:
+    """Return the pipeline rank that ``stages_of`` gives a stage to."""
+    return 2 * pp - 1 - stage if v_shaped and stage >= pp else stage % pp
+
+
 def micro_batch_requirement(schedule: str, count: int, pp: int, pp_text: str) -> str | None:
     """Return what the schedule requires of the number of micro-batches, or None if it is met.
 

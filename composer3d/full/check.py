@@ -25,7 +25,7 @@ This module does not import torch; worker processes do.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -161,7 +161,7 @@ def _check_job(pool: Pool, full: Recipe, structure: Structure, plant: Plant) -> 
             seen[witness.taped.stage] = witness
             yield witness.taped
 
-    reports = report_all(pool, full, tape)
+    reported = report_all(pool, full, tape)
     for _, witness in sorted(seen.items()):
         texts = _wrong_gradients(full, witness)
         structure.add("gradients", texts, len(witness.gradients))
@@ -169,21 +169,9 @@ def _check_job(pool: Pool, full: Recipe, structure: Structure, plant: Plant) -> 
         structure.add("groups", _wrong_group_of_axis(full, witness), 0)
     scheduled = sum(1 for _ in expected.messages(full))
     structure.add("messages", messages.wrong_messages(full, seen), scheduled)
-    representative = _representative_of(seen, reports)
-    for report in reports:
-        witness = representative[report.stage]
-        texts = _wrong_traffic(full, report, witness)
+    for report, ran in reported:
+        texts = _wrong_traffic(full, report, seen[ran])
         structure.add("collectives", texts, sum(map(len, report.comm.values())))
-
-
-def _representative_of(
-    seen: "Mapping[int, Witness]", reports: Sequence[StageReport]
-) -> "dict[int, Witness]":
-    """Return a witness for each pipeline rank: its own, or the last one before it."""
-    found, last = {}, seen[reports[0].stage]
-    for report in reports:
-        last = found[report.stage] = seen.get(report.stage, last)
-    return found
 
 
 def _wrong_group_of_axis(full: Recipe, witness: "Witness") -> Iterator[str]:

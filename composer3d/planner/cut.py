@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise, product
 from math import inf
 
 from composer3d.planner.setup import Setup
-from composer3d.planner.time import part_times, rank_of
+from composer3d.planner.time import part_times
 
 # ``parallel.stages``: the number of blocks of each stage, in order, without depths of multi-token
 # prediction, which are on the last stage.
@@ -30,7 +30,7 @@ class Cutter:
         self._layers = setup.sizes.layers - setup.sizes.mtp_layers
         layout = setup.layout
         stages = range(layout.stages)
-        self._rank_of = [rank_of(layout.pp, stage, layout.schedule) for stage in stages]
+        self._rank_of = [layout.rank_of(stage) for stage in stages]
 
     def seconds(self, cut: Cut) -> list[float]:
         """Return the seconds of each stage for the forward and backward of one micro-batch."""

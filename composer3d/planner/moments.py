@@ -32,7 +32,7 @@ from composer3d.planner.matrices import (
 )
 from composer3d.planner.setup import BlockKind, BlockMatrices, Matrices, Setup
 from composer3d.planner.states import Counts, State, states_of_ranks
-from composer3d.planner.time import matrices_of_ranks, rank_of, saved_by_matrices
+from composer3d.planner.time import matrices_of_ranks, saved_by_matrices
 from composer3d.planner.trained import Share
 
 
@@ -206,7 +206,7 @@ class _Rank:
         self.stages: dict[int, _Stage] = {}
         begin = 0
         for stage, count in enumerate(layout.stage_blocks):
-            if rank_of(layout.pp, stage, layout.schedule) == number:
+            if layout.rank_of(stage) == number:
                 of_stage = [blocks.of(stage, place, begin + place) for place in range(count)]
                 self.stages[stage] = self._stage(stage, tuple(of_stage))
             begin += count
@@ -221,9 +221,7 @@ class _Rank:
         if sizes.last_embedding_parameters:
             head = Unit(*map(sum, zip(head, embedding, strict=True)))
         # What a rank sends to itself is the message: no copy is made.
-        sends_to_itself = not is_last and self.number == rank_of(
-            layout.pp, number + 1, layout.schedule
-        )
+        sends_to_itself = not is_last and self.number == layout.rank_of(number + 1)
         neighbours = (not is_first) + (not is_last)
         # Since torch 2.15, each message gets a new buffer, which the stage then owns.
         keeps_buffers = not setup.software.since_torch_2_15

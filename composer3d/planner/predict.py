@@ -39,6 +39,7 @@ from composer3d.planner.setup import (
     Sizes,
     Software,
 )
+from composer3d.planner.stages import stages_by_rank
 from composer3d.planner.time import StepTime, predict_time
 from composer3d.planner.torch_facts import is_since_2_15
 from composer3d.planner.traffic import DTYPE_BYTES
@@ -242,6 +243,7 @@ def of_recipe(
             stages_per_rank=stages_per_rank,
             schedule=parallel.schedule,
             schedule_csv=parallel.schedule_csv,
+            csv_ranks=_csv_ranks(recipe),
             stage_blocks=tuple(map(len, stage_ranges(recipe))),
         ),
         batch=BatchSizes(
@@ -281,6 +283,15 @@ def of_recipe(
         matrices=_matrices(recipe.model, recipe.optim, _wide(recipe)),
         trained=trained_of(recipe),
     )
+
+
+def _csv_ranks(recipe: Recipe) -> tuple[int, ...]:
+    """Return the pipeline rank of each stage if the schedule is a file; otherwise nothing."""
+    if recipe.parallel.schedule != "csv":
+        return ()
+    held = stages_by_rank(recipe)
+    ranks = {stage: rank for rank, stages in enumerate(held) for stage in stages}
+    return tuple(ranks[stage] for stage in sorted(ranks))
 
 
 def sizes_of(recipe: Recipe) -> Sizes:

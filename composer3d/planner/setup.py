@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from composer3d.facts.checkpointing import EVERY_BLOCK, CheckpointedBlocks
 from composer3d.facts.errors import PlanError
 from composer3d.facts.hardware import Hardware
+from composer3d.facts.schedules import SCHEDULES, rank_of
 from composer3d.facts.units import units_of_blocks
 from composer3d.planner.pipeline import Compiled, compiled
 from composer3d.planner.trained import EVERYTHING, Trained
@@ -203,6 +204,8 @@ class Layout:
         zero: 0 replicates over dp_shard; 1 shards optimizer state; 2 also gradients; 3 parameters.
         fsdp_blocks: consecutive blocks of a stage that FSDP gathers and reduces together.
         schedule: a name of ``facts.schedules``.
+        schedule_csv: the file of the schedule "csv".
+        csv_ranks: the pipeline rank of each stage in that file.
         expert_tp: whether tp cuts each expert.
     """
 
@@ -222,6 +225,7 @@ class Layout:
     stages_per_rank: int = 1
     schedule: str = "1F1B"
     schedule_csv: str | None = None
+    csv_ranks: tuple[int, ...] = ()
     stage_blocks: tuple[int, ...] = ()
 
     expert_tp = False
@@ -255,6 +259,12 @@ class Layout:
     def units_of_stage(self, blocks: int) -> int:
         """Return the number of FSDP's units of a stage of ``blocks`` blocks, without its ends."""
         return len(units_of_blocks(range(blocks), self.fsdp_blocks))
+
+    def rank_of(self, stage: int) -> int:
+        """Return the pipeline rank that holds a stage."""
+        if self.schedule == "csv":
+            return self.csv_ranks[stage]
+        return rank_of(stage, self.pp, v_shaped=SCHEDULES[self.schedule].v_shaped)
 
     def compiled(self, micro_batches: int) -> Compiled:
         """Compile the schedule for a number of micro-batches.

@@ -91,11 +91,7 @@ def predict_time(
 
     stage_times = _stage_parts(setup, constants)
     busy = [
-        sum(
-            part.busy_s
-            for stage, part in enumerate(stage_times)
-            if rank_of(layout.pp, stage, layout.schedule) == rank
-        )
+        sum(part.busy_s for stage, part in enumerate(stage_times) if layout.rank_of(stage) == rank)
         for rank in range(layout.pp)
     ]
     slowest = max(range(layout.pp), key=busy.__getitem__)
@@ -105,7 +101,7 @@ def predict_time(
     exposed = {"tp": 0.0, "cp": 0.0, "ep": 0.0, "dp": 0.0}
     recompute_s = 0.0
     for stage, part in enumerate(stage_times):
-        if rank_of(layout.pp, stage, layout.schedule) == slowest:
+        if layout.rank_of(stage) == slowest:
             recompute_s += micro_batches * part.recompute_s
             for axis, seconds in part.exposed.items():
                 exposed[axis] += micro_batches * seconds
@@ -438,16 +434,6 @@ def _scattered_s(setup: Setup, constants: Constants, group: GroupShape, paramete
     return collective_s("reduce_scatter", group, precision.reduced * parameters, machine, constants)
 
 
-def rank_of(pp: int, stage: int, schedule: str) -> int:
-    """Return the pipeline rank that holds a stage.
-
-    Under a V schedule, rank r holds the stages r and 2 * pp - 1 - r; else r, r + pp, and so on.
-    """
-    if schedule in ("ZBVZeroBubble", "DualPipeV"):
-        return stage if stage < pp else 2 * pp - 1 - stage
-    return stage % pp
-
-
 def _pipeline_s(
     setup: Setup,
     constants: Constants,
@@ -517,8 +503,8 @@ def _boundary_s(
     )
     found = []
     for stage in range(layout.stages - 1):
-        here = rank_of(layout.pp, stage, layout.schedule) * group.stride
-        there = rank_of(layout.pp, stage + 1, layout.schedule) * group.stride
+        here = layout.rank_of(stage) * group.stride
+        there = layout.rank_of(stage + 1) * group.stride
         same = here // machine.devices_per_node == there // machine.devices_per_node
         found.append(inside_s if same else between_s)
     return found
@@ -587,7 +573,7 @@ def _largest_rank(setup: Setup) -> tuple[float, float]:
     layout = setup.layout
     held = [[0.0, 0.0] for _ in range(layout.pp)]
     for stage, (dense, experts) in enumerate(stage_parameters(setup)):
-        rank = rank_of(layout.pp, stage, layout.schedule)
+        rank = layout.rank_of(stage)
         held[rank][0] += dense
         held[rank][1] += experts
     dense, experts = max(held, key=sum)
@@ -743,6 +729,6 @@ def matrices_of_ranks(setup: Setup) -> list[BlockMatrices]:
     held = [BlockMatrices()] * layout.pp
     ends = accumulate(layout.stage_blocks, initial=0)
     for stage, (begin, end) in enumerate(pairwise(ends)):
-        rank = rank_of(layout.pp, stage, layout.schedule)
+        rank = layout.rank_of(stage)
         held[rank] = reduce(BlockMatrices.plus, matrices.blocks[begin:end], held[rank])
     return held

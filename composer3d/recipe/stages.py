@@ -48,4 +48,5 @@ def n_stages_of(recipe: Recipe) -> int:
 
 
 def _elements(rows: Sequence[Row]) -> int:
-    return sum(row.elements for row in rows)
+    """Count the elements of a unit. Of tied parameters, it holds one."""
+    return sum({row.tied_to or row.name: row.elements for row in rows}.values())

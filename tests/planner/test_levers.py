@@ -38,7 +38,8 @@ LEVERS = [
     (
         "qwen3-30b-a3b-16-ep-pp",
         "mesh.pp=1 mesh.dp_shard=16 mesh.ep=8 parallel.virtual_stages=1 parallel.schedule=1F1B "
-        "parallel.stages=[48] data.micro_batch=4 memory.activation_checkpoint=full memory.loss_chunks=4",
+        "parallel.stages=[48] data.micro_batch=4 memory.activation_checkpoint=full "
+        "memory.loss_chunks=4",
         "data.micro_batch",
         8,
         True,

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,12 +11,15 @@ from composer3d.models.registry import architecture
 from composer3d.parallel.pipeline.runtime import place_stages
 from composer3d.parallel.pipeline.stage_cut import cut_into_stages
 from composer3d.planner.links import Group, group_of, nic_share
+from composer3d.planner.predict import of_recipe, predict
+from composer3d.planner.schedule import recipe_actions
 from composer3d.planner.stages import stage_layers, stages_by_rank
 from composer3d.planner.traffic import Axis
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import AXES, MeshTable
 from composer3d.recipe.stages import n_stages_of
 from composer3d.runtime.ranks import coordinates
+from tests.planner.setups import device, recipe_of, setup_on
 from tools.prove.paths import ROOT
 
 RECIPES = ROOT / "recipes"
@@ -32,6 +36,17 @@ RECIPES = ROOT / "recipes"
             ["parallel.schedule=Interleaved1F1B", "parallel.virtual_stages=3", "model.n_layers=8"],
         ),
         ("quickstart-moe", ["model.preset=debug-moe-shared"]),
+        # The last stage has the embedding twice: as the head, and for multi-token prediction.
+        (
+            "quickstart-moe",
+            [
+                "model.architecture=deepseek",
+                "model.preset=debug-deepseek",
+                "model.tied=true",
+                "model.vocab=4096",
+                "model.n_layers=8",
+            ],
+        ),
         ("llama3-405b-1024-3d", []),
         ("llama-175b-1024-3d", []),
         ("debug-2-dp", []),
@@ -97,3 +112,15 @@ def test_bytes_leave_a_node_if_the_next_rank_is_on_another() -> None:
     # A pipeline has no hop from its end to its start.
     assert nic_share("pp", "send", Group(0, 4, 4), 8) == pytest.approx(1 / 3)
     assert nic_share("pp", "send", Group(0, 4, 1), 8) == 0
+
+
+def test_a_schedule_from_a_file_is_predicted_with_the_stages_of_its_ranks(tmp_path: Path) -> None:
+    """A file with the actions of a V-shaped schedule is that schedule."""
+    sets = ["model.n_layers=8", "model.tied=true"]
+    recipe = recipe_of("quickstart", "parallel.schedule=ZBVZeroBubble", *sets)
+    rows = recipe_actions(recipe.mesh.pp, recipe.parallel, recipe.micro_batches)
+    file = tmp_path / "v.csv"
+    file.write_text("\n".join(",".join(";".join(map(str, cell)) for cell in row) for row in rows))
+    keys = ("parallel.schedule=csv", f"parallel.schedule_csv={file}", "parallel.virtual_stages=2")
+    from_file = predict(setup_on("H100", "quickstart", *keys, *sets))
+    assert from_file == predict(of_recipe(recipe, device("H100")))

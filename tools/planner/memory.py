@@ -10,7 +10,7 @@ from functools import cache
 from composer3d.planner.compute import head_product
 from composer3d.planner.constants import SHIPPED, Constants
 from composer3d.planner.memory import RankMemory, with_unseen
-from composer3d.planner.time import rank_of, stage_parameters
+from composer3d.planner.time import stage_parameters
 from tools.planner.foreign import ForeignLayout, ForeignSetup
 
 
@@ -31,11 +31,7 @@ def peak(setup: ForeignSetup, constants: Constants = SHIPPED) -> RankMemory:
 def _rank(setup: ForeignSetup, constants: Constants, rank: int) -> RankMemory:
     layout, sizes, precision = setup.layout, setup.sizes, setup.precision
     software = setup.software
-    stages = [
-        stage
-        for stage in range(layout.stages)
-        if rank_of(layout.pp, stage, layout.schedule) == rank
-    ]
+    stages = [stage for stage in range(layout.stages) if layout.rank_of(stage) == rank]
     parameters = stage_parameters(setup)
     dense = sum(parameters[stage][0] for stage in stages)
     experts = sum(parameters[stage][1] for stage in stages)
