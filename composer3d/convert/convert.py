@@ -59,7 +59,9 @@ def convert(
         dst: the folder to write, or the file for ``torch``. It must not exist.
         to: the format of ``dst``.
         dtype: the name of the parameters' dtype in ``dst``. None keeps the dtype of each
-            parameter. The dtypes of the optimizer's state are never changed.
+            parameter. The dtypes of the optimizer's state are never changed. The biases by which
+            routers choose experts do not become narrower, as training moves them in small steps,
+            unless a run goes on from ``dst``: it has all parameters in one dtype.
         weights_only: leave out the optimizer's state, which ``torch`` and ``dcp`` can store.
         logits: also run the models of both checkpoints in float32, and compare their logits. This
             takes memory for a whole model.
@@ -92,10 +94,7 @@ def convert(
             specs = {name: spec for name, spec in specs.items() if name.startswith("model.")}
             source.manifest = Manifest(step=0, model={})
         if dtype:
-            specs = {
-                name: spec._replace(dtype=dtype) if name.startswith("model.") else spec
-                for name, spec in specs.items()
-            }
+            specs = _in_dtype(source, specs, dtype)
         model = model_of(source.shape, specs[EMBEDDING].dtype, source.architecture)
         source.manifest = replace(source.manifest, model=model)
         if to == "hf":
@@ -153,6 +152,20 @@ def convert(
         "carried": list(source.carried),
         "seconds": time.perf_counter() - started_s,
     }
+
+
+def _in_dtype(source: Source, specs: Mapping[str, TensorSpec], dtype: str) -> dict[str, TensorSpec]:
+    """Give the parameters in ``specs`` another dtype, as ``convert`` says."""
+    goes_on = any(name.startswith("optim.") for name in specs)
+    units = source.model_of.table_of(source.shape).units()
+    biases = {f"model.{unit}.{row.name}" for unit, rows in units for row in rows if not row.trains}
+    changed = {}
+    for name, spec in specs.items():
+        is_kept = not name.startswith("model.")
+        if name in biases and not goes_on:
+            is_kept = getattr(torch, spec.dtype).itemsize > getattr(torch, dtype).itemsize
+        changed[name] = spec if is_kept else spec._replace(dtype=dtype)
+    return changed
 
 
 def _lost_fields(source: Source) -> list[str]:

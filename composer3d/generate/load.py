@@ -12,6 +12,7 @@ from composer3d.convert.formats import OwnModel, Source, open_source
 from composer3d.facts.files import parse_json
 from composer3d.models import fit
 from composer3d.models.contract import Decoder, ShardingPlan
+from composer3d.models.layers.moe import Router
 from composer3d.models.registry import OURS, Architecture, architecture, resolve
 from composer3d.models.shape import DecoderShape
 from composer3d.recipe.schema import Recipe
@@ -119,13 +120,27 @@ def carried_json(source: Source, name: str) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def build_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Decoder:
+    """Build the whole model on the meta device, with its weights in ``dtype``.
+
+    The biases by which routers choose experts have at least float32, as in transformers. Training
+    moves them in steps of ``model.bias_rate``, which can be less than bfloat16 resolves.
+    """
+    model: Decoder = checkpoint.architecture.build(checkpoint.shape, dtype=dtype, device="meta")
+    wide = torch.promote_types(dtype, torch.float32)
+    for module in model.modules():
+        if isinstance(module, Router) and module.bias is not None:
+            module.bias = nn.Parameter(module.bias.to(wide), requires_grad=False)
+    return model
+
+
 @torch.no_grad()
 def load_model(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> Decoder:
     """Load the whole model into this process, with its weights in ``dtype`` on ``device``.
 
     Raises CheckpointError if a tensor cannot be read.
     """
-    model: Decoder = checkpoint.architecture.build(checkpoint.shape, dtype=dtype, device="meta")
+    model = build_model(checkpoint, dtype)
     fit.check(model, checkpoint.plan)
     _allocate(model, device)
     for name, parameter in model.named_parameters():

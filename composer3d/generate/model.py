@@ -23,7 +23,7 @@ from composer3d.data.tokenizer import OTHER_TOKENIZERS, ChatSettings
 from composer3d.facts.errors import DataError
 from composer3d.facts.text import one_line
 from composer3d.generate.generator import Generator
-from composer3d.generate.load import Checkpoint, carried_json, load_model
+from composer3d.generate.load import Checkpoint, build_model, carried_json, load_model
 from composer3d.parallel import compose_for_generation
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.mesh import Mesh
@@ -158,7 +158,7 @@ def compose_generator(
     # As in ``evaluate.evaluate``.
     check_same("SRC", {"folder": checkpoint.source.path.name})
     plan = checkpoint.plan
-    model = checkpoint.architecture.build(checkpoint.shape, dtype=dtype, device="meta")
+    model = build_model(checkpoint, dtype)
     stage = compose_for_generation(model, plan, mesh)
     parameters = dict(stage.named_parameters())
     on_all("the weights", lambda: read_shards(checkpoint.source, parameters))

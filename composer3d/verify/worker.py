@@ -296,9 +296,12 @@ def _gap(values_NM: Tensor, chosen: int) -> float:
 
 @torch.no_grad()
 def _move_router_biases(tokens_of_experts: Mapping[Router, Tensor]) -> None:
-    """Raise the bias of each expert that got fewer tokens than the mean, and lower the others."""
+    """Raise the bias of each expert that got fewer tokens than the mean, and lower the others.
+
+    The bias of a router that does not train stays as it is.
+    """
     for router, tokens_E in tokens_of_experts.items():
-        if router.bias is not None:
+        if router.bias is not None and router.weight.requires_grad:
             total, experts = int(tokens_E.sum()), len(tokens_E)
             for expert, tokens in enumerate(tokens_E.tolist()):
                 if tokens * experts < total:

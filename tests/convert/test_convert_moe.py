@@ -17,6 +17,7 @@ from composer3d.convert.convert import convert
 from composer3d.convert.formats import open_source
 from composer3d.convert.inspect import inspect
 from composer3d.facts.errors import CheckpointError
+from composer3d.generate.load import load_model, open_checkpoint
 from composer3d.models.moe.shape import MoeShape
 from tests.convert.changes import refusal, rewrite_json, rewrite_safetensors
 from tests.convert.sample_checkpoints import (
@@ -102,6 +103,32 @@ def test_a_router_that_transformers_does_not_have_stays_in_our_formats(tmp_path:
     line = "Hugging Face's mixtral has no router = sigmoid; convert to torch or dcp"
     assert line in refusal(tmp_path / "a", tmp_path / "b", "hf")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_biases_of_routers_do_not_become_narrower(tmp_path: Path) -> None:
+    """But where a run goes on, which has all parameters in one dtype."""
+    make_dcp(tmp_path / "a", DEEPSEEK)
+    convert(tmp_path / "a", tmp_path / "b", "dcp", dtype="bfloat16", weights_only=True)
+    convert(tmp_path / "a", tmp_path / "c", "dcp", dtype="bfloat16")
+    convert(tmp_path / "b", tmp_path / "d", "dcp", dtype="float64")
+    bias, weight = "model.blocks.1.moe.router.bias", "model.blocks.1.moe.router.weight"
+    exact = tensors(tmp_path / "a")[bias]
+    for copy, dtypes in {
+        "b": ("bfloat16", "float32"),
+        "c": ("bfloat16", "bfloat16"),
+        "d": ("float64", "float64"),
+    }.items():
+        found = tensors(tmp_path / copy)
+        assert [found[name].dtype for name in (weight, bias)] == [
+            getattr(torch, name) for name in dtypes
+        ]
+        assert torch.equal(found[bias], exact.to(found[bias].dtype))
+
+    checkpoint = open_checkpoint(tmp_path / "b")
+    model = load_model(checkpoint, dtype=torch.bfloat16, device=torch.device("cpu"))
+    parameters = dict(model.named_parameters())
+    assert torch.equal(parameters[bias.removeprefix("model.")], exact)
+    assert parameters[weight.removeprefix("model.")].dtype == torch.bfloat16
 
 
 def test_coefficients_of_training_are_left_out_with_a_note(tmp_path: Path) -> None:

@@ -134,10 +134,11 @@ class Balance:
     def move_biases(self, is_good: Tensor) -> None:
         """Move the bias of each router of this rank by its load in the step, if ``is_good``.
 
-        ``is_good`` is a bool scalar on the mesh's device. No collective, and no wait.
+        A router that does not train (``optim.train``) stays as it is, with its bias. ``is_good`` is
+        a bool scalar on the mesh's device. No collective, and no wait.
         """
         for name, router in self._routers.items():
-            if router.bias is not None:
+            if router.bias is not None and router.weight.requires_grad:
                 bias = local_shard(router.bias)
                 bias.add_((router.bias_move(self._sums[name][:-5]) * is_good).to(bias))
 

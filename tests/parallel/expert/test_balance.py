@@ -10,6 +10,7 @@ from composer3d.models.moe.plan import sharding_plan
 from composer3d.models.moe.shape import MoeShape
 from composer3d.parallel import StepShape, compose
 from composer3d.parallel.expert.balance import expert_metrics
+from composer3d.parallel.freeze import freeze_others
 from composer3d.recipe.schema import MemoryTable, MeshTable, ParallelTable
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
@@ -35,15 +36,20 @@ ROWS, TOKENS = 4, 8
 
 
 def loads_of(
-    mesh_sizes: dict[str, int], micro_batch: int, checkpoint: str = "none"
+    mesh_sizes: dict[str, int],
+    micro_batch: int,
+    checkpoint: str = "none",
+    train: tuple[str, ...] = ("*",),
 ) -> dict[str, Any]:
     """Run two steps on the same global batch; return what routers have seen in the second."""
     with pool_world() as device:
         mesh = Mesh.build(MeshTable(**mesh_sizes), device)
         rows = ROWS // mesh.batch_ranks
         step = StepShape(micro_batch=micro_batch, micro_batches=rows // micro_batch, seq_len=TOKENS)
+        model = MoeLlama(SHAPE, dtype=torch.float64)
+        freeze_others(model, train)
         stages = compose(
-            MoeLlama(SHAPE, dtype=torch.float64),
+            model,
             sharding_plan(SHAPE),
             mesh,
             parallel=ParallelTable(),
@@ -110,3 +116,17 @@ def test_the_loads_of_one_process_are_those_of_its_tokens(expected: dict[str, An
     assert metrics["router_bias/blocks.1"] == 0.25
     for counts in expected["counts"].values():
         assert sum(counts) == ROWS * TOKENS * 2
+
+
+@pytest.mark.parametrize("mesh_sizes", [{"dp_shard": 2, "ep": 2}, {"dp_shard": 1, "pp": 2}])
+def test_the_bias_of_a_router_that_does_not_train_stays(
+    pool: Pool, mesh_sizes: dict[str, int]
+) -> None:
+    arguments = {
+        "mesh_sizes": mesh_sizes,
+        "micro_batch": 2,
+        "train": ("first.*", "blocks.*.attn.*", "blocks.0.moe.router.weight"),
+    }
+    for rank in pool.run(loads_of, arguments, world_size=2):
+        assert rank["metrics"]["router_bias/blocks.0"] == 0.25
+        assert "router_bias/blocks.1" not in rank["metrics"]  # a spread of 0 is not said
