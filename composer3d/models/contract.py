@@ -33,8 +33,8 @@ class SequenceInfo:
         shared: values that the first block to run computes from the positions alone, for all
             blocks, such as the tables of rotary positions. No gradient may flow through them: a
             block that is checkpointed runs again in backward, and then finds them here.
-        kept: what a layer keeps for itself, in the same way. A compiled graph must not read it: the
-            graph would only hold for as many entries.
+        kept: what one layer keeps for its own second run. It has an entry for each layer that has
+            run: torch would compile a graph that reads it again for each number of entries.
         step_tokens: the number of tokens in the whole optimizer step, over all ranks and
             micro-batches. A layer that adds a mean over tokens to the loss divides by it. Default:
             the number of tokens in ``positions_BT``.
@@ -57,7 +57,7 @@ class Parts(nn.Module):
     """The three parts of a model, which ``Decoder`` describes, or those that a stage holds.
 
     Attributes:
-        mtp_layers: so many blocks, the last ones, stand beside ``last``, which runs them.
+        mtp_layers: how many of the last ``blocks`` are run by ``last``, and not by ``hidden``.
     """
 
     first: Any
@@ -141,9 +141,9 @@ class Decoder(Parts):
         Args:
             tokens_BT: int64 (B, T).
             labels_BT: int64 (B, T): the token to predict at each position, or ``IGNORE_INDEX``.
-            ahead_B2KT: int64: for depth k = 1 ... K of multi-token prediction, the token k further
-                on (0 if the document ends before it) and the label k further on. None: no such
-                losses.
+            ahead_B2KT: int64 (B, 2, K, T): for depth k = 1 ... K of multi-token prediction, the
+                token k further on (0 if the document ends before it) and the label k further on
+                (``IGNORE_INDEX`` then). None: no such losses.
             positions_BT, documents_BT, step_tokens: as in ``SequenceInfo``.
 
         Returns:
@@ -175,7 +175,7 @@ class ShardingPlan:
     Attributes:
         tensor: globs of module names, each with a style (``models.table``), as in ``{"*.attn":
             "gather", "*.wq": "column", "*.wo": "row"}``. The module of every parameter must have a
-            style other than "gather".
+            style other than "gather", but for ``experts``, which need none.
         init: globs of parameter names, each with initial values. Every parameter must match one.
         kv_heads: the number of key-value heads that modules of style "kv_column" project to, and
             those of style "kv_column_norm" normalise. It is required if the plan has these styles.

@@ -100,7 +100,7 @@ def compose(
     defers = mesh.sizes.pp > 1 and SCHEDULES[parallel.schedule].splits_backward
     step_tokens = step.micro_batch * step.micro_batches * step.seq_len * mesh.batch_ranks
 
-    # e. Cut the loss into parts. Forward computes its gradients as well where backward follows.
+    # e. Cut the loss into parts. Forward computes its gradients, too, if backward follows at once.
     checkpointing.set_loss_chunks(
         model,
         plan,
@@ -117,7 +117,7 @@ def compose(
     for module in modules:
         module.tied_copies = split_ties(module, ties)
 
-        # 2. Latents: let ranks of cp send them, while the linear layer that reads them is plain.
+        # 2. Latents: let ranks of cp send them, before steps 3 to 5 change what reads them.
         is_float8 = precision.matmul == "float8"
         latents.apply(module, plan, mesh.cp_group, parallel, tp=mesh.sizes.tp, is_float8=is_float8)
 
@@ -134,6 +134,7 @@ def compose(
         if mesh.tp is not None:
             cut = tensor.apply(module, plan, mesh.tp, parallel)
             module.partial_gradients = cut.partial_gradients
+            # Each name has got a parameter of its own: tied names become one again.
             tie(module, ties)
 
         # 6. Expert: put the experts on the ranks of ep, and let tokens travel to them.

@@ -42,7 +42,8 @@ class Executor(Protocol):
                 stage 0 reads them.
             keywords: the other inputs of the stages, with the rows of ``tokens_BT``. ``labels_BT``
                 is among them on the rank of the last stage.
-            divisor: the losses are divided by this tensor on the mesh's device, of their shape.
+            divisor: what the losses of a micro-batch are divided by, on the mesh's device: (1 + K)
+                for K depths of multi-token prediction; one number, () or (1), for a scalar loss.
 
         Returns:
             The sum of the divided losses on the ranks of the last stage, 0 on the others: float64,
@@ -52,10 +53,10 @@ class Executor(Protocol):
         """
 
     def forward(self, tokens_BT: Tensor, keywords: Mapping[str, Any]) -> Tensor:
-        """Compute the sum of the losses, not divided: a float64 scalar. The caller allows no grad.
+        """Compute the sum of the losses, not divided: a float64 scalar. The caller disables grad.
 
-        The arguments (B, T), the rank with the sum and the collectives are those of
-        ``forward_backward``.
+        The arguments (B, T) and the ranks that have the sum are those of ``forward_backward``, the
+        collectives those of its forward.
         """
 
 

@@ -29,7 +29,7 @@ def compose_for_generation(model: Decoder, plan: ShardingPlan, mesh: Mesh) -> St
     """
     fit.check(model, plan)
     ties = find_ties(model)
-    stage = Stage(model, range(len(model.blocks)), first=True, last=True)
+    stage = Stage(model, range(len(model.blocks)), is_first=True, is_last=True)
     if mesh.tp is not None:
         parallel = ParallelTable(sequence_parallel=False, loss_parallel=False)
         tensor.apply(stage, plan, mesh.tp, parallel)

@@ -23,10 +23,10 @@ from composer3d.runtime.mesh import Mesh
 class Stage(Parts):
     """Consecutive layers of a model, under the names they have in the whole model.
 
-    ``stage(tokens_BT or h_BTC, positions_BT=..., documents=..., labels_BT=...)`` returns ``h_BTC``,
-    or the summed loss on the last stage. The arguments are this rank's part of each sequence, but
-    for ``documents`` (B, whole sequence): attention asks for the documents of other ranks' keys, on
-    the CPU.
+    ``stage(tokens_BT or h_BTC, positions_BT=..., documents=..., labels_BT=..., ahead_B2KT=...)``
+    returns ``h_BTC``, or on the last stage what ``Decoder.last`` returns. The arguments are this
+    rank's part of each sequence, but for ``documents``, a ``HostTensor`` (B, whole sequence):
+    attention asks, on the CPU, for the documents of other ranks' keys.
 
     Attributes:
         number: of this stage, counted from 0 over the whole pipeline.
@@ -41,8 +41,8 @@ class Stage(Parts):
         model: Decoder,
         blocks: range,
         *,
-        first: bool,
-        last: bool,
+        is_first: bool,
+        is_last: bool,
         number: int = 0,
         step_tokens: int | None = None,
     ) -> None:
@@ -50,10 +50,10 @@ class Stage(Parts):
         self.number = number
         self._step_tokens = step_tokens
         names = list(model.blocks)
-        self.first = model.first if first else None
+        self.first = model.first if is_first else None
         self.blocks = nn.ModuleDict({names[i]: model.blocks[names[i]] for i in blocks})
-        self.last = model.last if last else None
-        self.mtp_layers = model.mtp_layers if last else 0
+        self.last = model.last if is_last else None
+        self.mtp_layers = model.mtp_layers if is_last else 0
         self.tied_copies: dict[str, str] = {}
         self.partial_gradients: frozenset[str] = frozenset()
 
@@ -195,7 +195,7 @@ class Stages:
     def finish_gradients(self) -> None:
         """Sum the gradients that are parts of a sum over tp, and those of tied parameters.
 
-        Collective over tp, one all-reduce for all of them, and over pp.
+        Collectives: one all-reduce over tp, if any is partial; messages of tied ones over pp.
         """
         partial = [
             local_shard(parameter.grad)
@@ -256,7 +256,7 @@ class Stages:
     ) -> dict[str, Tensor | HostTensor]:
         """Collect the keyword arguments that this rank's stages are called with.
 
-        The tensors are those of ``forward_backward``, each (rows, ..., T / cp).
+        Tensors are (rows, ..., T / cp), but ``documents_BT`` is whole. The last stage reads labels.
         """
         keywords: dict[str, Tensor | HostTensor] = {"positions_BT": positions_BT}
         if documents_BT is not None:

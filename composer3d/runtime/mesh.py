@@ -265,7 +265,7 @@ class Mesh:
         If several ranks hold the same value, the caller must weight it so that it counts once.
 
         Args:
-            values: numbers or 0-dim tensors on the mesh's device, the same number on every rank.
+            values: numbers or 0-dim tensors on the mesh's device. All ranks pass equally many.
 
         Returns:
             The sums, in the order of ``values``: a tensor (n) on the mesh's device. On a GPU,

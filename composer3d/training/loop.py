@@ -22,11 +22,12 @@ def train(run: Run) -> int:
     Collective over all ranks.
 
     Returns:
-        0, or the number of the signal.
+        0, or the number of the signal that stopped the run before all was done.
 
     Raises:
-        TrainingError: a step is bad and ``reliability.on_bad_step`` does not go on after it, or the
-            run's folder was removed or replaced, or a file that the run needs cannot be written.
+        TrainingError: a step is bad and ``reliability.on_bad_step`` does not go on after it; the
+            run's folder was removed or replaced; or a UserError of status 2 came up.
+        DataError: data cannot be read any more, or no token of a validation is valid.
         SaveError: a checkpoint could not be saved.
     """
     with stop_signals() as signals:
@@ -34,7 +35,7 @@ def train(run: Run) -> int:
             stopped_by = _train(run, signals)
         except Exception as error:
             run.observers.event(run.step, "stop", reason_in_one_line(error))
-            # The recipe has been checked, so this is a training that failed; but data may change.
+            # Status 2 says that the input is wrong. It has been checked; but data may have changed.
             if (
                 isinstance(error, UserError)
                 and error.status == UserError.status
@@ -130,8 +131,7 @@ def do_step(run: Run, own_flags: Callable[[], StepFlags] = StepFlags) -> StepFla
     recipe, stages, observers, recovery = run.recipe, run.stages, run.observers, run.recovery
     number = run.step + 1
 
-    # If code of a user's draws random numbers, a run that is resumed draws the same. Our models
-    # draw none. Only 63 bits of the seed are kept.
+    # A user's model may draw random numbers, the same on all ranks and in a run that is resumed.
     torch.manual_seed(((recipe.run.seed << 32) + run.step) & (2**63 - 1))
 
     with observers.step(number):
@@ -147,9 +147,10 @@ def do_step(run: Run, own_flags: Callable[[], StepFlags] = StepFlags) -> StepFla
             stages, run.optimizer, sums, max_norm=recipe.optim.clip, lr=lr, limits=limits
         )
 
+    # First of all: the metrics also have a step that ends the run.
+    observers.end_step(StepResult(number, batch, values, lr))
     problem = recovery.judge(number, values, limits)
     run.step = number
-    observers.end_step(StepResult(number, batch, values, lr))
     if problem is not None:
         recovery.leave_out(number, problem)
     return values.flags

@@ -21,7 +21,9 @@ def compute_gradients(
     *,
     by_part: bool = False,
 ) -> StepSums:
-    """Compute the gradients of one step and leave them in ``.grad``. The host does not wait.
+    """Compute the gradients of one step and leave them in ``.grad``.
+
+    The host waits only with ``mesh.ep`` (for numbers of rows) and with ``memory.cpu_offload``.
 
     Args:
         stages: this rank's stages.
@@ -40,10 +42,12 @@ def compute_gradients(
     mesh = stages.mesh
     inputs = move_to_device(stages, batch)
     valid_tokens = mesh.start_sum_over_world(*inputs.valid_tokens)
+    tokens_BT, labels_BT, positions_BT, documents_BT, ahead_B2KT, _ = inputs
     # A step in which no label counts has the loss 0, not NaN.
+    divisor = valid_tokens.clamp(min=1.0)
     loss, *mtp_losses = stages.forward_backward(
-        *inputs[:3], valid_tokens.clamp(min=1.0), *inputs[3:5]
-    )
+        tokens_BT, labels_BT, positions_BT, divisor, documents_BT, ahead_B2KT
+    ).unbind()
     norm_sq = grad_norm.local_grad_norm_sq(stages.parameters(), mesh)
     # The order in which a ring adds a number up depends on its place and the message's length. So
     # the length is always the same: what is logged must change no bit of the training.
@@ -70,8 +74,8 @@ def update(
 
     If the loss or the norm is not finite, or above its limit, nothing changes: no weight, no state
     of the optimizer and no bias of a router. The device decides that itself, so the host waits only
-    once: when the update has been launched, for the sums. ``Limits.problem`` decides the same from
-    the values that are returned.
+    once: when the update has been launched, for the sums; with ``memory.cpu_offload``, before it.
+    ``Limits.problem`` decides the same. Collectives: those of ``Optimizer.apply_gradients``.
 
     Args:
         stages: this rank's stages.

@@ -2,7 +2,7 @@
 
 Each parameter has one global name, which does not depend on the layout: ``first.embed.weight``,
 ``blocks.7.attn.wq.weight``, ``last.head.weight``. A tied embedding and head are one parameter with
-the name of the embedding. Mistral, Qwen 2 and Qwen 3 are the same code with another shape.
+the name of the embedding. ``ModelShape`` names the models that are this code with another shape.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ from composer3d.models.shape import DecoderShape
 
 
 class First(nn.Module):
-    """``first(tokens_BT, seq) -> h_BTC``: the embedding, of any shape."""
+    """``first(tokens_BT, seq) -> h_BTC``: the embedding, for any ``DecoderShape``."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Block(DecoderBlock):
 class Last(nn.Module):
     """``last(h_BTC, seq, labels_BT) -> loss``: final norm, head, and the summed cross-entropy.
 
-    Of any shape, as ``First``.
+    For any ``DecoderShape``, as ``First``.
     """
 
     def __init__(self, shape: DecoderShape) -> None:

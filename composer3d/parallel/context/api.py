@@ -129,10 +129,7 @@ def ring_attention(
       (cp - 1) (KV + dKV).
     - allgather: forward has one all-gather; backward has one all-gather and one reduce-scatter.
       The bytes are those of ring.
-    - ulysses: forward and backward each have two all-to-alls, of (cp - 1) / cp (2 Q + KV).
-
-    On a GPU, in bfloat16 or float16, documents and windows take one call of torch's flash kernel of
-    variable length, or a few, for all keys that a rank has at a time (``packed``).
+    - ulysses: forward and backward each have two all-to-alls, together (cp - 1) / cp (2 Q + KV).
 
     Ring and allgather run as the operator ``composer3d::ring_attention``, whose outputs selective
     activation checkpointing can save. For backward, q, k, v, the output and its logsumexp (B, H, n)
@@ -160,15 +157,16 @@ def ring_attention(
         # Kernels need the last dim of queries to be contiguous.
         q = q.contiguous()
     if window >= q.shape[2] * size:
-        window = 0
+        window = NO_WINDOW  # it is as long as the sequence
     if size == 1 and documents is None and window == 0 and sinks_H is None:
         # torch chooses the kernel: on a GPU it may be cuDNN's.
         return sdpa(q, k, v, is_causal=causal)
     if group is not None and size > 1 and method == "ulysses":
         return _ulysses(q, k, v, sinks_H, group, causal, documents, window, balanced)
     group_name = group.group_name if group is not None and size > 1 else ""
-    sees = (window or NO_WINDOW) if causal else NOT_CAUSAL
-    return attend_in_rounds(q, k, v, sinks_H, documents, sees, method, balanced, group_name)[0]
+    # From here on, ``window`` also says whether attention is causal (``tiles``).
+    window = window if causal else NOT_CAUSAL
+    return attend_in_rounds(q, k, v, sinks_H, documents, window, method, balanced, group_name)[0]
 
 
 def _check(
@@ -189,7 +187,7 @@ def _check(
             "and H a multiple of K"
         )
     if method not in METHODS:
-        raise ValueError(f'method = "{method}" must be "ring", "allgather" or "ulysses"')
+        raise ValueError(f'method = "{method}" must be one of {", ".join(METHODS)}')
     check_tokens(rows, tokens, documents, size, balanced)
     if method == "ulysses" and (heads % size or kv_heads % size):
         raise ValueError(
@@ -201,7 +199,7 @@ def _check(
 def check_tokens(
     rows: int, tokens: int, documents: Tensor | None, size: int, balanced: bool
 ) -> None:
-    """Raise ValueError if ``tokens`` cannot be a rank's part, or ``documents`` are of others."""
+    """Raise ValueError if a rank cannot hold ``tokens``, or ``documents`` have another shape."""
     if balanced and size > 1 and tokens % 2:
         raise ValueError(
             f"each rank holds {tokens} tokens; balanced order needs an even number: cut the "
@@ -226,9 +224,11 @@ def _ulysses(
 ) -> Tensor:
     """Gather the whole sequence for some of the heads, attend, and scatter the output back."""
     size = group.size()
+    # (size, B, h, n, D) of queries, with h = H / size, and of keys and values, with g = K / size.
     by_rank = [x.unflatten(1, (size, -1)).movedim(1, 0) for x in (q, k, v)]
+    # One message for all three. What comes from a rank has its tokens: (B, h + 2 g, n, D).
     received = _exchange(torch.cat(by_rank, 2), group.group_name)
-    whole = join_parts(received, 2, balanced)
+    whole = join_parts(received, 2, balanced)  # (B, h + 2 g, T, D)
     q, k, v = whole.split([x.shape[1] // size for x in (q, k, v)], 1)
     own_sinks_H = None if sinks_H is None else sinks_H.chunk(size)[group.rank()]
     out = ring_attention(
@@ -239,7 +239,7 @@ def _ulysses(
         window=window,
         sinks_H=own_sinks_H,
     )
-    parts = parts_of_all_ranks(out, 2, size, balanced)
+    parts = parts_of_all_ranks(out, 2, size, balanced)  # (size, B, h, n, D)
     return _exchange(parts, group.group_name).movedim(0, 1).flatten(1, 2)
 
 

@@ -26,14 +26,17 @@ class Messages(Protocol):
     def key_values(self, message: Any) -> Any:
         """Return the key-values of a message, stacked and contiguous."""
 
-    def gradient(self, message: Any, dkv: Tensor) -> Tensor:
-        """Return the wide gradient of a message, from the wide one of its key-values."""
+    def message_gradient(self, message: Any, dkv: Tensor) -> Tensor:
+        """Return the wide gradient of ``message``, from the wide gradient of its key-values."""
 
-    def gradients(self, dmessage: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of the two tensors of ``messages_of``, of that of ``own``."""
+    def input_gradients(self, dmessage: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the two tensors of ``messages_of``.
+
+        ``dmessage`` is the wide gradient of this rank's own message, summed over all ranks.
+        """
 
     def empty_gradients(self) -> tuple[Tensor, Tensor]:
-        """Return tensors of the same sizes and strides, with any values."""
+        """Return tensors with the sizes and strides of ``input_gradients``, with any values."""
 
 
 def messages_of(q: Tensor, k: Tensor, v: Tensor) -> Messages:
@@ -55,10 +58,10 @@ class KeysAndValues(Messages):
     def key_values(self, message: Any) -> Any:
         return message
 
-    def gradient(self, message: Any, dkv: Tensor) -> Tensor:
+    def message_gradient(self, message: Any, dkv: Tensor) -> Tensor:
         return dkv
 
-    def gradients(self, dmessage: Tensor) -> tuple[Tensor, Tensor]:
+    def input_gradients(self, dmessage: Tensor) -> tuple[Tensor, Tensor]:
         # Copies even if they are in order: outputs of an operator must not share memory.
         return (
             copied_in_memory_BTHD(dmessage[0], self.k.dtype),
@@ -66,7 +69,7 @@ class KeysAndValues(Messages):
         )
 
     def empty_gradients(self) -> tuple[Tensor, Tensor]:
-        return self.gradients(self.own())
+        return self.input_gradients(self.own())
 
 
 class LatentMessages(Messages):
@@ -82,7 +85,7 @@ class LatentMessages(Messages):
             and then those of the value, whose width V is at most D.
 
     Attributes:
-        dweight: the wide gradient of ``weight``: the sum of what ``gradient`` has seen so far.
+        dweight: the wide gradient of ``weight``: the sum over what ``message_gradient`` has seen.
     """
 
     dim = 1
@@ -108,7 +111,7 @@ class LatentMessages(Messages):
         kv[1, ..., self.value :] = 0
         return kv
 
-    def gradient(self, message: Any, dkv: Tensor) -> Tensor:
+    def message_gradient(self, message: Any, dkv: Tensor) -> Tensor:
         latent_BSL, _ = message.split(self.widths, -1)
         dk_BSHD, dv_BSHD = dkv.transpose(2, 3)
         drotated_BSR = dk_BSHD[..., self.plain :].sum(2)
@@ -122,7 +125,7 @@ class LatentMessages(Messages):
         self.dweight = dweight if self.dweight.numel() == 0 else self.dweight + dweight
         return torch.cat(((dup_BSU @ self.weight).to(dkv.dtype), drotated_BSR), -1)
 
-    def gradients(self, dmessage: Tensor) -> tuple[Tensor, Tensor]:
+    def input_gradients(self, dmessage: Tensor) -> tuple[Tensor, Tensor]:
         return dmessage.to(self.latents.dtype), self.dweight.to(self.weight.dtype)
 
     def empty_gradients(self) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 In each round, this rank has the keys and values ("key-values") of one rank. With "allgather" there
 is one round, with those of all ranks. A round attends to the visible tiles (``tiles``), and merges
 the result with that of earlier rounds. Where a kernel of variable length can be used, documents and
-windows take a call or two for all tiles (``packed``).
+windows take a few calls for all tiles of a round (``packed`` says how many).
 
 Shapes: T is the length of the whole sequence, and n = T / size that of a rank's part. Queries are
 (B, H, n, D), keys and values (B, K, n, D), stacked (2, B, K, n, D). "wide" is float32, or float64
@@ -132,7 +132,7 @@ def attend_in_rounds(
         sinks_H: a score of each query head that has no value, or None.
         documents: integers (B, T), of the whole sequence, or None.
         window: as in ``tiles``.
-        method: "ring" or "allgather".
+        method: "ring" or "allgather"; not read if this rank holds whole sequences.
         balanced: whether parts are in balanced order.
         group_name: name of a group of at least two ranks; "" if this rank holds whole sequences.
 
@@ -187,10 +187,11 @@ def _attend_in_rounds_backward(
     balanced: bool,
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of q, k and v. ``saved`` is q, k, v, out and lse.
+    """Compute the gradients of q, k and v (or of latents and weight), of their shapes and dtypes.
 
-    Messages travel round the ring again. The sum of their gradients travels one step behind them,
-    and the last send brings it to the rank that owns them.
+    ``saved`` is q, k, v, out and lse. With all-gather, messages are gathered again, and one
+    reduce-scatter sums their gradients, which are wide. In a ring, messages travel round again. The
+    sum of their gradients travels one step behind, and the last send brings it to their owner.
     """
     q, k, v, out, lse = saved
     group = group_by_name(group_name) if group_name else None
@@ -202,8 +203,9 @@ def _attend_in_rounds_backward(
 
     # The round with this rank's own keys comes last. While it computes, the last gradients travel:
     # they are wide, and so a larger message than keys and values.
-    messages, rest = messages_of(q, k, v), (documents, window, method, balanced, group_name)
-    rounds = _kv_rounds(q, messages, *rest, own_last=True)
+    messages = messages_of(q, k, v)
+    order = documents, window, method, balanced, group_name
+    rounds = _kv_rounds(q, messages, *order, own_last=True)
     for number, round_ in enumerate(rounds):
         if round_.is_one_block and group is None:
             # The block's gradients are the whole ones, so there are no wide sums to allocate.
@@ -215,13 +217,14 @@ def _attend_in_rounds_backward(
             )
         if number == 0:
             dq = torch.zeros_like(q, dtype=wide)
-        dkv = q.new_zeros((2, *round_.kv[0].shape), dtype=wide)
+        dkv = q.new_zeros((2, *round_.kv[0].shape), dtype=wide)  # of keys, and of values
         for block in round_.blocks:
             rows, queries, keys = block.rows, block.queries, block.keys
             block_grads = round_.differentiate(block, grad, q, out, lse)
-            _add((dq[rows, :, queries], *dkv[:, rows, :, keys]), block_grads)
+            totals = (dq[rows, :, queries], dkv[0, rows, :, keys], dkv[1, rows, :, keys])
+            _add(totals, block_grads)
             del block_grads
-        dmessage = messages.gradient(round_.message, dkv)
+        dmessage = messages.message_gradient(round_.message, dkv)
         del dkv
         if receive is not None:
             dmessage += receive()
@@ -235,7 +238,7 @@ def _attend_in_rounds_backward(
             dist.reduce_scatter_single(dmessage, parts.flatten(0, 1), group=group)
         elif round_.source != group.rank():
             receive = _send_to_next(dmessage, group)
-    return in_memory_BTHD(dq, q.dtype), *messages.gradients(dmessage)
+    return in_memory_BTHD(dq, q.dtype), *messages.input_gradients(dmessage)
 
 
 def _kv_rounds(
@@ -249,9 +252,10 @@ def _kv_rounds(
     *,
     own_last: bool,
 ) -> Iterator[_Round]:
-    """Yield the key-values of each rank as they arrive. The next message is received meanwhile.
+    """Yield the rounds. With all-gather, or whole sequences, there is one, with all key-values.
 
-    This rank's own key-values come first, or last with ``own_last``.
+    In a ring: the key-values of each rank as they arrive, while the next message is received. This
+    rank's own come first, or last with ``own_last``.
     """
     group = group_by_name(group_name) if group_name else None
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
@@ -267,7 +271,7 @@ def _kv_rounds(
     def round_with(source: int | None, message: Tensor | tuple[Tensor, Tensor]) -> _Round:
         kv = messages.key_values(message)
         if plan is not None:
-            # By rank; a round with the whole sequence is the only one.
+            # ``plan.rounds`` has an entry for each source; with whole sequences, only entry 0.
             return _Round(source, message, kv, plan.rounds[source or 0], plan)
         held = owned_ranges(0, 1, tokens * size, balanced=balanced)
         if source is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from composer3d.parallel.context.ownership import OwnedRange
 
-# The most queries in a tile at the edge of a window.
+# The most queries in a tile at the edge of a window, or of a kernel that builds all scores.
 BAND = 256
 
 # Values of ``window`` that are not a width.
@@ -151,12 +151,12 @@ def tiles(
                         )
                     )
 
-    may_join = starts is None and window <= 0 and not banded and len(found) > 1
-    # If some tiles are causal, they fill one triangle only if queries and keys are the same tokens,
-    # which they are not with all-gather.
-    if may_join and (queries == keys or not any(tile.causal for tile in found)):
-        # The visible chunks are adjacent in the shards, so one call of the kernel covers them all.
-        # Places ascend with positions, so the causal diagonal of the joined tile is right as well.
+    # One call, where the visible scores are one rectangle or triangle. Causal tiles fill a triangle
+    # only if queries and keys are the same tokens, which they are not with all-gather.
+    is_uncut = starts is None and window in (NO_WINDOW, NOT_CAUSAL) and not banded
+    if is_uncut and len(found) > 1 and (queries == keys or not any(t.causal for t in found)):
+        # The visible chunks are adjacent in the shards. Places ascend with positions, so the causal
+        # diagonal of the joined tile is right as well.
         return (
             Tile(
                 rows=slice(None),

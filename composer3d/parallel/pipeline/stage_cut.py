@@ -40,8 +40,8 @@ def cut_into_stages(
         Stage(
             model,
             ranges[index],
-            first=index == 0,
-            last=index == n_stages - 1,
+            is_first=index == 0,
+            is_last=index == n_stages - 1,
             number=index,
             step_tokens=step_tokens,
         )

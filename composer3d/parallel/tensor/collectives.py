@@ -45,19 +45,19 @@ def sum_outputs(x_BTC: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def mean_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the mean of the ranks' ``x``, of any shape. Each rank computes something else with it.
+    """Return the mean of the ranks' ``x``, of any shape. Each rank uses it for other heads.
 
-    So backward takes the mean of the ranks' gradients, which is its transpose. Both are one
-    all-reduce of ``x``.
+    So its gradient on a rank is a part of a sum. Backward takes the mean of the parts, which is the
+    transpose of the mean. Forward and backward have one all-reduce of ``x`` each.
     """
     return _WithTranspose.apply(x, group, _all_reduce, _all_reduce) / group.size()
 
 
 def gather_columns(x_NV: Tensor, columns: int, group: dist.ProcessGroup) -> Tensor:
-    """Gather the ranks' chunks of columns: ``columns`` is the number of columns of the result.
+    """Gather the ranks' columns: (N, this rank's columns) to (N, ``columns``).
 
-    A rank sends (n - 1) chunks. The last chunk is padded to the size of the others. Backward sends
-    nothing: the gradient is the same on all ranks, and each keeps its own chunk.
+    A rank sends (n - 1) chunks. The last chunk is padded to the size of the others. All ranks must
+    compute the same with the result: then each has its gradient, and backward sends nothing.
     """
     _, own_columns = own_rows(columns, group)
     chunk = -(-columns // group.size())
@@ -90,9 +90,9 @@ class _WithTranspose(torch.autograd.Function):
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out = x.new_empty((group.size(), *x.shape))
-    dist.all_gather_single(out.flatten(0, 1), x.contiguous(), group=group)
-    return out.movedim(0, CUT_DIM).flatten(CUT_DIM, CUT_DIM + 1)
+    by_rank = x.new_empty((group.size(), *x.shape))  # (n, B, T / n, C)
+    dist.all_gather_single(by_rank.flatten(0, 1), x.contiguous(), group=group)
+    return by_rank.movedim(0, CUT_DIM).flatten(CUT_DIM, CUT_DIM + 1)
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:

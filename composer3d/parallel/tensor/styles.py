@@ -2,7 +2,8 @@
 
 Shoeybi et al. 2019 (Megatron-LM, arXiv 1909.08053), Korthikanti et al. 2022 (arXiv 2205.05198).
 
-Collectives over tp for a micro-batch, of the residual stream:
+Collectives over tp for a micro-batch, of the residual stream, in a model of dense Llama blocks.
+(Latent attention gathers two latents in place of its input, and experts have none.)
 
 - With sequence parallelism, the forward of a block has two all-gathers and two reduce-scatters,
   that of the embedding one reduce-scatter, and that of the head one all-gather. Backward has the
@@ -12,7 +13,7 @@ Collectives over tp for a micro-batch, of the residual stream:
 
 A norm over all heads also has an all-reduce of a number for each token, and its transpose. The loss
 has those of ``vocab.cross_entropy``, or without loss parallelism an all-gather of the logits. After
-the step, an all-reduce sums gradients of which each rank has a part (``Stages.finish_gradients``).
+the last backward, an all-reduce sums gradients that are partial (``Stages.finish_gradients``).
 """
 
 from collections.abc import Callable, Mapping
@@ -52,8 +53,9 @@ def apply(stage: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, parallel: Para
     columns that it normalises. Experts are left as they are.
 
     Raises:
-        PlanError: the plan leaves a parameter uncut; a head lacks its seam; or neither of tp and
-            the number of key-value heads divides the other.
+        PlanError: the plan leaves a parameter uncut; a head lacks its seam; neither of tp and the
+            number of key-value heads divides the other; or, in forward, a norm over all heads is
+            no ``torch.nn.RMSNorm``, or the vocabulary leaves no row for the last rank.
     """
     styles = {}
     for name, _ in stage.named_modules():
@@ -177,10 +179,7 @@ class Local(ParallelStyle):
 
 
 def _style(style: Style, plan: ShardingPlan, mesh: DeviceMesh, parallel: ParallelTable) -> Local:
-    """Return the placements and collectives of ``style``.
-
-    Modules pass plain tensors to each other.
-    """
+    """Return how a module of ``style`` is cut, and the collectives around its forward."""
     sequence_parallel = parallel.sequence_parallel
     # The collectives before column layers and after row layers.
     if sequence_parallel and parallel.async_tp:
@@ -204,7 +203,8 @@ def _style(style: Style, plan: ShardingPlan, mesh: DeviceMesh, parallel: Paralle
             cut = _style(columns, plan, mesh, parallel)
             return replace(cut, make_forward=forwards.norm_forward)
         case "gather":
-            # One all-gather serves all projections that read this input.
+            # One all-gather serves all projections that read this input. The module itself has no
+            # parameters: the placement is not used.
             return Local(Replicate(), pre_collective=before_columns)
         case "column":
             return Local(Shard(0))

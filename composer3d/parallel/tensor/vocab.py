@@ -72,7 +72,8 @@ class _CrossEntropy(torch.autograd.Function):
         is_own_N = _is_own(labels_N, first, logits_NV)
         column_N = (labels_N - first).masked_fill(~is_own_N, 0)
         target_N = shifted_NV.gather(1, column_N[:, None])[:, 0].masked_fill(~is_own_N, 0)
-        sums_2N = torch.stack((shifted_NV.exp_().sum(-1), target_N))
+        exp_NV = shifted_NV.exp_()  # in place: the logits of the labels have been taken out
+        sums_2N = torch.stack((exp_NV.sum(-1), target_N))
         dist.all_reduce(sums_2N, group=group)
         shifted_lse_N, target_N = sums_2N[0].log(), sums_2N[1]
 

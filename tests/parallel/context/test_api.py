@@ -341,7 +341,7 @@ def check_refusals() -> None:
         with pytest.raises(ValueError, match=r"documents are \(1, 16\); they must be \(2, 16\)"):
             api.ring_attention(q, k, v, group=group, documents=torch.zeros(1, 16))
         with pytest.raises(
-            ValueError, match='method = "rings" must be "ring", "allgather" or "ulysses"'
+            ValueError, match='method = "rings" must be one of ring, allgather, ulysses'
         ):
             api.ring_attention(q, k, v, group=group, method="rings")
 

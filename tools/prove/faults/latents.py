@@ -60,7 +60,7 @@ def rotate_received_keys_like_own_ones(
     "mesh.cp=2 mesh.tp=2 data.packing=documents parallel.cp_balance=contiguous",
     message=r"keys\.wkv_b",
 )
-@fault_of(messages.LatentMessages, messages.LatentMessages.gradient)
+@fault_of(messages.LatentMessages, messages.LatentMessages.message_gradient)
 def forget_the_weight_of_received_latents(
     right: Any, sent: messages.LatentMessages, message: Tensor, dkv: Tensor
 ) -> Tensor:
@@ -73,7 +73,7 @@ def forget_the_weight_of_received_latents(
 
 
 @_harms("mesh.cp=2 parallel.cp_method=allgather", message=r"attn\.wkv_a|norm|embed")
-@fault_of(messages.LatentMessages, messages.LatentMessages.gradient)
+@fault_of(messages.LatentMessages, messages.LatentMessages.message_gradient)
 def give_the_gradient_of_one_head_to_the_rotated_part(
     right: Any, sent: messages.LatentMessages, message: Tensor, dkv: Tensor
 ) -> Tensor:
