@@ -173,6 +173,7 @@ def test_bad_steps_in_a_row_end_the_run(pool: Pool, folder: Path) -> None:
         assert "it is bad step 2 in a row (reliability.max_bad_steps); " in result["error"]
         assert "the newest checkpoint is runs/small/checkpoints/step-00000004; " in result["error"]
     assert ledger(folder, "runs") == [(3, "skip", 3), (5, "skip", 5)]
+    assert [*metrics(folder, "runs", "loss")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_run_goes_back_a_limited_number_of_times_and_only_to_a_checkpoint(
