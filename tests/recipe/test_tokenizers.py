@@ -67,7 +67,7 @@ def test_a_recipe_may_insist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         load("x.toml")
     load("x.toml", ["data.other_tokenizer=true"])
     # A run with checkpoints of its own does not read the folder.
-    Path("runs/run/checkpoints").mkdir(parents=True)
+    Path("runs/run/checkpoints/step-00000001").mkdir(parents=True)
     load("x.toml", ["run.name=run"])
     # Data of bytes fits a model of bytes alone.
     Path("a.txt").write_text("some words")

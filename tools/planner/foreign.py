@@ -64,6 +64,10 @@ class ForeignLayout(Layout):
             self.schedule, self.pp, self.stages_per_rank, micro_batches, self.schedule_csv
         )
 
+    def rank_of(self, stage: int) -> int:
+        """Return the pipeline rank that holds a stage."""
+        return stage if self.schedule == "ZeroBubble" else super().rank_of(stage)
+
     def compiled(self, micro_batches: int) -> Compiled:
         """Compile the schedule for a number of micro-batches.
 

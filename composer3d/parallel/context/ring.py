@@ -221,8 +221,7 @@ def _attend_in_rounds_backward(
         for block in round_.blocks:
             rows, queries, keys = block.rows, block.queries, block.keys
             block_grads = round_.differentiate(block, grad, q, out, lse)
-            totals = (dq[rows, :, queries], dkv[0, rows, :, keys], dkv[1, rows, :, keys])
-            _add(totals, block_grads)
+            _add((dq[rows, :, queries], dkv[0, rows, :, keys], dkv[1, rows, :, keys]), block_grads)
             del block_grads
         dmessage = messages.message_gradient(round_.message, dkv)
         del dkv
