@@ -170,7 +170,8 @@ def _content_of_block(
         (
             name,
             type(module),
-            *((key, value) for key, value in vars(module).items() if _is_setting(value)),
+            # As texts, which can be compared whatever a user's module has.
+            *((key, repr(value)) for key, value in vars(module).items() if _is_setting(value)),
         )
         for name, module in block.named_modules()
     )
