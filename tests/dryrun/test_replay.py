@@ -36,12 +36,15 @@ SIZES = ("model.n_layers=8", "data.seq_len=32", "data.micro_batch=1", "mesh.dp_s
         # Stages 1 and 2 have the same parameters. One is checkpointed; one sees all tokens, or has
         # no positions; the weights of one decay.
         (
-            "1F1B",
+            "GPipe",
             ["data.global_batch=8", "memory.activation_checkpoint=full in the first 2 stages"],
         ),
-        ("1F1B", ["data.global_batch=8", "model.window=8", "model.full_every=3"]),
-        ("1F1B", ["data.global_batch=8", "model.nope_every=3"]),
-        ("1F1B", ["data.global_batch=8", 'optim.groups=[{train=["blocks.2.*"],weight_decay=0.5}]']),
+        ("GPipe", ["data.global_batch=8", "model.window=8", "model.full_every=5"]),
+        ("GPipe", ["data.global_batch=8", "model.nope_every=3"]),
+        (
+            "GPipe",
+            ["data.global_batch=8", 'optim.groups=[{train=["blocks.2.*"],weight_decay=0.5}]'],
+        ),
     ],
 )
 def test_ranks_that_did_not_run_are_reported_as_if_they_had(

@@ -43,6 +43,7 @@ RECIPES = ROOT / "recipes"
                 "model.architecture=deepseek",
                 "model.preset=debug-deepseek",
                 "model.tied=true",
+                "model.mtp_layers=1",
                 "model.vocab=4096",
                 "model.n_layers=8",
             ],
