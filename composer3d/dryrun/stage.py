@@ -150,8 +150,14 @@ def first_alike(recipe: Recipe) -> list[int]:
         stages = cut_into_stages(whole_model(recipe), placement.stages, rank, recipe.parallel)
         blocks = tuple(
             tuple(
-                _content_of_block(recipe, stage, place, matrices)
-                for place in range(len(stage.blocks))
+                _content_of_block(
+                    recipe,
+                    f"blocks.{number}",
+                    block,
+                    matrices,
+                    recipe.memory.checkpointing.mode_of(place, stage.number),
+                )
+                for place, (number, block) in enumerate(stage.blocks.items())
             )
             for stage in stages
         )
@@ -162,10 +168,9 @@ def first_alike(recipe: Recipe) -> list[int]:
 
 
 def _content_of_block(
-    recipe: Recipe, stage: Stage, place: int, matrices: Collection[str]
+    recipe: Recipe, block_name: str, block: nn.Module, matrices: Collection[str], mode: str
 ) -> _BlockContent:
-    """Return the content of the block at ``place`` in a stage."""
-    number, block = list(stage.blocks.items())[place]
+    """Return the content of a block, which is checkpointed in ``mode``."""
     modules = tuple(
         (
             name,
@@ -177,12 +182,11 @@ def _content_of_block(
     )
     parameters = []
     for own_name, parameter in block.named_parameters():
-        name = f"blocks.{number}.{own_name}"
+        name = f"{block_name}.{own_name}"
         rates = rates_of(name, parameter.dim(), recipe.optim)
         shape = tuple(parameter.shape)
         is_matrix = name in matrices
         parameters.append(_ParameterKind(shape, parameter.requires_grad, is_matrix, rates))
-    mode = recipe.memory.checkpointing.mode_of(place, stage.number)
     return _BlockContent(modules, tuple(parameters), mode)
 
 

@@ -56,7 +56,9 @@ class PredictionBlock(ExpertsBlock):
         both = self.embed_norm(next_BTC), self.hidden_norm(h_BTC)
         return self.project(torch.cat(both, dim=-1))
 
-    def forward(self, h_BTC: Tensor, seq: SequenceInfo, next_BTC: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, h_BTC: Tensor, seq: SequenceInfo, next_BTC: Tensor
+    ) -> Tensor:
         return super().forward(self.merge(h_BTC, next_BTC), seq)
 
 

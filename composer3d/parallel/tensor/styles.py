@@ -54,8 +54,8 @@ def apply(stage: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, parallel: Para
 
     Raises:
         PlanError: the plan leaves a parameter uncut; a head lacks its seam; neither of tp and the
-            number of key-value heads divides the other; or, in forward, a norm over all heads is
-            no ``torch.nn.RMSNorm``, or the vocabulary leaves no row for the last rank.
+            number of key-value heads divides the other; a norm over all heads is no
+            ``torch.nn.RMSNorm``; or the vocabulary leaves no row for the last rank.
     """
     styles = {}
     for name, _ in stage.named_modules():
