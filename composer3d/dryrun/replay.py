@@ -24,6 +24,9 @@ Traffic = dict[tuple[str, str], tuple[int, int]]
 # The axis of messages between pipeline ranks.
 _PIPELINE = "pp"
 
+# GPUs of a node: whether an axis stays inside of one.
+_GPUS_PER_NODE = 8
+
 
 @dataclass(frozen=True)
 class Lap:
@@ -161,13 +164,13 @@ class TapedStage:
         stage: the pipeline rank.
         ranks: the number of ranks of the job on each pipeline rank.
         tape: what it has done.
-        across_nodes: for each axis that communicates, whether it connects nodes.
+        groups: for each axis that communicates, the ranks of each of its groups.
     """
 
     stage: int
     ranks: int
     tape: Tape
-    across_nodes: dict[str, bool]
+    groups: dict[str, list[tuple[int, ...]]]
 
     def report(self, stage: int, actions: Sequence[Action]) -> StageReport | None:
         """Return the report of pipeline rank ``stage``, which runs ``actions``.
@@ -179,11 +182,20 @@ class TapedStage:
             return None
         comm: dict[str, dict[str, Operation]] = {}
         for (axis, name), (calls, sent_bytes) in sorted(totals.traffic.items()):
-            operation = Operation(calls, sent_bytes, across_nodes=self.across_nodes[axis])
+            across_nodes = self._is_across_nodes(axis, stage)
+            operation = Operation(calls, sent_bytes, across_nodes=across_nodes)
             comm.setdefault(axis, {})[name] = operation
         memory = Memory(*totals.most)
         return StageReport(
             stage=stage, ranks=self.ranks, memory=memory, comm=comm, operators=totals.operators
+        )
+
+    def _is_across_nodes(self, axis: str, stage: int) -> bool:
+        """Return whether an axis connects nodes, on a pipeline rank with equal groups."""
+        shift = 0 if axis == "world" else (stage - self.stage) * self.ranks
+        return any(
+            len({(rank + shift) // _GPUS_PER_NODE for rank in ranks}) > 1
+            for ranks in self.groups[axis]
         )
 
 

@@ -14,8 +14,10 @@ what is computed from such tensors.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass, replace
+from enum import Enum
 from functools import partial
 from itertools import count, pairwise
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -36,6 +38,7 @@ from composer3d.dryrun.kernels import norms_of_a_gpu
 from composer3d.dryrun.memory import Kind, MemoryLedger
 from composer3d.dryrun.replay import Lap, Tape, TapedStage
 from composer3d.dryrun.routing import rows_of_experts
+from composer3d.facts.errors import UserError
 from composer3d.facts.schedules import Action, parse_action
 from composer3d.models.contract import Constant, ShardingPlan
 from composer3d.models.layers.moe import Router, Routing
@@ -70,9 +73,6 @@ from composer3d.runtime.torch_private import (
 from composer3d.training import step
 from composer3d.training.build import build_stages, whole_model
 from composer3d.training.optimizers import Optimizer, build_stages_optimizer
-
-# GPUs of a node: whether an axis stays inside of one.
-_GPUS_PER_NODE = 8
 
 # The documents of a row, with data.packing = "documents": all of one length.
 _DOCUMENTS = 4
@@ -132,8 +132,13 @@ class _ParameterKind(NamedTuple):
     rates: Rates
 
 
-# Other values of a module are of this process, such as its functions.
-_SETTING = (bool, int, float, str, tuple, type(None))
+# Values that decide what a module computes. A function is the same one if its address is.
+_SETTING = (
+    *(bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, type(None)),
+    *(torch.dtype, Enum, type, FunctionType, BuiltinFunctionType),
+)
+# What torch itself keeps in each module: parameters, hooks and the like.
+_OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def first_alike(recipe: Recipe) -> list[int]:
@@ -176,7 +181,7 @@ def _content_of_block(
             name,
             type(module),
             # As texts, which can be compared whatever a user's module has.
-            *((key, repr(value)) for key, value in vars(module).items() if _is_setting(value)),
+            *((key, repr(value)) for key, value in vars(module).items() if _is_setting(key, value)),
         )
         for name, module in block.named_modules()
     )
@@ -190,8 +195,8 @@ def _content_of_block(
     return _BlockContent(modules, tuple(parameters), mode)
 
 
-def _is_setting(value: Any) -> bool:
-    return isinstance(value, _SETTING) or is_dataclass(value)
+def _is_setting(key: str, value: Any) -> bool:
+    return key not in _OF_TORCH and (isinstance(value, _SETTING) or is_dataclass(value))
 
 
 def tape_one_of(jobs: Sequence[tuple[Recipe, int]], skew: float) -> TapedStage:
@@ -248,15 +253,11 @@ def tape_stage(
             stage=pp_rank,
             ranks=recipe.world_size // recipe.mesh.pp,
             tape=recording.tape,
-            across_nodes={
-                axis: any(map(_is_across_nodes, groups))
+            groups={
+                axis: [tuple(dist.get_process_group_ranks(group)) for group in groups]
                 for axis, groups in collectives.groups.items()
             },
         )
-
-
-def _is_across_nodes(group: dist.ProcessGroup) -> bool:
-    return len({rank // _GPUS_PER_NODE for rank in dist.get_process_group_ranks(group)}) > 1
 
 
 class _Recording:
@@ -657,7 +658,7 @@ class Recorder(DispatchMode):
                 return _FLOAT
             if self._votes or self.ignores:
                 return 1
-            raise RuntimeError(
+            raise UserError(
                 f"a dry run cannot know a number of {arguments[0].dtype} that decides what is done"
             )
         elif traits.name == "aten::_grouped_mm" and arguments[0].dtype is not torch.bfloat16:

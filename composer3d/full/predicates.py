@@ -5,21 +5,24 @@ predicate is a fact of a recipe that decides which code runs, or the shape of wh
 value in the full recipe must be its value in at least one of the small recipes.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import ceil
+from itertools import product
 from typing import Any, NamedTuple
 
+from composer3d.facts.errors import UserError
 from composer3d.facts.ranges import AS_IT_IS
 from composer3d.facts.schedules import micro_batch_requirement
 from composer3d.facts.units import units_of_blocks
 from composer3d.planner.stages import checkpointed_stages_of_ranks, stage_layers
+from composer3d.planner.trained import is_trained
 from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import AXES, MeshTable, Recipe
 from composer3d.recipe.stages import n_stages_of
-from composer3d.recipe.values import FIELDS, value_of
+from composer3d.recipe.values import FIELDS, divisors, value_of
 from composer3d.verify.blocks import by_stage, kinds_of_blocks, kinds_of_predicting_blocks
-from composer3d.verify.shrink import shrink_to
+from composer3d.verify.cuts import cuts_of_tensors
+from composer3d.verify.shrink import LIMIT, shrink_to
 
 
 class Predicate(NamedTuple):
@@ -69,6 +72,7 @@ def differences(full: Recipe, small_recipes: Sequence[Recipe]) -> list[LostPredi
         values = tuple(predicate.of(small) for small in small_recipes)
         if wanted is not None and wanted not in values:
             found.append(LostPredicate(name, predicate.keys, wanted, values, predicate.left_out))
+    found += _lost_cuts(full, small_recipes)
     for key, entry in FIELDS.items():
         if entry.metadata["in_proof"] is AS_IT_IS and not _is_resized(key):
             wanted, values = _kept(full, key), tuple(_kept(small, key) for small in small_recipes)
@@ -95,16 +99,36 @@ def completed(full: Recipe, small_recipes: Sequence[Recipe]) -> list[Recipe]:
 def _candidates(full: Recipe) -> Iterable[Recipe]:
     """Yield small recipes on meshes of few ranks, with every number of micro-batches."""
     mesh = full.mesh
-    if full.parallel.schedule == "csv" and mesh.pp > 1:
-        return
-    for pp in sorted({min(mesh.pp, size) for size in (1, 2, 3, 4)}):
+    # A schedule from a file fixes the number of pipeline ranks.
+    most = 1 if full.parallel.schedule == "csv" else 4
+    for pp in sorted({min(mesh.pp, size) for size in range(1, most + 1)}):
         for axis in (None, "dp_shard", "tp", "cp"):
             if axis is not None and getattr(mesh, axis) == 1:
                 continue
             sizes = {"pp": pp, "dp_shard": 1} | ({axis: 2} if axis else {})
-            small = shrink_to(full, MeshTable(**sizes))
-            yield small
-            yield from _with_micro_batches(small)
+            for small in _small_on(full, MeshTable(**sizes)):
+                yield small
+                yield from _with_micro_batches(small)
+    for small_mesh in _meshes_of_stages(mesh):
+        yield from _small_on(full, small_mesh)
+
+
+def _small_on(full: Recipe, mesh: MeshTable) -> list[Recipe]:
+    """Return the small recipe on a mesh; none if the rules refuse it."""
+    try:
+        return [shrink_to(full, mesh)]
+    except UserError:
+        return []
+
+
+def _meshes_of_stages(mesh: MeshTable) -> Iterator[MeshTable]:
+    """Yield meshes without a pipeline that have several axes, and each size of ep, to try."""
+    sizes = [sorted({1, min(2, size), min(4, size)}) for size in (mesh.dp_shard, mesh.cp, mesh.tp)]
+    for dp_shard, cp, tp in product(*sizes):
+        ranks = dp_shard * cp * tp
+        if 1 < ranks <= LIMIT:
+            for ep in divisors(ranks) if mesh.ep > 1 else (1,):
+                yield MeshTable(dp_shard=dp_shard, cp=cp, tp=tp, ep=ep)
 
 
 def _with_micro_batches(small: Recipe) -> Iterable[Recipe]:
@@ -141,6 +165,19 @@ def _kept(recipe: Recipe, key: str) -> Any:
     return value_of(recipe, key)
 
 
+def _lost_cuts(full: Recipe, small_recipes: Sequence[Recipe]) -> Iterator[LostPredicate]:
+    """Yield the kinds of parameters whose rows FSDP shards in a way that no proof has."""
+    proofs = [cuts_of_tensors(small) for small in small_recipes]
+    shown = {cut for cuts in proofs for cut in cuts.values()}
+    for name, cut in cuts_of_tensors(full).items():
+        values = tuple(cuts.get(name, "whole") for cuts in proofs)
+        # FSDP cuts all tensors alike, whatever they are for.
+        if cut not in values and not (cut == "even" and cut in shown):
+            left_out = "a proof cuts another tensor so" if cut in shown else ""
+            keys = "model.*, mesh.dp_shard, mesh.cp, mesh.tp"
+            yield LostPredicate(f"shards of {name}", keys, cut, values, left_out)
+
+
 # --- predicates ---
 
 
@@ -161,46 +198,6 @@ def _divides(divisor: int, number: int) -> str:
     return "even" if number % divisor == 0 else "uneven"
 
 
-def _cut(rows: int, shards: int) -> str | None:
-    """Return how rows are cut into equal shards, the last of which may be smaller or empty."""
-    if shards == 1:
-        return None
-    held = ceil(rows / shards)
-    last = rows - held * (shards - 1)
-    return "even" if last == held else "the last has fewer" if last > 0 else "some have none"
-
-
-def _shards(recipe: Recipe) -> int:
-    return recipe.mesh.dp_shard * recipe.mesh.cp if recipe.parallel.zero else 1
-
-
-def _shards_of(rows: Callable[[Recipe], int]) -> Callable[[Recipe], Hashable]:
-    """Return the predicate that says how FSDP cuts the rows of a tensor on a rank of tp."""
-    return lambda recipe: _cut(rows(recipe), _shards(recipe))
-
-
-def _rows_of_stream(recipe: Recipe) -> int:
-    return recipe.model.dim
-
-
-def _rows_of_queries(recipe: Recipe) -> int:
-    return recipe.model.n_heads * recipe.model.head_width // recipe.mesh.tp
-
-
-def _rows_of_ffn(recipe: Recipe) -> int:
-    return recipe.model.ffn // recipe.mesh.tp
-
-
-def _rows_of_vocabulary(recipe: Recipe) -> int:
-    return ceil(recipe.model.vocab / recipe.mesh.tp)
-
-
-def _rows_of_keys(recipe: Recipe) -> int:
-    model, tp = recipe.model, recipe.mesh.tp
-    rows = model.n_kv_heads * model.head_width
-    return rows // tp if model.n_kv_heads % tp == 0 else rows
-
-
 def _together(one: str, other: str) -> Callable[[Recipe], Hashable]:
     """Return the predicate that both axes have several ranks; they may be the same axis."""
 
@@ -217,19 +214,13 @@ def _micro_batches_of_ranks(recipe: Recipe) -> Hashable:
     return _relation(recipe.micro_batches, recipe.mesh.pp)
 
 
-def _chunks(recipe: Recipe) -> int:
-    """Return how many chunks a sequence is cut into: one for each rank of cp, or two (zigzag)."""
-    cp = recipe.mesh.cp
-    return 2 * cp if cp > 1 and recipe.parallel.cp_balance == "zigzag" else cp
-
-
 def _window(recipe: Recipe) -> Hashable:
     window, seq_len = recipe.model.window, recipe.data.seq_len
     if not 0 < window < seq_len:
         return "none"
     if recipe.mesh.cp == 1:
         return "one token" if window == 1 else "some tokens"
-    chunk = seq_len // _chunks(recipe)
+    chunk = seq_len // recipe.sequence_chunks
     if window <= chunk:
         return "one token" if window == 1 else "within a chunk"
     return "one chunk back" if window <= chunk + 1 else "several chunks back"
@@ -278,6 +269,16 @@ def _kinds_by_stage(recipe: Recipe) -> Hashable:
     return tuple(sorted(tuple(sorted(each)) for each in by_stage(kinds, layers)))
 
 
+def _blocks_over_stages(recipe: Recipe) -> Hashable:
+    """Return whether all stages have as many blocks, or could have without the stages' ends."""
+    if recipe.mesh.pp == 1:
+        return None
+    given = recipe.parallel.stages
+    if given is None:
+        return _divides(n_stages_of(recipe), recipe.model.n_layers)
+    return "even" if len(set(given)) == 1 else "uneven"
+
+
 def _checkpointed(recipe: Recipe) -> Hashable:
     """Return how blocks are checkpointed, and in which of its stages a pipeline rank does so."""
     how = recipe.memory.checkpointing.in_first(None)
@@ -291,8 +292,25 @@ def _units(recipe: Recipe) -> Hashable:
     size = recipe.parallel.fsdp_blocks
     if size == 1:
         return "units of one block"
-    most = max(len(units_of_blocks(stage.blocks, size)) for stage in stage_layers(recipe))
+    stages, n_layers = stage_layers(recipe), recipe.model.n_layers
+    # Blocks of multi-token prediction are units of their own.
+    together = [[block for block in stage.blocks if block < n_layers] for stage in stages]
+    most = max(len(units_of_blocks(blocks, size)) for blocks in together)
     return f"units of several blocks, {'several' if most > 1 else 'one'} a stage"
+
+
+def _frozen_blocks(recipe: Recipe) -> Hashable:
+    """Return whether there are blocks that train nothing, beside others of their stage or not."""
+    if recipe.optim.train is None:
+        return None
+    trains = [
+        any(row.trains and is_trained(recipe.optim, f"blocks.{number}.{row.name}") for row in rows)
+        for number, rows in enumerate(recipe.parameters.blocks)
+    ]
+    if all(trains):
+        return "none"
+    of_stages = [{trains[block] for block in stage.blocks} for stage in stage_layers(recipe)]
+    return "beside others of a stage" if any(len(one) > 1 for one in of_stages) else "whole stages"
 
 
 def _latents(recipe: Recipe) -> Hashable:
@@ -339,16 +357,6 @@ PREDICATES: Mapping[str, Predicate] = {
         lambda r: _divides(r.mesh.tp, r.model.vocab) if r.mesh.tp > 1 else None,
         "model.vocab, mesh.tp",
     ),
-    **{
-        f"shards of {what}": Predicate(_shards_of(rows), f"{key}, mesh.dp_shard, mesh.cp, mesh.tp")
-        for what, key, rows in (
-            ("the residual stream", "model.dim", _rows_of_stream),
-            ("queries", "model.n_heads", _rows_of_queries),
-            ("keys", "model.n_kv_heads", _rows_of_keys),
-            ("the feed-forward layer", "model.ffn", _rows_of_ffn),
-            ("the vocabulary", "model.vocab", _rows_of_vocabulary),
-        )
-    },
     "what latent attention sends": Predicate(_latents, "model.kv_rank, mesh.cp"),
     "tied embeddings": Predicate(lambda r: r.model.tied, "model.tied"),
     "norms of heads": Predicate(_model_field("qk_norm"), "model.qk_norm"),
@@ -384,10 +392,11 @@ PREDICATES: Mapping[str, Predicate] = {
         _kinds_by_stage, "model.n_layers, mesh.pp, parallel.stages"
     ),
     "blocks over stages": Predicate(
-        lambda r: _divides(n_stages_of(r), r.model.n_layers) if r.mesh.pp > 1 else None,
-        "model.n_layers, mesh.pp, parallel.virtual_stages",
+        _blocks_over_stages,
+        "model.n_layers, mesh.pp, parallel.virtual_stages, parallel.stages",
     ),
     "checkpointed blocks": Predicate(_checkpointed, "memory.activation_checkpoint, mesh.pp"),
+    "frozen blocks": Predicate(_frozen_blocks, "optim.train, mesh.pp, parallel.stages"),
     "units of FSDP": Predicate(_units, "parallel.fsdp_blocks, model.n_layers"),
     # Micro-batches.
     "micro-batches": Predicate(

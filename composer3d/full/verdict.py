@@ -15,7 +15,7 @@ from composer3d.verify.shrink import shrink
 # What each check has compared, in words that follow the count.
 _COMPARED = {
     "predicates": "predicates of the job and its proofs",
-    "groups": "ranks in the groups of a formula",
+    "groups": "ranks whose groups are those of a formula",
     "collectives": "operations of all pipeline ranks, by group, as predicted",
     "messages": "messages of a pipeline, sent once and received once",
     "gradients": "gradients summed once, over the right ranks",

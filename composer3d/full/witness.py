@@ -22,6 +22,7 @@ from composer3d.dryrun.replay import TapedStage
 from composer3d.dryrun.stage import OperatorTraits, RankWithoutData, Recorder, tape_stage
 from composer3d.facts.schedules import Action, parse_action
 from composer3d.full import paths, places
+from composer3d.full.expected import has_frozen
 from composer3d.full.places import SAME, Varying
 from composer3d.full.varying import Follower, Seams, fix, of_placements, varying
 from composer3d.parallel import Stages
@@ -116,7 +117,7 @@ def see_one_of(jobs: Sequence[Job], plant: Callable[[], None] | None = None) -> 
     recipe, pp_rank, rank = jobs[environment.rank()]
     recorder = _Watcher(recipe, MemoryLedger(offload=recipe.memory.cpu_offload))
     taped = tape_stage(recipe, pp_rank, 1.0, recorder=recorder, rank=rank)
-    if recipe.optim.train is None:
+    if not has_frozen(recipe):
         recorder.see_unread()
     return Witness(
         rank=rank,

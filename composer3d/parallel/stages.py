@@ -128,8 +128,7 @@ class Stages:
         group = self.mesh.cp_group
         if group is None:
             return whole_BT
-        balanced = self._parallel.cp_balance == "zigzag"
-        return shard_sequence(whole_BT, -1, group, balanced=balanced)
+        return shard_sequence(whole_BT, -1, group, balanced=self._parallel.is_balanced)
 
     def forward_backward(
         self,

@@ -232,7 +232,7 @@ def of_recipe(
             loss_parallel=parallel.loss_parallel or mesh.tp == 1,
             cp=mesh.cp,
             cp_method=parallel.cp_method,
-            cp_balanced=parallel.cp_balance == "zigzag",
+            cp_balanced=parallel.is_balanced,
             sends_latents=recipe.sends_latents,
             ep=mesh.ep,
             dp_shard=mesh.dp_shard,

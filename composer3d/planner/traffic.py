@@ -27,7 +27,7 @@ from composer3d.planner.schedule import active_stages, keeps_gradients_of_loss, 
 from composer3d.planner.stages import StageLayers, stage_layers, stages_by_rank
 from composer3d.planner.trained import is_trained
 from composer3d.recipe.matrices import matrices_of
-from composer3d.recipe.schema import Recipe
+from composer3d.recipe.schema import MeshTable, Recipe
 
 # The groups of ranks that communicate. "fsdp" is dp_shard x cp; "efsdp" is what ep leaves of
 # dp_shard x cp x tp. Without sharding (zero = 0), gradients are summed over "replicas", those of
@@ -162,6 +162,27 @@ def cut_of(row: Row, shape: DecoderShape, *, tp: int, sequence_parallel: bool) -
             return "rows" if shape.n_kv_heads % tp == 0 else "whole_partial"
         case _:
             return "rows"
+
+
+def sharded_shape(row: Row, cut: Cut, mesh: MeshTable) -> tuple[list[int], int]:
+    """Return what the first rank of tp and ep holds of a parameter, and the dim that FSDP shards.
+
+    Args:
+        row: the row of the parameter.
+        cut: how tp or ep cuts it, as ``cut_of`` returns.
+        mesh: the sizes of the axes.
+    """
+    size, dim = list(row.shape), 0
+    match cut:
+        case "rows":
+            # A vocabulary that tp cuts unevenly is sharded by columns.
+            dim = 1 if size[0] % mesh.tp and len(size) > 1 else 0
+            size[0] = -(-size[0] // mesh.tp)
+        case "columns":
+            size[1] //= mesh.tp
+        case "experts":
+            dim, size[0] = 1, size[0] // mesh.ep
+    return size, dim
 
 
 class _Parameter(NamedTuple):
@@ -628,22 +649,9 @@ class _RankTraffic:
 
     def _gathered_elements(self, parameter: _Parameter, shards: int) -> int:
         """Return the elements of a parameter after its gather, on one tp rank, with the padding."""
-        size = list(parameter.row.shape)
-        dim = 0
-        match parameter.cut:
-            case "rows":
-                # A vocabulary that tp cuts unevenly is sharded by columns.
-                dim = 1 if size[0] % self.mesh.tp and len(size) > 1 else 0
-                size[0] = -(-size[0] // self.mesh.tp)
-            case "columns":
-                size[1] //= self.mesh.tp
-            case "experts":
-                dim, size[0] = 1, size[0] // self.mesh.ep
+        size, dim = sharded_shape(parameter.row, parameter.cut, self.mesh)
         size[dim] = -(-size[dim] // shards) * shards
-        elements = 1
-        for length in size:
-            elements *= length
-        return elements
+        return prod(size)
 
     def _reductions(self) -> int:
         """Return how often FSDP reduce-scatters gradients in a step: once under pp."""

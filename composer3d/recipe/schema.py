@@ -332,6 +332,11 @@ class ParallelTable:
         """Stages that each pipeline rank holds, with pp > 1."""
         return self.virtual_stages or SCHEDULES[self.schedule].stages.default_per_rank
 
+    @property
+    def is_balanced(self) -> bool:
+        """Whether ranks of cp hold two chunks each of a sequence, in zigzag order."""
+        return self.cp_balance == "zigzag"
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTable:
@@ -891,6 +896,11 @@ class Recipe:
     def micro_batches(self) -> int:
         """Micro-batches that one rank runs in an optimizer step."""
         return self.data.global_batch // (self.data.micro_batch * self.mesh.batch_ranks)
+
+    @property
+    def sequence_chunks(self) -> int:
+        """How many equal chunks cp cuts a sequence into: one or two for each rank, or 1 without."""
+        return 2 * self.mesh.cp if self.mesh.cp > 1 and self.parallel.is_balanced else self.mesh.cp
 
     @property
     def sends_latents(self) -> bool:

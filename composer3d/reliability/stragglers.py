@@ -36,7 +36,7 @@ def peer_groups(
         has_documents: whether rows are split into documents.
     """
     is_even_over_cp = parallel.cp_method == "ulysses" or (
-        parallel.cp_balance == "zigzag" and not has_documents
+        parallel.is_balanced and not has_documents
     )
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(sizes.world_size):

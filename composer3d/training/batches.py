@@ -113,7 +113,7 @@ def owned_ranges_of(recipe: Recipe, mesh: Mesh) -> list[tuple[int, int]]:
         mesh.coords["cp"],
         recipe.mesh.cp,
         recipe.data.seq_len // recipe.mesh.cp,
-        balanced=recipe.parallel.cp_balance == "zigzag",
+        balanced=recipe.parallel.is_balanced,
     )
     return [(tokens.position, tokens.length) for tokens in owned]
 

@@ -298,9 +298,8 @@ def describe_attention(recipe: Recipe, device: torch.device) -> str | None:
     if parallel.cp_method == "ulysses" and is_plain:
         return f"{place}; its kernel: scaled_dot_product_attention of torch"
     dtype = getattr(torch, recipe.precision.computes_in)
-    # A rank's part of a balanced sequence has two blocks of queries.
-    blocks = 2 * cp if cp > 1 and parallel.cp_balance == "zigzag" else cp
-    shape = (0, recipe.data.seq_len // blocks, recipe.model.head_width)
+    # Queries of one chunk.
+    shape = (0, recipe.data.seq_len // recipe.sequence_chunks, recipe.model.head_width)
     kernel = kernels.kernel_of(torch.empty(shape, dtype=dtype, device=device))
     is_cut = recipe.data.packing != "none" or all(
         0 < window < recipe.data.seq_len for window in recipe.model.windows

@@ -157,6 +157,7 @@ def do_step(run: Run, own_flags: Callable[[], StepFlags] = StepFlags) -> StepFla
 
 
 def _save(run: Run) -> None:
+    """Save a checkpoint, and tell the observers for how long the steps stood still."""
     begin_s = time.perf_counter()
     with run.observers.phase("checkpoint"):
         run.saver.save(run.step, run.stages, run.optimizer, run.loader, run.recovery.history)

@@ -17,19 +17,19 @@ T = TypeVar("T")
 
 
 def train_in_small(
-    train: Sequence[str], full: Model, small: Model, *, has_pipeline: bool
+    train: Sequence[str], full: Model, small: Model, stages: Sequence[Sequence[int]]
 ) -> tuple[str, ...]:
     """Return the names of the parameters that train in the small model.
 
     Each block of the small model stands for a run of blocks of the full one. It trains what the
-    one of them does that trains most. So a pipeline stage that trains something still does. Without
-    a pipeline, the first run with frozen blocks and others gives a frozen one: so a proof sees
-    frozen blocks, if there are any.
+    one of them does that trains most. In each stage, the first run with frozen blocks and others
+    gives a frozen one, if other blocks of the stage train: so a proof sees frozen blocks, if there
+    are any. A stage that would train nothing trains its last block, as each stage must train.
 
     Args:
         train: the recipe's ``optim.train``.
         full, small: the shapes of both models.
-        has_pipeline: whether the layout has pipeline stages.
+        stages: the blocks of each stage of the small model; without a pipeline, there is one stage.
 
     Raises:
         PlanError: a glob matches no parameter of the full model.
@@ -38,17 +38,13 @@ def train_in_small(
     names = _trains(small, None)
     of_blocks = _by_block(trains, full.all_layers)
 
-    chosen: list[dict[str, bool]] = []
-    wants_frozen = not has_pipeline
-    for index in range(small.all_layers):
-        run = _run_of_blocks(index, full, small)
-        by_count = sorted(of_blocks[run], key=lambda block: sum(block.values()))
-        is_mixed = not any(by_count[0].values()) and any(by_count[-1].values())
-        takes_frozen = wants_frozen and is_mixed
-        wants_frozen = wants_frozen and not takes_frozen
-        chosen.append(by_count[0 if takes_frozen else -1])
-    if not any(any(block.values()) for block in chosen):
-        chosen[-1] = max(of_blocks, key=lambda block: sum(block.values()))
+    runs = [of_blocks[_run_of_blocks(index, full, small)] for index in range(small.all_layers)]
+    # By whole names: "first.embed.weight" trains, or does not.
+    ends = [
+        {name: trains[name] for name in trains if name.startswith(end)}
+        for end in ("first.", "last.")
+    ]
+    chosen = _choose_blocks(runs, ends, stages)
 
     trained = []
     for name in names:
@@ -61,6 +57,31 @@ def train_in_small(
         if does_train:
             trained.append(name)
     return tuple(trained)
+
+
+def _choose_blocks(
+    runs: Sequence[Sequence[Mapping[str, bool]]],
+    ends: Sequence[Mapping[str, bool]],
+    stages: Sequence[Sequence[int]],
+) -> list[Mapping[str, bool]]:
+    """Choose for each block of the small model the one of its run that it trains as.
+
+    Args:
+        runs: for each block of the small model, the blocks of the full one that it stands for.
+        ends: what trains of the embedding, and of the head.
+        stages: as for ``train_in_small``.
+    """
+    of_count = [sorted(run, key=_count_trained) for run in runs]
+    chosen = [run[-1] for run in of_count]
+    for number, stage in enumerate(stages):
+        own_ends = [ends[0]] * (number == 0) + [ends[1]] * (number == len(stages) - 1)
+        trained = [index for index in stage if _count_trained(chosen[index])]
+        mixed = [index for index in trained if not _count_trained(of_count[index][0])]
+        if len(trained) == len(stage) > 1 and mixed:
+            chosen[mixed[0]] = of_count[mixed[0]][0]
+        elif not trained and not any(map(_count_trained, own_ends)):
+            chosen[stage[-1]] = max((block for run in runs for block in run), key=_count_trained)
+    return chosen
 
 
 def groups_in_small(optim: OptimTable, full: Model, small: Model) -> tuple[OptimGroup, ...] | None:
@@ -106,6 +127,10 @@ def groups_in_small(optim: OptimTable, full: Model, small: Model) -> tuple[Optim
             names = tuple(name for name, numbers in in_small.items() if number in numbers)
             kept.append(replace(group, train=names))
     return tuple(kept) or None
+
+
+def _count_trained(block: Mapping[str, bool]) -> int:
+    return sum(block.values())
 
 
 def _count_groups(block: Mapping[str, tuple[int, ...]]) -> int:

@@ -2,10 +2,10 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from itertools import combinations, product
-from typing import Any, Literal
+from itertools import combinations, islice, product
+from typing import Any
 
 from composer3d.facts.errors import UserError
 from composer3d.facts.ranges import AS_IT_IS, InProof
@@ -26,6 +26,7 @@ from composer3d.verify.blocks import (
     kinds_of_blocks,
     kinds_of_predicting_blocks,
 )
+from composer3d.verify.cuts import Cut, cut_of_rows, cuts_of_tensors
 
 LIMIT = 16  # processes on one machine
 HERE_LIMIT = 1024  # processes of a job that proves its own mesh; one process is the reference
@@ -46,10 +47,6 @@ _LEAST_LATENT = 6  # the preferred width of a small latent
 _GIVING_WAY = [key for key, kept in _IN_PROOF.items() if kept.gives_way]
 # A small model has no window in place of one that holds the whole sequence.
 _UNUSED_WITHOUT_WINDOWS = "model.rope_local_theta"
-
-# How FSDP shards the rows of a tensor. "even": all ranks hold the same number of rows. "short": the
-# last rank holds fewer than the first, but at least one. "none": at least one rank holds no row.
-Cut = Literal["even", "short", "none"]
 
 
 def shrink(full: Recipe) -> list[Recipe]:
@@ -86,12 +83,15 @@ def shrink(full: Recipe) -> list[Recipe]:
     - the optimizer: clipping (to 0.1, so that it is active), a learning rate from 1e-4 to 1e-2, and
       an epsilon of 1e-12 or more.
 
-    The recipes also keep how FSDP cuts each kind of tensor (``_fsdp_cuts``). If one recipe cannot
-    have all cuts, there are further recipes, so that at least one of them has each cut of ``full``.
-    A cut that no small mesh can have is left out.
+    The recipes also keep how FSDP cuts the tensors of linear layers (``_fsdp_cuts``). If one recipe
+    cannot have all cuts, there are further recipes, so that at least one of them has each cut of
+    ``full``. Where no small mesh can cut a tensor so, at least one recipe cuts another tensor so,
+    if it can: FSDP cuts all tensors alike (``full.predicates`` compares the cuts of all).
 
     Raises:
-        UserError: the file of a schedule is for more pipeline ranks than ``LIMIT``.
+        UserError: the file of a schedule is for more pipeline ranks than ``LIMIT``; or the rules of
+            recipes refuse a small one.
+        PlanError: the plan of a user's own architecture does not fit its model.
     """
     cuts = _fsdp_cuts(full)
     small_recipes = [_shrink_to(full, mesh, cuts) for mesh in _meshes(full)]
@@ -108,7 +108,23 @@ def shrink(full: Recipe) -> list[Recipe]:
             break
         small_recipes.append(best)
         missing -= _fsdp_cuts(best).items()
-    return small_recipes
+    return small_recipes + _with_other_cuts(full, small_recipes)
+
+
+def _with_other_cuts(full: Recipe, small_recipes: Sequence[Recipe]) -> list[Recipe]:
+    """Return further small recipes with each cut that no tensor of ``small_recipes`` has.
+
+    The tensors of the feed-forward layer get it, as any number of rows is right for them.
+    """
+    shown = {cut for small in small_recipes for cut in cuts_of_tensors(small).values()}
+    found: list[Recipe] = []
+    for cut in sorted({*cuts_of_tensors(full).values()} - shown):
+        candidates = (
+            _shrink_to(full, mesh, {"feed-forward": cut}) for mesh in _meshes_of_shards(full)
+        )
+        with_cut = (small for small in candidates if cut in cuts_of_tensors(small).values())
+        found += islice(with_cut, 1)
+    return found
 
 
 def shrink_on_own_mesh(full: Recipe) -> Recipe:
@@ -175,7 +191,7 @@ def _cuts_of_model(model: Model, tp: int, shards: int) -> dict[str, Cut]:
     if model.qk_norm:
         rows["head"] = model.head_width
     rows |= _rows_of_latents(model, tp)
-    return {kind: _cut_of_rows(count, shards) for kind, count in rows.items()}
+    return {kind: cut_of_rows(count, shards) for kind, count in rows.items()}
 
 
 def _rows_of_latents(model: Model, tp: int) -> dict[str, int]:
@@ -193,12 +209,6 @@ def _rows_of_latents(model: Model, tp: int) -> dict[str, int]:
 
 def _has_latents(model: Model) -> bool:
     return "kv_rank" in _field_names(model)
-
-
-def _cut_of_rows(rows: int, shards: int) -> Cut:
-    if rows % shards == 0:
-        return "even"
-    return "short" if -(-rows // shards) * (shards - 1) < rows else "none"
 
 
 # The small meshes.
@@ -270,16 +280,19 @@ def _small_sizes(full: Recipe) -> dict[str, int]:
 def _with_ep(full: Recipe, small: MeshTable) -> MeshTable:
     """Give ``small`` the ep that relates to its other axes most as in ``full``.
 
-    dp_shard is doubled, and pp cut to 2, if that helps and fits.
+    dp_shard is doubled, and pp cut to 2, if that helps and fits. With one expert on a rank, four
+    ranks of ep are enough experts for a small model; for that, dp_shard may be doubled twice.
     """
     if full.mesh.ep == 1:
         return small
     wanted = _ep_relations(full.mesh)
+    is_single = full.model.experts == full.mesh.ep
+    enough = min(4, full.model.experts)
     meshes = [small]
     if small.pp > 2 and full.parallel.schedule != "csv":
         meshes.append(replace(small, pp=2))
-    for mesh in tuple(meshes):
-        widened = replace(mesh, dp_shard=2 * mesh.dp_shard)
+    for mesh, factor in product(tuple(meshes), (2, 4) if is_single else (2,)):
+        widened = replace(mesh, dp_shard=factor * mesh.dp_shard)
         if full.mesh.dp_shard >= widened.dp_shard and widened.world_size <= LIMIT:
             meshes.append(widened)
     candidates = []
@@ -290,7 +303,8 @@ def _with_ep(full: Recipe, small: MeshTable) -> MeshTable:
         ]
 
     def likeness(mesh: MeshTable) -> int:
-        return sum(a == b for a, b in zip(_ep_relations(mesh), wanted, strict=True))
+        alike = sum(a == b for a, b in zip(_ep_relations(mesh), wanted, strict=True))
+        return alike + (is_single and mesh.ep >= enough)
 
     # ``max`` takes the first of the best: few changes of the mesh, then few ranks of ep.
     return max(candidates, key=likeness, default=small)
@@ -311,8 +325,14 @@ def _ep_relations(mesh: MeshTable) -> tuple[bool, ...]:
 
 
 def _small_tp(full: Recipe) -> int:
-    """Return 4 if several tp ranks share each of several key-value heads, and 2 otherwise."""
-    return 4 if full.mesh.tp > full.model.n_kv_heads > 1 else 2
+    """Return how many tp ranks show all cases.
+
+    These are 4 if several tp ranks share each of several key-value heads, or if ep cuts tp, and
+    otherwise 2.
+    """
+    mesh = full.mesh
+    shares_heads = mesh.tp > full.model.n_kv_heads > 1
+    return 4 if shares_heads or 1 < mesh.ep < mesh.tp else 2
 
 
 def _first_that_fit(sizes: dict[str, int], wide_axes: list[str]) -> list[dict[str, int]]:
@@ -397,7 +417,10 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
         # It needs torch, for which a wrong argument of ``verify`` should not wait.
         from composer3d.verify.frozen import train_in_small
 
-        names = train_in_small(optim.train, full.model, shape, has_pipeline=mesh.pp > 1)
+        in_stages = replace(
+            kept, model=shape, mesh=mesh, parallel=replace(kept.parallel, stages=stages)
+        )
+        names = train_in_small(optim.train, full.model, shape, stage_ranges(in_stages))
         optim = replace(optim, train=names)
     if optim.groups is not None:
         from composer3d.verify.frozen import groups_in_small
@@ -418,7 +441,8 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
     small = settle(small, [*_GIVING_WAY, _UNUSED_WITHOUT_WINDOWS])
     # A proof emulates products in float8, with sizes that kernels do not take.
     in_wide_dtypes = replace(small, precision=replace(small.precision, matmul="compute"))
-    assert not violations(in_wide_dtypes), violations(in_wide_dtypes)
+    for violation in violations(in_wide_dtypes):
+        raise UserError(f"verify cannot make this recipe small: {violation.reason(in_wide_dtypes)}")
     return small
 
 
@@ -568,13 +592,8 @@ def _blocks_of_all_kinds(full: Recipe, mesh: MeshTable) -> Blocks:
 
 
 def _sequence(full: Recipe, mesh: MeshTable) -> tuple[int, int]:
-    """Return the small sequence length and window (0: none): those of ``full`` if they are small.
-
-    Each cp rank holds one contiguous chunk of the sequence, or two with zigzag.
-    """
-    is_zigzag = full.parallel.cp_balance == "zigzag"
-    chunks = mesh.cp * (2 if is_zigzag and mesh.cp > 1 else 1)
-    full_chunks = full.mesh.cp * (2 if is_zigzag and full.mesh.cp > 1 else 1)
+    """Return the small sequence length and window (0: none), as in ``full`` if that is small."""
+    chunks = replace(full, mesh=mesh).sequence_chunks
     # The length must be a multiple of this.
     unit = mesh.cp * math.lcm(chunks // mesh.cp, mesh.tp if full.parallel.sequence_parallel else 1)
 
@@ -593,7 +612,7 @@ def _sequence(full: Recipe, mesh: MeshTable) -> tuple[int, int]:
     if mesh.cp == 1:
         return small_len, min(window, 5, small_len - 1)
 
-    small_chunk, full_chunk = small_len // chunks, seq_len // full_chunks
+    small_chunk, full_chunk = small_len // chunks, seq_len // full.sequence_chunks
     if window <= full_chunk:
         return small_len, min(window, 3)
     # With a window of chunk + 2 tokens, the first token of a chunk sees past the previous chunk.
@@ -729,7 +748,9 @@ def _expert_sizes(full: Recipe, mesh: MeshTable) -> dict[str, Any]:
     unit = math.lcm(groups, mesh.ep)
     experts = model.experts
     if experts > 16 or experts % unit or (experts > mesh.ep) != several:
-        least = max(4, 2 * mesh.ep if several else mesh.ep, 2 * groups if several else groups)
+        # A token chooses some of them, so there are more than ``per_token``.
+        of_each = 2 if several else 1
+        least = max(min(4, model.experts), of_each * mesh.ep, of_each * groups)
         experts = -(-least // unit) * unit
 
     all_dense = getattr(model, "dense_layers", 0)

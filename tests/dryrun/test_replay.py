@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from composer3d.dryrun.replay import Key, Lap, Tape, keys, replay
+from composer3d.dryrun.report import Memory
 from composer3d.dryrun.run import dry_run, run_ranks
 from composer3d.dryrun.stage import TapedStage, tape_stage
 from composer3d.facts.schedules import Action
@@ -88,6 +89,20 @@ def test_a_rank_that_has_run_is_reported_as_it_ran() -> None:
     assert own.operators == sum(range(6))
     assert own.traffic == {("fsdp", "all_gather"): (sum(range(6)), 60)}
     assert own.most == (5,)
+
+
+def test_the_nodes_of_a_rank_that_did_not_run_are_its_own() -> None:
+    ran = [Action(1, "F", 0)]
+    traffic = {(axis, "send"): (1, 10) for axis in ("pp", "tp", "world")}
+    none = (0,) * len(Memory._fields)
+    laps = [Lap(1, {}, none, none), Lap(1, traffic, none, none)]
+    groups = {"pp": [(0, 2), (2, 4)], "tp": [(2, 3)], "world": [tuple(range(8))]}
+    taped = TapedStage(1, 2, Tape(ran, laps, none), groups)
+    for stage, is_across in ((1, False), (2, False), (3, True)):
+        report = taped.report(stage, [Action(stage, "F", 0)])
+        assert report is not None
+        across = {axis: usage["send"].across_nodes for axis, usage in report.comm.items()}
+        assert across == {"pp": is_across, "tp": False, "world": False}
 
 
 def test_actions_are_added_up_in_the_order_of_the_other_rank() -> None:

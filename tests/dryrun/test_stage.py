@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from composer3d.dryrun import stage
 from composer3d.dryrun.collectives import CollectiveCounter
 from composer3d.dryrun.memory import MemoryLedger
+from composer3d.facts.errors import UserError
 from composer3d.runtime.launch import Pool
 from tests.dryrun.jobs import dry_run_of, recipe_of, traffic_of
 from tools.prove.paths import ROOT
@@ -52,6 +53,24 @@ def test_inside_of_a_custom_operator_a_copy_counts_and_a_kernel_stays_one_operat
         torch.ops.aten.silu_backward(copied, copied)
         assert recorder.operators == 3
     assert same is x
+
+
+def test_a_number_that_decides_what_is_done_is_refused() -> None:
+    recorder = stage.Recorder(MemoryLedger(offload=False))
+    with recorder, recorder.without_data:
+        number = torch.ones(1, dtype=torch.int64)
+        with pytest.raises(UserError, match=r"cannot know a number of torch\.int64"):
+            number.item()
+
+
+@pytest.mark.parametrize("other", [F.gelu, F.silu])
+def test_blocks_that_call_another_function_are_not_alike(other: object) -> None:
+    recipe = recipe_of(ROOT / "recipes" / "debug-1-single.toml", ())
+    blocks = [nn.Linear(2, 2) for _ in range(2)]
+    for block, function in zip(blocks, (F.silu, other), strict=True):
+        block.act = function
+    one, same = (stage._content_of_block(recipe, "blocks.0", block, (), "none") for block in blocks)
+    assert (one == same) == (other is F.silu)
 
 
 def test_skewed_routing_brings_more_rows_to_the_busiest_rank(pool: Pool) -> None:

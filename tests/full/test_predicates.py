@@ -1,6 +1,7 @@
 """Predicates: what a small recipe decides otherwise than the full one is named, and completed."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,59 @@ def test_a_proof_on_the_whole_mesh_keeps_every_predicate_of_a_layout() -> None:
         assert differences(full, shrink(full)) == [], sets(row)
 
 
+@pytest.mark.parametrize(
+    ("path", "layout"),
+    [
+        (MOE_RECIPE, "model.preset=mixtral-8x7b mesh.dp_shard=64 mesh.ep=8 data.global_batch=128"),
+        (MOE_RECIPE, "mesh.dp_shard=8 mesh.tp=4 mesh.ep=2 model.n_kv_heads=4 data.global_batch=16"),
+        (RECIPE, "mesh.pp=4 model.n_layers=16 parallel.stages=[3,5,5,3] mesh.dp_shard=8 "
+         "data.global_batch=64"),
+        (RECIPE, "model.architecture=deepseek model.preset=debug-deepseek model.n_heads=4 "
+         "model.n_kv_heads=4 model.mtp_layers=1 model.n_layers=4 parallel.fsdp_blocks=8"),
+        (RECIPE, "mesh.pp=2 model.n_layers=8 optim.train=['blocks.[1357].*']"),
+        (RECIPE, "mesh.pp=4 model.n_layers=16 parallel.stages=[1,1,13,1] "
+         "optim.train=['first.*','blocks.1.*','blocks.2.*','last.*']"),
+    ],
+)  # fmt: skip
+def test_the_proofs_of_a_rare_layout_keep_every_predicate(path: Any, layout: str) -> None:
+    full = _load(path, layout)
+    small = shrink(full)
+    assert differences(full, [*small, *completed(full, small)]) == []
+
+
+def test_axes_that_a_schedule_from_a_file_leaves_no_ranks_for_have_a_proof(tmp_path: Path) -> None:
+    rows = [[f"{rank}{kind}{batch}" for kind in "FB" for batch in (0, 1)] for rank in range(6)]
+    file = tmp_path / "six.csv"
+    file.write_text(
+        "".join(
+            ",".join([*[""] * rank, *row[:2], *[""] * (2 * (5 - rank)), *row[2:]]) + "\n"
+            for rank, row in enumerate(rows)
+        )
+    )
+    layout = "mesh.pp=6 mesh.dp_shard=2 mesh.tp=2 model.n_layers=6 data.global_batch=8"
+    full = _load(RECIPE, f"{layout} parallel.schedule=csv parallel.schedule_csv={file}")
+    (more,) = completed(full, shrink(full))
+    assert (more.mesh.pp, more.mesh.dp_shard, more.mesh.tp) == (1, 2, 2)
+    assert differences(full, [*shrink(full), more]) == []
+
+
+def test_another_tensor_shows_a_cut_that_no_small_vocabulary_has() -> None:
+    full = load(
+        ROOT / "recipes" / "llama3-8b-8-fsdp.toml",
+        ["mesh.dp_shard=512", "data.global_batch=512"],
+        check_files=False,
+    ).recipe
+    small = shrink(full)
+    lost = differences(full, small)
+    assert {one.name for one in lost} == {
+        "shards of first.embed.weight",
+        "shards of last.head.weight",
+    }
+    assert all(one.left_out for one in lost)
+    (found,) = [one for one in differences(full, small[:1]) if "embed" in one.name]
+    assert (found.full, found.left_out) == ("some have none", "")
+
+
 def test_a_pipeline_of_two_does_not_stand_for_one_with_middle_ranks() -> None:
     full = load(ROOT / "recipes" / "llama3-405b-16384-4d.toml", [], check_files=False).recipe
     lost = {one.name for one in differences(full, shrink(full))}
@@ -44,7 +98,7 @@ def test_a_pipeline_of_two_does_not_stand_for_one_with_middle_ranks() -> None:
     [
         (RECIPE, "mesh.tp=4 model.n_kv_heads=2", "mesh.tp=2 model.n_kv_heads=2", "key-value heads"),
         (RECIPE, "mesh.tp=2 model.vocab=257", "mesh.tp=2 model.vocab=256", "vocabulary over tp"),
-        (RECIPE, "mesh.dp_shard=3 data.global_batch=12", "mesh.dp_shard=2", "shards of the res"),
+        (RECIPE, "mesh.dp_shard=3 data.global_batch=12", "mesh.dp_shard=2", "shards of blocks"),
         (RECIPE, "data.seq_len=255", "data.seq_len=256", "tokens of a sequence"),
         (RECIPE, "mesh.cp=3 data.seq_len=252", "mesh.cp=2", "ranks of a ring"),
         (RECIPE, "mesh.cp=4 model.window=60", "mesh.cp=2 model.window=60", "window"),

@@ -1,5 +1,6 @@
 """A proof of a small model represents which parameters of the full one train."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -20,26 +21,28 @@ def blocks(names: tuple[str, ...]) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("train", "has_pipeline", "expected"),
+    ("train", "stages", "expected"),
     [
-        (["blocks.*"], False, {0, 1, 2}),
-        (["blocks.8.*", "blocks.9.*", "blocks.1[01].*"], False, {2}),
+        (["blocks.*"], [range(3)], {0, 1, 2}),
+        (["blocks.8.*", "blocks.9.*", "blocks.1[01].*"], [range(3)], {2}),
         # The first run of blocks holds both kinds.
-        (["blocks.0.*", "blocks.4.*", "blocks.8.*"], False, {1, 2}),
-        # With a pipeline, a stage that trains one block still trains something.
-        (["blocks.0.*", "blocks.4.*", "blocks.8.*"], True, {0, 1, 2}),
-        (["blocks.5.attn.*"], True, {1}),
-        (["blocks.5.attn.*"], False, {2}),  # a proof in which nothing trains would prove nothing
+        (["blocks.0.*", "blocks.4.*", "blocks.8.*"], [range(3)], {1, 2}),
+        (["blocks.0.*", "blocks.4.*", "blocks.8.*"], [range(2), range(2, 3)], {1, 2}),
+        # A stage of one block trains something.
+        (["blocks.0.*", "blocks.4.*", "blocks.8.*"], [[0], [1], [2]], {0, 1, 2}),
+        (["blocks.5.attn.*"], [range(3)], {1}),
+        (["blocks.5.attn.*"], [range(2), range(2, 3)], {1, 2}),
+        (["first.*", "blocks.5.attn.*", "last.*"], [[0], [1], [2]], {1}),
     ],
 )
 def test_blocks_stand_for_runs_of_blocks(
-    train: list[str], has_pipeline: bool, expected: set[int]
+    train: list[str], stages: list[Sequence[int]], expected: set[int]
 ) -> None:
-    assert blocks(train_in_small(train, FULL, SMALL, has_pipeline=has_pipeline)) == expected
+    assert blocks(train_in_small(train, FULL, SMALL, stages)) == expected
 
 
 def test_the_ends_and_the_parts_of_a_block_stay() -> None:
-    names = train_in_small(["first.*", "blocks.5.attn.wq.*"], FULL, SMALL, has_pipeline=True)
+    names = train_in_small(["first.*", "blocks.5.attn.wq.*"], FULL, SMALL, [[0], [1, 2]])
     assert names == ("first.embed.weight", "blocks.1.attn.wq.weight")
 
 
@@ -48,16 +51,16 @@ def test_a_proof_trains_what_the_recipe_trains() -> None:
     (small,) = shrink(full)
     assert small.model.n_layers == 2
     assert small.optim.train == (
-        "blocks.1.ffn.w1.weight",
-        "blocks.1.ffn.w2.weight",
-        "blocks.1.ffn.w3.weight",
+        "blocks.0.ffn.w1.weight",
+        "blocks.0.ffn.w2.weight",
+        "blocks.0.ffn.w3.weight",
         "last.norm.weight",
     )
 
 
 def test_a_glob_of_the_full_model_without_a_match_is_refused() -> None:
     with pytest.raises(PlanError, match=r"'blocks\.12' matches no parameter"):
-        train_in_small(["blocks.12"], FULL, SMALL, has_pipeline=False)
+        train_in_small(["blocks.12"], FULL, SMALL, [range(3)])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from composer3d.facts.checkpointing import Checkpointing
-from composer3d.facts.errors import RecipeError
+from composer3d.facts.errors import RecipeError, UserError
 from composer3d.full.predicates import completed
 from composer3d.planner.stages import checkpointed_stages_of_ranks
 from composer3d.recipe.resolve import load
@@ -538,3 +538,11 @@ def test_about_the_same_share_of_stages_is_checkpointed(sets: str) -> None:
         assert checkpointed_stages_of_ranks(part) in kinds, count
         if stages == 16 and full.mesh.pp == 16:
             assert abs(blocks.stages - count / 4) < 1
+
+
+def test_a_small_recipe_that_breaks_a_rule_is_an_error() -> None:
+    sets = ["model.rope_scaling=dynamic", "model.rope_context=8", "model.rope_factor=4.0"]
+    sets += ["data.seq_len=8", "mesh.cp=4", "mesh.dp_shard=8", "data.global_batch=16"]
+    full = load(str(RECIPE_PATH), sets, check_files=False).recipe
+    with pytest.raises(UserError, match=r"cannot make this recipe small: data\.seq_len = 24"):
+        shrink(full)

@@ -53,7 +53,7 @@ def apply(
             "the plan names no module that attends, which context parallelism needs; "
             "use mesh.cp = 1"
         )
-    attend = make_attend(group, parallel.cp_method, balanced=parallel.cp_balance == "zigzag")
+    attend = make_attend(group, parallel.cp_method, balanced=parallel.is_balanced)
     for name, module in stage.named_modules():
         if plan.attends(name):
             module.attend = attend

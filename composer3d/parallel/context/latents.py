@@ -38,8 +38,8 @@ def apply(
     """
     if group is None:
         return
-    method, balanced = parallel.cp_method, parallel.cp_balance == "zigzag"
-    attend = make_attend_latents(group, method, balanced=balanced)
+    method = parallel.cp_method
+    attend = make_attend_latents(group, method, balanced=parallel.is_balanced)
     for name, module in stage.named_modules():
         if not (plan.attends(name) and isinstance(module, AttendsToLatents)):
             continue

@@ -119,6 +119,5 @@ def _sum_over(group: dist.ProcessGroup, counts: Tensor) -> Tensor:
 def _own_documents(documents_BT: Tensor, mesh: Mesh, parallel: ParallelTable) -> Tensor:
     """The documents of the tokens that this rank routes: its cp part, and its tp part of that."""
     if mesh.cp_group is not None:
-        balanced = parallel.cp_balance == "zigzag"
-        documents_BT = shard_sequence(documents_BT, 1, mesh.cp_group, balanced=balanced)
+        documents_BT = shard_sequence(documents_BT, 1, mesh.cp_group, balanced=parallel.is_balanced)
     return documents_BT.chunk(mesh.sizes.tp, 1)[mesh.coords["tp"]]

@@ -121,8 +121,7 @@ def sequence_divides(recipe: Recipe) -> Iterator[str]:
     """
     seq_len, cp = recipe.data.seq_len, recipe.mesh.cp
     tp = recipe.mesh.tp if recipe.parallel.sequence_parallel else 1
-    chunks_per_rank = 2 if cp > 1 and recipe.parallel.cp_balance == "zigzag" else 1
-    unit = cp * lcm(chunks_per_rank, tp)
+    unit = cp * lcm(recipe.sequence_chunks // cp, tp)
     if seq_len % unit == 0:
         return
 
@@ -134,7 +133,7 @@ def sequence_divides(recipe: Recipe) -> Iterator[str]:
             "parallel.sequence_parallel = false"
         )
         return
-    reason = f"<mesh.cp> cuts it into {chunks_per_rank * cp} chunks"
+    reason = f"<mesh.cp> cuts it into {recipe.sequence_chunks} chunks"
     if tp > 1:
         reason += f", and {cuts_by_tp} cuts the part of each rank again"
     yield f"<data.seq_len> must be a multiple of {unit}: {reason}; use {multiples}"

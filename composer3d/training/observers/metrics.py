@@ -567,8 +567,6 @@ def cp_balance(recipe: Recipe, batch: Batch) -> dict[str, float]:
     cp, parallel, documents_BT = recipe.mesh.cp, recipe.parallel, batch.documents_BT
     if cp == 1 or documents_BT is None or parallel.cp_method == "ulysses":
         return {}
-    is_balanced = parallel.cp_balance == "zigzag"
     windows = recipe.model.windows
-    return {
-        "cp_balance": attention_imbalance(documents_BT, cp, balanced=is_balanced, windows=windows)
-    }
+    value = attention_imbalance(documents_BT, cp, balanced=parallel.is_balanced, windows=windows)
+    return {"cp_balance": value}
