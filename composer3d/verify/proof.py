@@ -27,6 +27,7 @@ from composer3d.recipe.schema import AXES, Recipe
 from composer3d.recipe.values import FIELDS, entries_of_recipe, value_of
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.verify.judge import ReferenceStats, Verdict, has_little_noise, judge
+from composer3d.verify.cuts import cuts_of_tensors
 from composer3d.verify.shrink import lost_kinds, shrink
 
 # Scores of a router are at most 1, and have a few roundings of 6e-8 in float32, 1e-16 in float64.
@@ -241,7 +242,7 @@ def _named_values(small: Recipe) -> Iterator[str]:
 def _left_out(full: Recipe, small_recipes: Sequence[Recipe]) -> Iterator[str]:
     """Yield what the small recipes leave out, and why.
 
-    These are keys, as their rows say it, and kinds of blocks.
+    These are keys, as their rows say it, kinds of blocks, and how FSDP shards the rows of a tensor.
     """
     for key, entry in FIELDS.items():
         reason = entry.metadata["in_proof"].without
@@ -249,6 +250,9 @@ def _left_out(full: Recipe, small_recipes: Sequence[Recipe]) -> Iterator[str]:
             yield f"without {entry.name}, {reason}"
     for blocks in lost_kinds(full, small_recipes):
         yield f"without the {blocks}, which the small models lack"
+    shown = {cut for small in small_recipes for cut in cuts_of_tensors(small).values()}
+    for cut in sorted({*cuts_of_tensors(full).values()} - shown):
+        yield f"without rows of which {cut} over FSDP, which no small mesh has"
 
 
 def choose_seed(
