@@ -507,6 +507,12 @@ def test_the_ends_of_a_pipeline(more: str, stages: tuple[int, ...], tmp_path: Pa
             [],
         ),
         (MEGATRON + MEGATRON.replace("--lr 3.0e-4", "--lr 1.0e-4"), ["lr"]),
+        # Another file may have set it again, or what an empty variable has.
+        (MEGATRON.replace("TP=2", "TP=2\nsource site.sh"), ["GPUS_PER_NODE", "NNODES", "TP"]),
+        (
+            MEGATRON.replace("TP=2", "A=\neval $(f)\nTP=2") + " $A",
+            ["A", "GPUS_PER_NODE", "NNODES"],
+        ),
     ],
 )
 def test_a_script_is_not_guessed(text: str, keys: list[str] | None, tmp_path: Path) -> None:
