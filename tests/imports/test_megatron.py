@@ -475,6 +475,9 @@ def test_the_ends_of_a_pipeline(more: str, stages: tuple[int, ...], tmp_path: Pa
     assert recipe.parallel.stages == stages
 
 
+MOE_OPTIONS = " --num-experts 8 --moe-router-topk 2\n"
+
+
 @pytest.mark.parametrize(
     ("text", "keys"),
     [
@@ -507,6 +510,10 @@ def test_the_ends_of_a_pipeline(more: str, stages: tuple[int, ...], tmp_path: Pa
             [],
         ),
         (MEGATRON + MEGATRON.replace("--lr 3.0e-4", "--lr 1.0e-4"), ["lr"]),
+        (MEGATRON.rstrip() + MOE_OPTIONS + MEGATRON, ["num_experts", "moe_router_topk"]),
+        (MEGATRON + MEGATRON.rstrip() + MOE_OPTIONS, ["num_experts", "moe_router_topk"]),
+        # A program that prepares data has few of the words.
+        (MEGATRON + "python tools/preprocess_data.py --vocab-size 50257 --seq-length 2048\n", []),
         # Another file may have set it again, or what an empty variable has.
         (MEGATRON.replace("TP=2", "TP=2\nsource site.sh"), ["GPUS_PER_NODE", "NNODES", "TP"]),
         (
