@@ -219,13 +219,16 @@ def _from_entries(entries: list[Entry], name: str, *, has_lines: bool) -> Source
     program = _recognised(found, {_key(entry) for entry in entries} if has_lines else set(), name)
 
     def setting_of(word: str, entry: Entry) -> Setting:
-        return setting(_bounded(word), entry.value, f"{name}:{entry.line}" if has_lines else name)
+        found = setting(_bounded(word), entry.value, f"{name}:{entry.line}" if has_lines else name)
+        return found._replace(unsure=frozenset(["a condition"] if entry.is_unsure else []))
 
     if program != "Megatron-LM":
         is_ds = program == "DeepSpeed"
-        return _single(
+        source = _single(
             program, [setting_of(ds_word if is_ds else path, one) for one, path, ds_word, _ in rows]
         )
+        _note_conditions(source)
+        return source
     megatron, ds = [], []
     for entry, path, ds_word, is_below_root in rows:
         key = _key(entry)
@@ -234,9 +237,19 @@ def _from_entries(entries: list[Entry], name: str, *, has_lines: bool) -> Source
         else:
             megatron.append(setting_of(key if _MEGATRON.find(key) else path, entry))
     source = _together(megatron, ds)
+    _note_conditions(source)
     sections = {entry.path[0] for entry in entries if len(entry.path) > 1}
     source.is_override = "train" in sections and sections <= BRIDGE_SECTIONS
     return source
+
+
+def _note_conditions(source: SourceSettings) -> None:
+    """Open a point for each word of Python text that decides, and may not count."""
+    program = PROGRAMS[source.program]
+    for word, one in source.settings.items():
+        if one.unsure and _decides(program, word):
+            line = f"{one.shown} ({one.place}) is set under a condition or in a function, which is "
+            source.open.setdefault(word, Guess(f"{line}not decided: it is used", (word,)))
 
 
 def _key(entry: Entry) -> str:
@@ -305,9 +318,7 @@ def _guesses(twice: Mapping[str, str], settings: Iterable[Setting]) -> dict[str,
     The last of two options counts. In a tree, or in two files, none of two values does.
     """
     options = {one.name for one in settings if one.shown.startswith("--")}
-    return {
-        word: Guess(line, (word,)) for word, line in twice.items() if word not in options
-    }
+    return {word: Guess(line, (word,)) for word, line in twice.items() if word not in options}
 
 
 def _together(megatron: list[Setting], ds: list[Setting]) -> SourceSettings:

@@ -432,6 +432,24 @@ def test_what_decides_and_is_not_expressed_is_open(
 
 
 @pytest.mark.parametrize(
+    ("more", "keys"),
+    [
+        ("if BIG:\n    config['num_experts'] = 8", ["num_experts"]),
+        ("if BIG:\n    config['wandb_project'] = 'x'", []),
+        ("config = {**BASE, **config}", ["**BASE"]),
+        ("config['num_layers'] *= 2", None),
+    ],
+)
+def test_python_text_is_not_guessed(more: str, keys: list[str] | None, tmp_path: Path) -> None:
+    text = f"config = {{{OURS}}}\n{more}"
+    if keys is not None:
+        assert list(imported(tmp_path, "x.py", text, gpus=8).made.open) == keys
+        return
+    with pytest.raises(RecipeError, match=r"\*= 2: the value is not known here; give it with"):
+        imported(tmp_path, "x.py", text, gpus=8)
+
+
+@pytest.mark.parametrize(
     ("window", "sets", "full_every"),
     [("(127, 0)", "model.window=0", 0), ("(-1, 0)", "model.window=64", 4)],
 )
