@@ -207,8 +207,8 @@ def _entries_of_statement(statement: ast.stmt, scope: _Scope) -> Iterator[Entry]
         case ast.Return(value=value):
             yield from _entries_of(value, (), scope)
         case ast.Expr(value=value):
-            changed = getattr(value, "func", None)  # as in ``config.update(...)``
-            yield from _entries_of(value, (), scope.of(changed))
+            # ``config.update(...)`` changes config.
+            yield from _entries_of(value, (), scope.of(getattr(value, "func", None)))
         case ast.AnnAssign(target=target, value=value) if value is not None:
             yield from _entries_of(value, _path_of(target), scope.of(target))
         case ast.Assign(targets=targets, value=value):
@@ -220,8 +220,8 @@ def _entries_of_statement(statement: ast.stmt, scope: _Scope) -> Iterator[Entry]
         case ast.AugAssign(target=ast.Name(id=name) as target, op=ast.BitOr(), value=value):
             if name in scope.dicts or _is_tree(value, scope):
                 yield from _merged(value, (), scope.of(target))
-        case ast.AugAssign(target=target):
-            yield from _changes_of(statement, [target], scope)
+        case ast.AugAssign(target=changed):
+            yield from _changes_of(statement, [changed], scope)
         case ast.Delete(targets=targets):
             yield from _changes_of(statement, targets, scope)
 
