@@ -212,16 +212,16 @@ def _entries_of_statement(statement: ast.stmt, scope: _Scope) -> Iterator[Entry]
         case ast.AnnAssign(target=target, value=value) if value is not None:
             yield from _entries_of(value, _path_of(target), scope.of(target))
         case ast.Assign(targets=targets, value=value):
-            for target in targets:
-                if isinstance(target, ast.Tuple | ast.List):
-                    yield from _changes_of(statement, target.elts, scope)
+            for one in targets:
+                if isinstance(one, ast.Tuple | ast.List):
+                    yield from _changes_of(statement, one.elts, scope)
                 else:
-                    yield from _entries_of(value, _path_of(target), scope.of(target))
+                    yield from _entries_of(value, _path_of(one), scope.of(one))
         case ast.AugAssign(target=ast.Name(id=name) as target, op=ast.BitOr(), value=value):
             if name in scope.dicts or _is_tree(value, scope):
                 yield from _merged(value, (), scope.of(target))
-        case ast.AugAssign(target=changed):
-            yield from _changes_of(statement, [changed], scope)
+        case ast.AugAssign(target=target):
+            yield from _changes_of(statement, [target], scope)
         case ast.Delete(targets=targets):
             yield from _changes_of(statement, targets, scope)
 
