@@ -555,7 +555,7 @@ MOE_OPTIONS = " --num-experts 8 --moe-router-topk 2\n"
         # Another file may have set it again, or what an empty variable has.
         (MEGATRON.replace("TP=2", "TP=2\nsource site.sh"), ["GPUS_PER_NODE", "NNODES", "TP"]),
         (
-            MEGATRON.replace("TP=2", "A=\neval $(f)\nTP=2") + " $A",
+            MEGATRON.replace("TP=2", "A=\neval $(f)\nTP=2").replace("gpt.py", "gpt.py $A"),
             ["A", "GPUS_PER_NODE", "NNODES"],
         ),
     ],
