@@ -51,8 +51,6 @@ class _Part(NamedTuple):
 
 
 _Word = list[_Part]
-
-
 _Document = tuple[int, str, bool]  # the line of a here-document, its text, whether it expands
 
 

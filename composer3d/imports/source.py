@@ -189,7 +189,18 @@ def _read_python(text: str, name: str) -> SourceSettings:
             "run; let torchtitan write its values with --debug.save_config_file FILE.json, and "
             "import that"
         )
-    return _from_entries(dicts_of(text, name), name, has_lines=True)
+    source = _from_entries(dicts_of(text, name), name, has_lines=True)
+    _note_conditions(source)
+    return source
+
+
+def _note_conditions(source: SourceSettings) -> None:
+    """Open a point for each word of Python text that decides, and may not count."""
+    program = PROGRAMS[source.program]
+    for word, one in source.settings.items():
+        if one.unsure and _decides(program, word):
+            line = f"{one.shown} ({one.place}) is set under a condition or in a function, which is "
+            source.open.setdefault(word, Guess(f"{line}not decided: it is used", (word,)))
 
 
 # --- which program ---
@@ -224,11 +235,9 @@ def _from_entries(entries: list[Entry], name: str, *, has_lines: bool) -> Source
 
     if program != "Megatron-LM":
         is_ds = program == "DeepSpeed"
-        source = _single(
+        return _single(
             program, [setting_of(ds_word if is_ds else path, one) for one, path, ds_word, _ in rows]
         )
-        _note_conditions(source)
-        return source
     megatron, ds = [], []
     for entry, path, ds_word, is_below_root in rows:
         key = _key(entry)
@@ -237,19 +246,9 @@ def _from_entries(entries: list[Entry], name: str, *, has_lines: bool) -> Source
         else:
             megatron.append(setting_of(key if _MEGATRON.find(key) else path, entry))
     source = _together(megatron, ds)
-    _note_conditions(source)
     sections = {entry.path[0] for entry in entries if len(entry.path) > 1}
     source.is_override = "train" in sections and sections <= BRIDGE_SECTIONS
     return source
-
-
-def _note_conditions(source: SourceSettings) -> None:
-    """Open a point for each word of Python text that decides, and may not count."""
-    program = PROGRAMS[source.program]
-    for word, one in source.settings.items():
-        if one.unsure and _decides(program, word):
-            line = f"{one.shown} ({one.place}) is set under a condition or in a function, which is "
-            source.open.setdefault(word, Guess(f"{line}not decided: it is used", (word,)))
 
 
 def _key(entry: Entry) -> str:
