@@ -13,7 +13,7 @@ def translate(made: Translation, gpus: int | None) -> None:
     _set_model(made)
     _set_layout(made, gpus)
     _note_optimizer(made)
-    made.take_choice("optim.schedule", "lr_scheduler.lr_decay_style")
+    _set_schedule(made)
 
 
 def _set_model(made: Translation) -> None:
@@ -50,8 +50,41 @@ def _note_optimizer(made: Translation) -> None:
     """Ask about an optimizer that is not AdamW. Without weight decay, Adam is the same."""
     word = "optimizer._target_"
     found = made.get(word)
-    name = str(found.value).rpartition(".")[2].lower() if found is not None else "adamw"
+    path = str(found.value) if found is not None else ""
+    name = path.rpartition(".")[2].lower() if path else "adamw"
+    _assume_optimizer(made, path, name)
     is_adam = name == "adam" and made.value("optim.weight_decay", 0.0) == 0
     if name not in _ADAMW and not is_adam:
         made.ask("the optimizer of the recipe is AdamW, whose weight decay is decoupled", word)
     made.ignore(word)
+
+
+def _set_schedule(made: Translation) -> None:
+    """Set the schedule, and what it does if its section is there and does not say it."""
+    made.take_choice("optim.schedule", "lr_scheduler.lr_decay_style")
+    if not any(name.startswith("lr_scheduler.") for name in made.settings):
+        return
+    reason = "the default of lr_scheduler"
+    made.assume("optim.schedule", "cosine", reason)
+    steps, lr = made.value("run.steps"), made.value("optim.lr")
+    if steps is not None:
+        made.assume("optim.warmup", min(1000, steps // 10), f"{reason}: a tenth of the steps")
+    if lr is not None and made.value("optim.schedule") != "constant":
+        made.assume("optim.min_lr", 0.01 * lr, f"{reason}: a hundredth of lr")
+
+
+def _assume_optimizer(made: Translation, path: str, name: str) -> None:
+    """Set what the file does not say of an optimizer to the defaults of the class ``path``."""
+    own = made.known.own
+    decay = own["weight_decay"].get(f"{path.partition('.')[0].lower()} {name}")
+    defaults = {**own["adam"], "optim.weight_decay": decay}
+    absent = [key for key in defaults if key not in made.values and key not in made.overridden]
+    if decay is not None:
+        for key in absent:
+            made.assume(key, defaults[key], f"the default of {path}")
+    elif absent and name in (*_ADAMW, "adam"):
+        made.ask(
+            f"the file does not say {', '.join(absent)}, and the defaults of its optimizer are not "
+            "known: the recipe has its own",
+            key="optimizer.defaults",
+        )

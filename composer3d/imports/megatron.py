@@ -12,6 +12,7 @@ from composer3d.models import registry
 from composer3d.recipe.schema import OptimTable
 
 _GPT2_VOCAB = "gpt2bpetokenizer"
+_GROUPS = "num-query-groups"
 _LAYER_PATTERN = re.compile(r"\(?(?:\[0\]\*([0-9]{1,6})\+)?\[1\]\*([0-9]{1,6})\)?")
 
 
@@ -132,17 +133,7 @@ def _set_model(made: Translation, tp: int) -> None:
         made.harmless.append(experts.shown)  # no layer has a choice: they are dense
         del made.settings["num_experts"]
     made.take_plain_words()
-    heads = made.value("model.n_heads")
-    groups = made.number("num_query_groups")
-    has_switch = "group_query_attention" in made.settings
-    grouped = made.flag("group_query_attention")
-    if groups is not None and (grouped or not has_switch):
-        # In a script, the number counts only with the switch; a pasted dict often lacks it.
-        made.take("model.n_kv_heads", groups, "num_query_groups", "group_query_attention")
-    elif heads is not None:
-        made.ignore("num_query_groups", "group_query_attention")
-        made.take("model.n_kv_heads", heads, "num_attention_heads", note="all of them")
-
+    _set_groups(made)
     is_gated = _is_gated(made)
     _set_width(made, tp, is_gated)
     _set_vocabulary(made, tp)
@@ -152,6 +143,28 @@ def _set_model(made: Translation, tp: int) -> None:
         _set_experts(made, tp, is_gated)
     else:
         _drop_experts(made)
+
+
+def _set_groups(made: Translation) -> None:
+    """Set the heads of keys and values: all, or the groups that share them."""
+    words = "num_query_groups", "group_query_attention"
+    heads, groups = made.value("model.n_heads"), made.number(words[0])
+    grouped = made.flag(words[1])
+    # In a script of Megatron-LM, the number counts only with the switch. A pasted dict often lacks
+    # it, and Megatron-DeepSpeed has no switch for its --num-key-value-heads.
+    needs_switch = words[1] in made.settings or made.words(words[0]).startswith(f"--{_GROUPS}")
+    if groups is not None and (grouped or not needs_switch):
+        made.take("model.n_kv_heads", groups, *words)
+    elif grouped and made.has_defaults:
+        made.take("model.n_kv_heads", 1, words[1], note=f"1, the default of --{_GROUPS}")
+    elif heads is not None and not grouped:
+        if groups not in (None, heads):
+            made.contradict(
+                f"{made.words(words[0])} without --group-query-attention, as in Megatron-LM: each "
+                "head has its own keys and values"
+            )
+        made.ignore(*words)
+        made.take("model.n_kv_heads", heads, "num_attention_heads", note="all of them")
 
 
 def _drop_experts(made: Translation) -> None:
@@ -221,6 +234,14 @@ def _set_vocabulary(made: Translation, tp: int) -> None:
     made.ignore("make_vocab_size_divisible_by", "tokenizer_type")
     if size is not None:
         vocab = padded(size, unit)
+        if tokenizer in made.known.own["one_more"].split() and padded(size + 1, unit) != vocab:
+            made.ask(
+                f"versions before April 2026 have one token more, {padded(size + 1, unit):,} rows; "
+                f"the recipe has {vocab:,}",
+                "tokenizer_type",
+                source,
+                ours="model.vocab",
+            )
         note = f"{size:,} padded to a multiple of {unit:,}" if vocab != size else ""
         made.take("model.vocab", vocab, source, note=note)
     elif made.model is None and tokenizer and "model.vocab" not in made.overridden:

@@ -3,7 +3,8 @@
 Of the language of shells, assignments and the words of commands are understood. No condition is
 decided, no loop or function runs, and nothing is computed. A variable that is set in one of these
 is unsure: it keeps the value before, or else has its last one, and each word that it goes into
-tells of it. What would be computed, such as ``$((...))`` or ``$(...)``, stays as it is written.
+tells of it. So is every variable that another file or a text may set, as ``source`` and ``eval``
+do. What would be computed, such as ``$((...))`` or ``$(...)``, stays as it is written.
 """
 
 import re
@@ -35,7 +36,10 @@ _ENDS_WORD = " \t\r\n;&|()<>"
 _OPENING = frozenset(("if", "case", "for", "while", "until", "select", "function", "{"))
 _CLOSING = frozenset(("fi", "esac", "done", "}"))
 _DECLARING = frozenset(("export", "local", "readonly", "declare", "typeset"))
-_SETTING = frozenset(("for", "select", "read", "unset", "getopts", "mapfile", "readarray"))
+_COMPUTING = frozenset(("for", "select", "((", "let"))
+_SETTING = frozenset(("read", "unset", "getopts", "mapfile", "readarray"))
+_RUNNING = frozenset(("source", ".", "eval"))  # may set any variable
+_NAMES = re.compile(r"\$\{?([A-Za-z_]\w*)")
 
 
 class _Part(NamedTuple):
@@ -47,6 +51,7 @@ class _Part(NamedTuple):
 
 
 _Word = list[_Part]
+_Document = tuple[int, str, bool]  # the line of a here-document, its text, whether it expands
 
 
 class _Statement(NamedTuple):
@@ -108,7 +113,7 @@ class Script:
         variables: all words of its variables with options at the end, as one command.
         documents: the texts of here-documents, by line.
         unsure: a line for each variable that is set where it is not known whether this runs.
-        others: all values of these variables.
+        others: all values of these variables. ``$NAME`` stands for one that is not in the script.
     """
 
     commands: list[ShellCommand] = field(default_factory=list)
@@ -131,16 +136,22 @@ def read_script(text: str, name: str) -> Script:
     reader = _Reader(name)
     tokenizer = _Tokenizer(_MARKS.sub("", text))
     for statement in tokenizer.statements():
-        reader.add(statement)
+        reader.add(statement, tokenizer.documents)
+    reader.finish(tokenizer.documents)
     script = reader.script
-    for line, document, expands in tokenizer.documents:
-        script.documents.append(
-            (line, reader.text_of(reader.expand(document, line) if expands else document))
-        )
     values = [" ".join(found.marked()) for found in reader.variables.values()]
     words = [word for value in values if "--" in value for word in value.split()]
     script.variables.words.extend(map(reader.text_of, words))
     return script
+
+
+class _Inner(NamedTuple):
+    """A here-document in a condition, a loop or a function, and its variables at this place."""
+
+    position: int  # in ``Script.documents``
+    line: int
+    text: str
+    before: dict[str, list[str] | None]
 
 
 @dataclass
@@ -152,13 +163,59 @@ class _Reader:
     variables: dict[str, _Variable] = field(default_factory=dict)
     sure: set[str] = field(default_factory=set)  # variables that are set under no condition
     marks: dict[str, str] = field(default_factory=dict)  # the variable of each mark
+    mark_of: dict[str, str] = field(default_factory=dict)  # the mark of each variable
+    unmarked: set[str] = field(default_factory=set)  # variables that are sure
+    inner: list[_Inner] = field(default_factory=list)
     depth: int = 0  # conditions, loops and functions around this place
     follows: bool = False  # the statement before ended with && or ||
     total: int = 0
 
-    def add(self, statement: _Statement) -> None:
-        """Take over one statement: its assignments, and the command that follows them."""
+    def add_documents(self, documents: list[_Document], *, is_inner: bool) -> None:
+        """Take over here-documents that stand at this place, and empty the list."""
+        for line, text, expands in documents:
+            if expands and is_inner:
+                before = {name: self._values(name) for name in _NAMES.findall(text)}
+                self.inner.append(_Inner(len(self.script.documents), line, text, before))
+            found = self.expand(text, line) if expands else text
+            self.script.documents.append((line, self.text_of(found)))
+        documents.clear()
+
+    def finish(self, documents: list[_Document]) -> None:
+        """Expand the documents of functions, which are called below: again, with the last values.
+
+        A function is not told from a condition. So a variable that has changed since is unsure.
+        """
+        self.add_documents(documents, is_inner=False)
+        for position, line, text, before in self.inner:
+            changed = [name for name in before if before[name] != self._values(name)]
+            for name in changed:
+                self.script.unsure.setdefault(
+                    name,
+                    f"{self.name}:{line}: {name} is set again after this document, which is in a "
+                    "function or under a condition: the last value is used",
+                )
+                self.script.others.setdefault(name, [])
+            found = self.text_of(self.expand(text, line))
+            found = found._replace(unsure=found.unsure.union(changed))
+            self.script.documents[position] = (line, found)
+
+    def _values(self, name: str) -> list[str] | None:
+        found = self.variables.get(name)
+        return None if found is None else found.values
+
+    def add(self, statement: _Statement, documents: list[_Document]) -> None:
+        """Take over one statement: its assignments, and the command that follows them.
+
+        Args:
+            statement: the statement.
+            documents: the here-documents of a line come with its last statement, which cannot set
+                what is in them.
+        """
+        depth = self.depth
         words = self._without_keywords(statement.words)
+        self.add_documents(documents, is_inner=max(depth, self.depth) > 0)
+        keywords = statement.words[: len(statement.words) - len(words)]
+        is_declared = not _DECLARING.isdisjoint(map(_plain, keywords))
         is_unsure = self.follows or self.depth > 0 or statement.depth > 0
         while words and (match := _ASSIGNMENT.match(words[0][0].text)):
             if words[0][0].is_quoted:
@@ -169,7 +226,7 @@ class _Reader:
                 first = words[0][0]._replace(text=words[0][0].text[match.end() :])
                 values = [self._joined([first, *words[0][1:]], statement.line)]
             if match[2]:
-                self.variables.pop(match[1], None)  # one element of an array
+                self._drop(match[1])  # one element of an array
             else:
                 self._assign(match, values, is_unsure, statement)
             del words[0]
@@ -180,6 +237,7 @@ class _Reader:
             self.script.commands.append(
                 ShellCommand(statement.line, list(map(self.text_of, found)))
             )
+            self._note_command(words, is_declared, statement.line)
         # An assignment never fails, so what follows one and && runs as it does.
         runs = bool(words) or is_unsure or statement.end == "||"
         self.follows = statement.end in ("&&", "||") and runs
@@ -189,7 +247,7 @@ class _Reader:
         is_declared = False
         for number, word in enumerate(words):
             plain = _plain(word) or ""
-            if plain in _SETTING or plain in ("((", "let"):
+            if plain in _COMPUTING:
                 self._forget(plain, words[number + 1 :])
             if plain in _OPENING:
                 self.depth += 1
@@ -201,14 +259,43 @@ class _Reader:
                 return words[number:]
         return []
 
+    def _note_command(self, words: list[_Word], is_declared: bool, line: int) -> None:
+        """Forget or doubt the variables that a command may set."""
+        plain = [_plain(word) or "" for word in words]
+        if is_declared and not all(map(str.isidentifier, plain)):
+            self._doubt_all("export or declare, with a name that is not read", line)
+        elif plain[0] in _SETTING:
+            self._forget(plain[0], words[1:])
+        elif plain[:2] == ["printf", "-v"]:
+            self._forget(plain[0], words[2:3])
+        elif plain[0] in _RUNNING:
+            self._doubt_all(f"{plain[0]}, which is not run", line)
+
+    def _doubt_all(self, what: str, line: int) -> None:
+        """Make all variables unsure, for ``what`` may have set them again."""
+        for name in sorted(self.unmarked):
+            values = self.variables[name].values
+            shown = _short(self.text_of(" ".join(values)).text)
+            self._mark(
+                name,
+                values,
+                f"{self.name}:{line}: {name} may be set again by {what}: its value before, "
+                f"{shown}, is used",
+            )
+            self.script.others.setdefault(name, []).append(f"${name}")
+
     def _forget(self, keyword: str, words: list[_Word]) -> None:
         """Forget the values of variables that a command computes or reads."""
         for text in filter(None, map(_plain, words)):
             names = _COMPUTED.findall(text) if keyword in ("((", "let") else [text]
             for name in names:
-                self.variables.pop(name, None)
+                self._drop(name)
             if keyword in ("for", "select"):
                 return  # the others are what the loop goes through
+
+    def _drop(self, name: str) -> None:
+        self.variables.pop(name, None)
+        self.unmarked.discard(name)
 
     def _assign(
         self, match: re.Match[str], values: list[str], is_unsure: bool, statement: _Statement
@@ -221,6 +308,7 @@ class _Reader:
             self._count(value, statement.line)
         if not is_unsure:
             self.sure.add(name)
+            self.unmarked.add(name)
             self.variables[name] = _Variable(values)
         elif before is None or before.values != values:
             keeps = before is not None and name in self.sure
@@ -233,15 +321,22 @@ class _Reader:
         self, name: str, values: list[str], keeps: bool, statement: _Statement
     ) -> None:
         """Mark a variable as unsure, and give it its value before, or else its last one."""
-        mark = next((one for one, other in self.marks.items() if other == name), None)
-        mark = mark or chr(_FIRST_MARK + len(self.marks))
-        self.marks[mark] = name
-        self.variables[name] = _Variable(values, mark)
         again, used = (" again", "value before") if keeps else ("", "last value")
-        self.script.unsure[name] = (
+        shown = _short(self.text_of(" ".join(values)).text)
+        self._mark(
+            name,
+            values,
             f"{self.name}:{statement.line}: {name} is set{again} under a condition, which is not "
-            f"decided: its {used}, {_short(self.text_of(' '.join(values)).text)}, is used"
+            f"decided: its {used}, {shown}, is used",
         )
+
+    def _mark(self, name: str, values: list[str], line: str) -> None:
+        """Give a variable values that are unsure, and a line about it."""
+        mark = self.mark_of.setdefault(name, chr(_FIRST_MARK + len(self.mark_of)))
+        self.marks[mark] = name
+        self.unmarked.discard(name)
+        self.variables[name] = _Variable(values, mark)
+        self.script.unsure[name] = line
 
     def text_of(self, text: str) -> Text:
         """Return a text without marks, and the variables that they are of."""
@@ -374,7 +469,7 @@ class _Tokenizer:
     def __init__(self, text: str) -> None:
         self.text = text
         self.position = 0
-        self.documents: list[tuple[int, str, bool]] = []
+        self.documents: list[_Document] = []  # those of the lines so far, until they are taken
         self._pending: list[tuple[str, bool, bool]] = []  # here-documents of this line
         self._line, self._counted = 1, 0
 

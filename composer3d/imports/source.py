@@ -189,7 +189,18 @@ def _read_python(text: str, name: str) -> SourceSettings:
             "run; let torchtitan write its values with --debug.save_config_file FILE.json, and "
             "import that"
         )
-    return _from_entries(dicts_of(text, name), name, has_lines=True)
+    source = _from_entries(dicts_of(text, name), name, has_lines=True)
+    _note_conditions(source)
+    return source
+
+
+def _note_conditions(source: SourceSettings) -> None:
+    """Open a point for each word of Python text that decides, and may not count."""
+    program = PROGRAMS[source.program]
+    for word, one in source.settings.items():
+        if one.unsure and _decides(program, word):
+            line = f"{one.shown} ({one.place}) is set under a condition or in a function, which is "
+            source.open.setdefault(word, Guess(f"{line}not decided: it is used", (word,)))
 
 
 # --- which program ---
@@ -219,7 +230,8 @@ def _from_entries(entries: list[Entry], name: str, *, has_lines: bool) -> Source
     program = _recognised(found, {_key(entry) for entry in entries} if has_lines else set(), name)
 
     def setting_of(word: str, entry: Entry) -> Setting:
-        return setting(_bounded(word), entry.value, f"{name}:{entry.line}" if has_lines else name)
+        found = setting(_bounded(word), entry.value, f"{name}:{entry.line}" if has_lines else name)
+        return found._replace(unsure=frozenset(["a condition"] if entry.is_unsure else []))
 
     if program != "Megatron-LM":
         is_ds = program == "DeepSpeed"
@@ -294,7 +306,18 @@ def _limit(count: int, name: str) -> None:
 def _single(program: str, settings: list[Setting]) -> SourceSettings:
     """Make a source of the words of one program."""
     found, twice = canonical(program, settings)
-    return SourceSettings(program, found, [*twice.values()])
+    source = SourceSettings(program, found, [*twice.values()])
+    source.open = _guesses(twice, settings)
+    return source
+
+
+def _guesses(twice: Mapping[str, str], settings: Iterable[Setting]) -> dict[str, Guess]:
+    """Return an open point for each word that stands twice with different values.
+
+    The last of two options counts. In a tree, or in two files, none of two values does.
+    """
+    options = {one.name for one in settings if one.shown.startswith("--")}
+    return {word: Guess(line, (word,)) for word, line in twice.items() if word not in options}
 
 
 def _together(megatron: list[Setting], ds: list[Setting]) -> SourceSettings:
@@ -316,11 +339,7 @@ def _together(megatron: list[Setting], ds: list[Setting]) -> SourceSettings:
             lost.append(f"{one.shown}: {word.note}; the arguments of Megatron-LM count")
     settings, twice = canonical("Megatron-LM", megatron)
     source = SourceSettings("Megatron-LM", settings, [*twice.values()], lost)
-    # The last of two options counts. In a tree, or in two files, none of two values does.
-    options = {one.name for one in megatron if one.shown.startswith("--")}
-    source.open = {
-        word: Guess(line, (word,)) for word, line in twice.items() if word not in options or ds
-    }
+    source.open = _guesses(twice, () if ds else megatron)
     if ds and "deepspeed_config" in settings:
         del settings["deepspeed_config"]  # it has been read
     return source
@@ -408,7 +427,8 @@ def _read_shell(text: str, name: str) -> SourceSettings:
     _note_unsure(source, script, command)
     for other in script.commands:
         if other is not command and _known_options(other) > 1:
-            _note_other_command(source, _together(list(_options(other, name)), []))
+            found_there = _together(list(_options(other, name)), [])
+            _note_other_command(source, found_there, command, other)
     return source
 
 
@@ -489,15 +509,40 @@ def _options_of(text: str) -> Iterator[str]:
         before = word
 
 
-def _note_other_command(source: SourceSettings, other: SourceSettings) -> None:
-    """Open a point for each word that another command of the same script has with another value."""
-    for word, one in other.settings.items():
+def _note_other_command(
+    source: SourceSettings, there: SourceSettings, command: ShellCommand, other: ShellCommand
+) -> None:
+    """Open a point for each word that another command of the same script has with another value.
+
+    If it runs the same program, this is also each word that it lacks. A program that prepares data
+    lacks most of them, and trains nothing.
+
+    Args:
+        source: gets the points.
+        there: the words of the other command.
+        command: the command that counts.
+        other: the other command.
+    """
+    is_alike = _programs(command) == _programs(other)
+    for word, one in there.settings.items():
         mine = source.settings.get(word)
-        is_known = word in _MEGATRON.index and _decides(_MEGATRON, word)
-        if is_known and (mine is None or str(mine.value) != str(one.value)):
+        counts = (is_alike or word in _MEGATRON.index) and _decides(_MEGATRON, word)
+        if counts and (mine is None or str(mine.value) != str(one.value)):
             shown = f"{mine.shown} ({mine.place})" if mine is not None else f"no {word}"
             line = f"{one.shown} ({one.place}) in another command: {shown} is used"
             source.open.setdefault(word, Guess(line, (word,)))
+    for word, mine in source.settings.items() if is_alike else ():
+        is_option = mine.shown.startswith("--")
+        if is_option and word not in there.settings and _decides(_MEGATRON, word):
+            line = f"no {word} in another command (line {other.line}): "
+            line += f"{mine.shown} ({mine.place}) is used"
+            source.open.setdefault(word, Guess(line, (word,)))
+
+
+def _programs(command: ShellCommand) -> set[str]:
+    """Return the programs of a command, in which those that train a language model are one."""
+    names = {os.path.basename(word.text) for word in command.words if _PROGRAM.search(word.text)}
+    return {"pretrain" if _PRETRAIN.search(name) else name for name in names}
 
 
 def _known_options(command: ShellCommand) -> int:

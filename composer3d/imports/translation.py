@@ -32,7 +32,7 @@ class Setting(NamedTuple):
         value: text of a script, or a typed value; ``Unread`` if it is an expression.
         shown: both as the file has them, for messages, such as ``--num-layers 96``.
         place: file and line, or the file.
-        unsure: variables of a script in it, whose value depends on what is not decided.
+        unsure: what in it depends on what is not decided: variables of a script.
     """
 
     name: str
@@ -353,7 +353,7 @@ class Translation:
                 )
             elif word is None and found.value is None:
                 self.harmless.append(found.shown)
-            elif name.startswith("$"):
+            elif name.startswith("$") or "**" in name:
                 self.ask("arguments that the file does not have", name)
             elif word is None:
                 self.ask(unknown, name)

@@ -1,5 +1,6 @@
 """NeMo Automodel's YAML."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,28 @@ def test_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "lr", "weight_decay"),
+    [
+        ("{_target_: torch.optim.AdamW}", 1e-3, 0.01),
+        ("{_target_: torch.optim.Adam, lr: 1.0e-5}", 1e-5, 0.0),
+        ("{_target_: transformer_engine.pytorch.optimizers.FusedAdam}", 1e-3, 0.0),
+        ("{_target_: flashoptim.FlashAdamW, weight_decay: 0.2}", 1e-3, 0.2),
+    ],
+)
+def test_what_is_absent_has_their_defaults(
+    optimizer: str, lr: float, weight_decay: float, tmp_path: Path
+) -> None:
+    text = re.sub("optimizer: .*", f"optimizer: {optimizer}", AUTOMODEL)
+    text = re.sub("lr_scheduler: .*", "lr_scheduler: {lr_decay_steps: null}", text)
+    made = imported(tmp_path, "x.yaml", text, gpus=16, model="llama3.1-8b")
+    optim = made.resolved.recipe.optim
+    assert (optim.lr, optim.betas, optim.eps) == (lr, (0.9, 0.999), 1e-8)
+    assert (optim.weight_decay, optim.schedule, optim.warmup) == (weight_decay, "cosine", 50)
+    assert (optim.min_lr, made.made.open) == (pytest.approx(0.01 * lr), {})
+    assert any(line.startswith("optim.betas = [0.9, 0.999]: ") for line in made.made.assumed)
+
+
+@pytest.mark.parametrize(
     ("old", "new", "keys"),
     [
         ("optim.AdamW", "optim.Adam", ["optimizer._target_"]),
@@ -42,6 +65,10 @@ def test_a_file(tmp_path: Path) -> None:
         ("fsdp2", "megatron_fsdp", ["distributed.strategy"]),
         ("style: cosine", "style: WSD", ["lr_scheduler.lr_decay_style"]),
         ("rng:", "peft: {dim: 16}\nrng:", ["peft.dim"]),
+        # The defaults of an optimizer are those of a class that is known.
+        ("torch.optim.AdamW, lr: 1.0e-5, betas: [0.9, 0.999]", "my.AdamW", ["optimizer.defaults"]),
+        ("_target_: torch.optim.AdamW, lr: 1.0e-5, ", "", ["optimizer.defaults"]),
+        (", weight_decay: 0.01", "", []),
     ],
 )
 def test_what_decides_and_is_not_expressed_is_open(

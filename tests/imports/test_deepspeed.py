@@ -130,6 +130,7 @@ def test_a_key_that_stands_twice(tmp_path: Path) -> None:
     made = imported(tmp_path, "x.json", text, gpus=4, model="llama3-8b")
     assert "train_batch_size = 1024" in made.made.contradictions[0]
     assert made.resolved.recipe.data.global_batch == 512
+    assert list(made.made.open) == ["train_batch_size"]
 
 
 @pytest.mark.parametrize(
@@ -147,6 +148,7 @@ def test_a_key_that_stands_twice(tmp_path: Path) -> None:
         ),
         ({"zero_optimization": {"stage": 3, "new_thing": 8}}, ["zero_optimization.new_thing"]),
         ({"zero_optimization": {"stage": 3, "reduce_bucket_size": 8}}, []),
+        ({"tensor_parallel": {"autotp_size": 4, "tp_size": 2}}, ["tensor_parallel.autotp_size"]),
         ({"curriculum_learning": {"enabled": True}}, ["curriculum_learning.enabled"]),
         ({"some_parallel_size": 4}, ["some_parallel_size"]),
         ({"wall_clock_breakdown": True, "aio": {"block_size": 1}}, []),

@@ -62,6 +62,22 @@ def test_muon(tmp_path: Path) -> None:
     assert recipe_of(tmp_path, "'muon_momentum': 0.8").optim.name == "adamw"
 
 
+@pytest.mark.parametrize(
+    ("more", "heads"),
+    [
+        ("--num-query-groups 4", 16),  # counts only with the switch
+        ("--num-query-groups 4 --group-query-attention", 4),
+        ("--group-query-attention", 1),
+        ("--num-key-value-heads 4", 4),  # of Megatron-DeepSpeed, which has no switch
+    ],
+)
+def test_groups_of_heads_in_a_script(more: str, heads: int, tmp_path: Path) -> None:
+    text = MEGATRON.replace("--num-attention", f"{more} --num-attention").replace("TP=2", "TP=1")
+    made = imported(tmp_path, "x.sh", text)
+    assert (made.resolved.recipe.model.n_kv_heads, made.made.open) == (heads, {})
+    assert bool(made.made.contradictions) is (heads == 16)
+
+
 def test_only_a_part_of_a_script(tmp_path: Path) -> None:
     text = "ARGS='--num-layers 8 --hidden-size 1024'\n--num-attention-heads 16 --seq-length 512"
     with pytest.raises(RecipeError, match="is not recognised by its words"):
@@ -138,6 +154,7 @@ def test_a_script_with_a_deepspeed_json() -> None:
         ("'padded_vocab_size': 999", "model.vocab = 999"),
         ("'num_query_groups': 4", "model.n_kv_heads = 4"),
         ("'num_query_groups': 1, 'group_query_attention': False", "model.n_kv_heads = 16"),
+        ("'group_query_attention': True", "model.n_kv_heads = 1"),
         ("'kv_channels': 128", "model.head_dim = 128"),
         ("'window_size': (127, 0)", "model.window = 128"),
         ("'window_size': (127, 0), 'window_attn_skip_freq': 6", "model.full_every = 6"),
@@ -413,6 +430,9 @@ OURS = (
         ("'pp': 2, 'decoder_first_pipeline_num_layers': 3, 'global_batch_size': 64", []),
         ("'pp': 4, 'pipeline_model_parallel_layout': 'E|t*8|L'", None),
         ("'yaml_cfg': 'other.yaml'", ["yaml_cfg"]),
+        # Its older versions have a token more: here, this is more rows.
+        ("'tokenizer_type': 'NullTokenizer'", ["tokenizer_type"]),
+        ("'tokenizer_type': 'NullTokenizer', 'vocab_size': 511", []),
         ("'a_word_of_mine': 3", ["a_word_of_mine"]),
         ("'wandb_project': 'x', 'log_interval': 5, 'ckpt_format': 'torch'", []),
     ],
@@ -429,6 +449,24 @@ def test_what_decides_and_is_not_expressed_is_open(
     accepted = imported(tmp_path, "x.txt", text, gpus=8, accept=found)
     assert accepted.made.open == {}
     assert accepted.resolved.recipe == made.resolved.recipe
+
+
+@pytest.mark.parametrize(
+    ("more", "keys"),
+    [
+        ("if BIG:\n    config['num_experts'] = 8", ["num_experts"]),
+        ("if BIG:\n    config['wandb_project'] = 'x'", []),
+        ("config = {**BASE, **config}", ["**BASE"]),
+        ("config['num_layers'] *= 2", None),
+    ],
+)
+def test_python_text_is_not_guessed(more: str, keys: list[str] | None, tmp_path: Path) -> None:
+    text = f"config = {{{OURS}}}\n{more}"
+    if keys is not None:
+        assert list(imported(tmp_path, "x.py", text, gpus=8).made.open) == keys
+        return
+    with pytest.raises(RecipeError, match=r"\*= 2: the value is not known here; give it with"):
+        imported(tmp_path, "x.py", text, gpus=8)
 
 
 @pytest.mark.parametrize(
@@ -475,6 +513,9 @@ def test_the_ends_of_a_pipeline(more: str, stages: tuple[int, ...], tmp_path: Pa
     assert recipe.parallel.stages == stages
 
 
+MOE_OPTIONS = " --num-experts 8 --moe-router-topk 2\n"
+
+
 @pytest.mark.parametrize(
     ("text", "keys"),
     [
@@ -507,6 +548,16 @@ def test_the_ends_of_a_pipeline(more: str, stages: tuple[int, ...], tmp_path: Pa
             [],
         ),
         (MEGATRON + MEGATRON.replace("--lr 3.0e-4", "--lr 1.0e-4"), ["lr"]),
+        (MEGATRON.rstrip() + MOE_OPTIONS + MEGATRON, ["num_experts", "moe_router_topk"]),
+        (MEGATRON + MEGATRON.rstrip() + MOE_OPTIONS, ["num_experts", "moe_router_topk"]),
+        # A program that prepares data has few of the words.
+        (MEGATRON + "python tools/preprocess_data.py --vocab-size 50257 --seq-length 2048\n", []),
+        # Another file may have set it again, or what an empty variable has.
+        (MEGATRON.replace("TP=2", "TP=2\nsource site.sh"), ["GPUS_PER_NODE", "NNODES", "TP"]),
+        (
+            MEGATRON.replace("TP=2", "A=\neval $(f)\nTP=2").replace("gpt.py", "gpt.py $A"),
+            ["A", "GPUS_PER_NODE", "NNODES"],
+        ),
     ],
 )
 def test_a_script_is_not_guessed(text: str, keys: list[str] | None, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def unsure(text: str) -> dict[str, str]:
         ("A=1\nfor A in 1 2; do\nrun $A\ndone", ["run", "$A"]),
         ("A=1 B=2\nread A\n((B += 1))\nrun $A $B", ["run", "$A", "$B"]),
         ("A=1 B=(1 2)\nunset A; B[0]=3\nrun $A ${B[@]}", ["run", "$A", "${B[@]}"]),
+        ("A=1 B=2\nprintf -v A 3\nIFS=, read -r B C\nrun $A $B", ["run", "$A", "$B"]),
         ("A=1 E=\nrun ${A:-${B}} ${C:-$A} ${E:-2} ${C:-$B}", ["run", "1", "1", "2", "$B"]),
         ("declare -a A=(--x 1)\nlocal -r B=2\nrun ${A[@]} $B", ["run", "--x", "1", "2"]),
         ("run a > log 2>&1", ["run", "a"]),
@@ -89,6 +90,14 @@ def test_words_of_a_command(text: str, expected: list[str]) -> None:
         ("A=\nif x; then A=--b; fi\nrun $A", {"": "A"}),
         ('A=()\nif x; then A+=(--b); fi\nrun "${A[@]}"', {"": "A"}),
         ("A=1\nif x; then A=2; fi\ncat <<E\n$A\nE\nrun 1", {}),
+        # What is not run may set any variable before it.
+        ("A=1\nsource x\nB=$A\nrun $B", {"1": "A"}),
+        ("A=1\n[ -f x ] && . x\nrun $A", {"1": "A"}),
+        ('A=1\neval "$C"\nrun $A', {"1": "A"}),
+        ("A=1\nexport B=2 $(cat x)\nrun $A $B", {"1": "A", "2": "B"}),
+        ('A=1\nexport "A=2"\nrun $A', {"1": "A"}),
+        ("A=1\nsource x\nA=2\nrun $A", {}),
+        ("A=1\nexport A\neval run $A", {}),
     ],
 )
 def test_what_depends_on_a_condition_is_unsure(text: str, expected: dict[str, str]) -> None:
@@ -103,6 +112,25 @@ def test_an_unsure_variable_has_a_line() -> None:
         "x.sh:6: G is set under a condition, which is not decided: its last value, 3, is used",
     ]
     assert script.others == {"H": ["2"], "G": ["3"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "unsure"),
+    [
+        # A document has the variables of its place.
+        ("A=1\ncat <<E\n$A\nE\nA=2", "1", ""),
+        ("A=1\ncat <<E; A=2\n$A\nE\nA=3", "1", ""),
+        ("A=1\ncat <<'E'\n$A\nE\nA=2", "$A", ""),
+        ("cat <<E\n$A\nE\nA=2", "$A", ""),
+        ("A=1\nif x; then\ncat <<E\n$A\nE\nfi", "1", ""),
+        # A function may be called below.
+        ("A=1\nf() { cat <<E; }\n$A\nE\nA=2\nf", "2", "A"),
+        ("f() {\ncat <<E\n$A\nE\n}\nA=2\nf", "2", "A"),
+    ],
+)
+def test_a_here_document_has_the_variables_of_its_place(text: str, found: str, unsure: str) -> None:
+    ((_, document),) = read_script(text, "x.sh").documents
+    assert (document.text, "".join(document.unsure)) == (found, unsure)
 
 
 def test_here_documents_are_texts_with_variables() -> None:
@@ -145,6 +173,7 @@ def test_variables_that_grow_without_end_are_refused(text: str) -> None:
         "A=(" * 9999,
         "if " * 9999,
         "<<E " * 9999,
+        "".join(f"A{number}=1\n. x\n" for number in range(9999)),
         "`" * 9999,
         "\\" * 9999,
     ],

@@ -21,6 +21,8 @@ def test_a_file(tmp_path: Path) -> None:
     assert recipe.memory.activation_checkpoint == "selective"
     assert recipe.compile.enabled
     assert made.made.contradictions == []
+    text = TORCHTITAN.replace("seq_len", "max_context_length = 4096\nseq_len")
+    assert list(imported(tmp_path, "x.toml", text).made.open) == ["training.seq_len"]
 
 
 @pytest.mark.parametrize(
