@@ -19,7 +19,7 @@ from composer3d.facts.files import parse_json
 from composer3d.facts.model_files import TOKENIZER_NAMES
 from composer3d.facts.remote import Place, RemotePath, local_copy
 from composer3d.facts.token_manifest import TOKENIZER, read_manifest
-from composer3d.facts.tokenizer_file import first_difference, token_names
+from composer3d.facts.tokenizer_file import is_same, token_names
 from composer3d.models import hub, registry
 from composer3d.models.shape import DecoderShape
 from composer3d.recipe.schema import Recipe
@@ -65,7 +65,7 @@ def make_assets(recipe: Recipe, end_of_document: int, earlier: Place | None) -> 
     config, generation = _parse(files.get(_CONFIG)), _parse(files.get(_GENERATION))
 
     tokenizer = read_tokenizer(recipe.data)
-    if not _is_same(tokenizer, files.get(TOKENIZER)):
+    if not is_same(tokenizer, files.get(TOKENIZER, b"")):
         ids = sorted(key for key in config if key.endswith("_token_id"))
         _say_left_out(files, ids)
         files = {name: content for name, content in files.items() if name not in TOKENIZER_NAMES}
@@ -105,14 +105,6 @@ def make_assets(recipe: Recipe, end_of_document: int, earlier: Place | None) -> 
     if _TOKENIZER_CONFIG not in files and special.end_name:
         files[_TOKENIZER_CONFIG] = _encode(special.tokenizer_config(longest))
     return dict(sorted(files.items()))
-
-
-def _is_same(ours: bytes, theirs: bytes | None) -> bool:
-    """Return whether two tokenizers say the same; None says nothing."""
-    try:
-        return theirs is not None and first_difference(ours, theirs) is None
-    except ValueError:
-        return False
 
 
 def _say_left_out(files: Mapping[str, bytes], ids: Sequence[str]) -> None:

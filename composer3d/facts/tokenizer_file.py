@@ -72,6 +72,14 @@ def first_difference(ours: bytes, theirs: bytes) -> Difference | None:
     return None
 
 
+def is_same(ours: bytes, theirs: bytes) -> bool:
+    """Return whether ``first_difference`` can compare two files, and finds nothing."""
+    try:
+        return first_difference(ours, theirs) is None
+    except ValueError:
+        return False
+
+
 def _parse(content: bytes) -> dict[str, Any]:
     value = parse_json(content)
     if not isinstance(value, dict):
