@@ -57,8 +57,8 @@ def open_corpus(
     - ``tokens``: a folder of token files, or the URL of one; see ``tokens.open_tokens``.
 
     In folders of text and JSONL, hidden files, hidden folders and links to folders are skipped.
-    Files may be compressed, as in ``read_documents``: ``*.jsonl.gz`` and ``*.jsonl.zst`` in a folder
-    are JSONL, too. Empty texts do not count as documents.
+    Files may be compressed, as in ``read_documents``; ``*.jsonl.gz`` and ``*.jsonl.zst`` are JSONL.
+    Empty texts do not count as documents.
 
     For ``tokens``, all ranks of a node must call this function: they share the verification.
 

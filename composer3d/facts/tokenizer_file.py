@@ -43,8 +43,8 @@ class Difference(NamedTuple):
 def first_difference(ours: bytes, theirs: bytes) -> Difference | None:
     """Return the first difference in the vocabulary, the special tokens, the merges or settings.
 
-    The settings are those that cut a text into tokens. Others are not compared: what truncates, pads
-    or begins a sequence, and what makes text of tokens.
+    The settings are those that cut a text into tokens. Others are not compared: what truncates,
+    pads or begins a sequence, and what makes text of tokens.
 
     Args:
         ours, theirs: the contents of two files tokenizer.json.
@@ -119,9 +119,7 @@ def _merges(tokenizer: Mapping[str, Any]) -> list[str]:
 def _settings(tokenizer: Mapping[str, Any]) -> dict[str, str]:
     """Return the settings that cut a text, by their places such as ``pre_tokenizer.type``."""
     found = {
-        place: text
-        for part in _CUTTING_PARTS
-        for place, text in _flat(tokenizer.get(part), part)
+        place: text for part in _CUTTING_PARTS for place, text in _flat(tokenizer.get(part), part)
     }
     model = tokenizer.get("model")
     for key, value in model.items() if isinstance(model, dict) else ():

@@ -67,7 +67,9 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, str | None, str | None] | Non
 
 
 @pytest.mark.parametrize(("other", "expected"), OTHERS.values(), ids=OTHERS)
-def test_vocabulary_special_tokens_merges_and_settings_are_compared(other: Any, expected: Any) -> None:
+def test_vocabulary_special_tokens_merges_and_settings_are_compared(
+    other: Any, expected: Any
+) -> None:
     found = first_difference(json.dumps(BPE).encode(), json.dumps(other, indent=1).encode())
     assert found == (None if expected is None else Difference(*expected))
 

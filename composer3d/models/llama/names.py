@@ -27,7 +27,13 @@ _STRETCHES = ((8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192))
 _STRETCH_PARAMS = {"rope_factor": "rope_scaling_factor", "rope_high_freq": "rope_high_freq_factor"}
 # Keys of params.json that are not read: the tensors have the first three sizes, and the last two
 # are those of Meta's buffers.
-_UNREAD_PARAMS = ("vocab_size", "multiple_of", "ffn_dim_multiplier", "max_batch_size", "max_seq_len")
+_UNREAD_PARAMS = (
+    "vocab_size",
+    "multiple_of",
+    "ffn_dim_multiplier",
+    "max_batch_size",
+    "max_seq_len",
+)
 _KNOWN_PARAMS = {*_SHARED_PARAMS, "use_scaled_rope", *_STRETCH_PARAMS.values(), *_UNREAD_PARAMS}
 _SHOWN_KEYS = 3
 

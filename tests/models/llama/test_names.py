@@ -147,14 +147,14 @@ REFUSED_PARAMS: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_high_freq_factor": 2.0},
         "Meta's format of Llama has no rope_* = (32.0, 1.0, 2.0, 8192); convert to hf",
     ),
-    "a wrong end": ({"rope_high_freq_factor": "4"}, "rope_high_freq_factor = \"4\" must be a num"),
+    "a wrong end": ({"rope_high_freq_factor": "4"}, 'rope_high_freq_factor = "4" must be a num'),
 }
 
 
 @pytest.mark.parametrize(("added", "line"), REFUSED_PARAMS.values(), ids=REFUSED_PARAMS)
 def test_params_that_are_not_understood_are_refused(added: dict[str, Any], line: str) -> None:
+    params = LLAMA_3_2 | added
     with pytest.raises(CheckpointError, match=re.escape(line)):
-        params = LLAMA_3_2 | added
         names.meta_names(names.parse_meta_params(params, vocab=9, ffn=8192, tied=False))
 
 
