@@ -43,8 +43,8 @@ class Difference(NamedTuple):
 def first_difference(ours: bytes, theirs: bytes) -> Difference | None:
     """Return the first difference in the vocabulary, the special tokens, the merges or settings.
 
-    The settings are those that cut a text into tokens. Others are not compared: what truncates,
-    pads or begins a sequence, and what makes text of tokens.
+    A vocabulary may have scores, as that of Unigram. The settings are those that cut a text into tokens. Others
+    are not compared: what truncates, pads or begins a sequence, and what makes text of tokens.
 
     Args:
         ours, theirs: the contents of two files tokenizer.json.
@@ -61,6 +61,7 @@ def first_difference(ours: bytes, theirs: bytes) -> Difference | None:
     compared: dict[str, Callable[[_Json], dict[Any, str]]] = {
         "token": token_names,
         "special token": _special_tokens,
+        "score": _scores,
         "merge": lambda tokenizer: dict(enumerate(_merges(tokenizer))),
         "setting": _settings,
     }
@@ -103,6 +104,17 @@ def _added_tokens(tokenizer: Mapping[str, Any]) -> list[dict[str, Any]]:
         and type(entry.get("id")) is int
         and isinstance(entry.get("content"), str)
     ]
+
+
+def _scores(tokenizer: Mapping[str, Any]) -> dict[int, str]:
+    """Return the scores by which a Unigram model cuts a text, by id."""
+    model = tokenizer.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    return {
+        number: str(float(pair[1]))
+        for number, pair in enumerate(vocab if isinstance(vocab, list) else [])
+        if isinstance(pair, list) and len(pair) > 1 and type(pair[1]) in (int, float)
+    }
 
 
 def _merges(tokenizer: Mapping[str, Any]) -> list[str]:

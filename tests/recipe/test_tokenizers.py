@@ -20,6 +20,7 @@ BPE: dict[str, Any] = {
     "added_tokens": [{"id": 3, "content": "</s>", "special": True}],
     "post_processor": None,
 }
+ADDED = {"added_tokens": BPE["added_tokens"]}
 
 
 def changed(**parts: Any) -> dict[str, Any]:
@@ -61,6 +62,10 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, str | None, str | None] | Non
     "merges that are skipped": (
         changed(model={"ignore_merges": True}),
         ("setting model.ignore_merges", None, "true"),
+    ),
+    "scores": (
+        {"model": {"vocab": [["a", 0.1], ["b", 1], ["ab", 2]]}, **ADDED},
+        ("score 0", None, "0.1"),
     ),
     "pieces": ({"model": {"vocab": [["a", 0.1], ["b", 1], 7]}}, ("token 2", "ab", None)),
 }
