@@ -43,8 +43,9 @@ class Difference(NamedTuple):
 def first_difference(ours: bytes, theirs: bytes) -> Difference | None:
     """Return the first difference in the vocabulary, the special tokens, the merges or settings.
 
-    A vocabulary may have scores, as that of Unigram. The settings are those that cut a text into tokens. Others
-    are not compared: what truncates, pads or begins a sequence, and what makes text of tokens.
+    A vocabulary may have scores, as that of Unigram. The settings are those that cut a text into
+    tokens. Others are not compared: what truncates, pads or begins a sequence, and what makes text
+    of tokens.
 
     Args:
         ours, theirs: the contents of two files tokenizer.json.
