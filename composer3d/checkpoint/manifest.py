@@ -22,8 +22,8 @@ import xxhash
 from composer3d.facts.errors import CheckpointError, UserError
 from composer3d.facts.files import MIB, RefusedFileError, open_plain, parse_json, read_plain
 from composer3d.facts.remote import Place, RemotePath
-from composer3d.facts.text import in_quotes
-from composer3d.models.registry import DEFAULT
+from composer3d.facts.text import in_quotes, short_json
+from composer3d.models.registry import DEFAULT, is_ours
 from composer3d.models.shape import DecoderShape
 from composer3d.recipe.schema import MODEL_KEYS
 from composer3d.runtime.files import sync
@@ -127,6 +127,37 @@ def with_later_fields(
         if entry.name not in MODEL_KEYS and entry.default is not MISSING
     }
     return {**later, **values}
+
+
+def unknown_fields(
+    values: Mapping[str, Any], shape: DecoderShape | type[DecoderShape]
+) -> dict[str, Any]:
+    """Return what ``Manifest.model`` says that no model of ``shape`` has.
+
+    A later version has written it, and what a model with it computes is not known.
+    """
+    known = {f"model.{entry.name}" for entry in fields(shape)}
+    known |= {"model.architecture", "model.head_dim", "precision.params"}
+    return {key: value for key, value in values.items() if key not in known}
+
+
+def require_known_fields(
+    folder: Place, values: Mapping[str, Any], shape: DecoderShape | type[DecoderShape]
+) -> None:
+    """Raise UserError if ``Manifest.model`` of ``folder`` has a field that ``shape`` has not.
+
+    The checkpoint is not damaged, so a resume must stop here, as where ``read`` raises UserError.
+    """
+    unknown = unknown_fields(values, shape)
+    if unknown:
+        key = min(unknown)
+        others = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+        architecture = values.get("model.architecture", DEFAULT)
+        newer = "composer3d" if is_ours(architecture) else f"version of {in_quotes(architecture)}"
+        raise UserError(
+            f"{folder} has {in_quotes(key)} = {short_json(unknown[key])}{others}, which this "
+            f"version does not know: it would compute another model; use a newer {newer}"
+        )
 
 
 def write(folder: Place, manifest: Manifest) -> None:

@@ -207,6 +207,8 @@ def step_of_finished_run(recipe: Recipe) -> int | None:
     then = manifests.with_later_fields(manifest.model, recipe.model)
     if any(then.get(key) != value for key, value in model.items()):
         return None
+    if manifests.unknown_fields(manifest.model, recipe.model):
+        return None
     if any(key == "run.seed" or key.startswith(("data.", "model.")) for key in changed_keys):
         return None
     metrics = recipe.run.folder / METRICS

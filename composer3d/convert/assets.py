@@ -7,7 +7,7 @@ Face.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from composer3d.facts.files import parse_json
 from composer3d.facts.model_files import TOKENIZER_NAMES
 from composer3d.facts.remote import Place, RemotePath, local_copy
 from composer3d.facts.token_manifest import TOKENIZER, read_manifest
-from composer3d.facts.tokenizer_file import token_names
+from composer3d.facts.tokenizer_file import is_same, token_names
 from composer3d.models import hub, registry
 from composer3d.models.shape import DecoderShape
 from composer3d.recipe.schema import Recipe
@@ -65,10 +65,12 @@ def make_assets(recipe: Recipe, end_of_document: int, earlier: Place | None) -> 
     config, generation = _parse(files.get(_CONFIG)), _parse(files.get(_GENERATION))
 
     tokenizer = read_tokenizer(recipe.data)
-    if _parse(files.get(TOKENIZER)) != _parse(tokenizer):
+    if not is_same(tokenizer, files.get(TOKENIZER, b"")):
+        ids = sorted(key for key in config if key.endswith("_token_id"))
+        _say_left_out(files, ids)
         files = {name: content for name, content in files.items() if name not in TOKENIZER_NAMES}
         files[TOKENIZER] = tokenizer
-        config = {key: value for key, value in config.items() if not key.endswith("_token_id")}
+        config = {key: value for key, value in config.items() if key not in ids}
         generation = {}
 
     special = _SpecialTokens(_parse(files.get(TOKENIZER)), recipe.model, end_of_document)
@@ -103,6 +105,18 @@ def make_assets(recipe: Recipe, end_of_document: int, earlier: Place | None) -> 
     if _TOKENIZER_CONFIG not in files and special.end_name:
         files[_TOKENIZER_CONFIG] = _encode(special.tokenizer_config(longest))
     return dict(sorted(files.items()))
+
+
+def _say_left_out(files: Mapping[str, bytes], ids: Sequence[str]) -> None:
+    """Log what of the model's files is not carried, as its tokenizer is not that of the data."""
+    left_out = [name for name in (*TOKENIZER_NAMES, _GENERATION) if name in files]
+    if ids:
+        left_out.append(f"{', '.join(ids)} in {_CONFIG}")
+    if left_out:
+        log.get().warning(
+            "the data has another tokenizer than the model's files: checkpoints carry that of the "
+            f"data; left out of the model's files: {', '.join(left_out)}"
+        )
 
 
 class _SpecialTokens:

@@ -1069,7 +1069,10 @@ def _open_dcp(source: Source) -> None:
 
 
 def _open_with_our_names(source: Source, manifest: Manifest) -> None:
-    """Read the model's shape from the manifest, and match the tensors, which have our names."""
+    """Read the model's shape from the manifest, and match the tensors, which have our names.
+
+    Raises UserError if a later version of composer3d wrote the manifest.
+    """
     source.manifest = manifest
     architecture = manifest.model.get("model.architecture", registry.DEFAULT)
     if source.own is not None:
@@ -1085,6 +1088,7 @@ def _open_with_our_names(source: Source, manifest: Manifest) -> None:
         )
     source.architecture = architecture
     shape = registry.architecture(architecture).shape
+    manifests.require_known_fields(source.path, manifest.model, shape)
     then = manifests.with_later_fields(manifest.model, shape)
     with reading(f"{source.path}: the shape of its model"):
         values = {entry.name: then[f"model.{entry.name}"] for entry in fields(shape)}

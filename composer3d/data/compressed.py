@@ -11,8 +11,7 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO, cast
 
 from composer3d.facts.errors import DataError
-
-_SUFFIXES = (".gz", ".zst")
+from composer3d.facts.files import COMPRESSED_SUFFIXES
 
 # zstd writes at most 128 KiB for each 3 bytes that it reads, so a piece becomes at most 42 MiB.
 _ZSTD_PIECE = 1 << 10
@@ -21,14 +20,14 @@ _ZSTD_WINDOW = 1 << 27  # bytes of history that a file may need; zstd's own limi
 
 def text_suffix(path: PurePath) -> str:
     """Return the suffix of a file without the one of its compression, in small letters."""
-    if path.suffix.lower() in _SUFFIXES:
+    if path.suffix.lower() in COMPRESSED_SUFFIXES:
         path = path.with_suffix("")
     return path.suffix.lower()
 
 
 def is_compressed(path: PurePath) -> bool:
-    """Return whether the name of a file ends in one of ``_SUFFIXES``, in any case."""
-    return path.suffix.lower() in _SUFFIXES
+    """Return whether the name of a file ends in that of a compression, in any case."""
+    return path.suffix.lower() in COMPRESSED_SUFFIXES
 
 
 def decompress(content: BinaryIO, path: Path) -> BinaryIO:

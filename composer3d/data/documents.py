@@ -87,7 +87,9 @@ class Document(NamedTuple):
 LineParser = Callable[[bytes, str], bytes]
 
 
-def list_files(path: Path, suffix: str = "", skip: Container[str] = ()) -> list[Path]:
+def list_files(
+    path: Path, suffix: str | tuple[str, ...] = "", skip: Container[str] = ()
+) -> list[Path]:
     """Return the files below the folder ``path``, in the order of their relative paths.
 
     Hidden files and hidden folders are skipped, as are links to folders, and anything that is not a
@@ -95,7 +97,8 @@ def list_files(path: Path, suffix: str = "", skip: Container[str] = ()) -> list[
 
     Args:
         path: a folder. If it is not a folder, it is the only file returned.
-        suffix: only files whose names end with it are returned, in capitals or not.
+        suffix: only files whose names end with it, or with one of them, are returned, in capitals
+            or not.
         skip: names of folders that are skipped.
 
     Raises:

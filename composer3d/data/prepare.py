@@ -83,8 +83,11 @@ _NO_TEXT = {
     ".arrow": "give the folder that save_to_disk of datasets made",
     ".json": _JSON_ADVICE,
     ".ndjson": _JSON_ADVICE,
-    ".bz2": "decompress it",
-    ".xz": "decompress it",
+    **dict.fromkeys((".bz2", ".xz", ".lz4", ".lzma", ".lz", ".br", ".z"), "decompress it"),
+    **dict.fromkeys(
+        (".tar", ".tgz", ".tbz", ".tbz2", ".txz", ".tzst", ".zip", ".7z", ".rar"),
+        "unpack it, and give the folder",
+    ),
 }
 
 

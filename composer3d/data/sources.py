@@ -24,6 +24,7 @@ from composer3d.data.documents import (
 from composer3d.data.staging import NodeCache
 from composer3d.data.tokens import MOST_MAPS, Corpus, open_tokens
 from composer3d.facts.errors import DataError
+from composer3d.facts.files import JSONL_SUFFIXES
 from composer3d.facts.remote import Place, place_of
 from composer3d.facts.token_manifest import digest_of
 
@@ -56,6 +57,7 @@ def open_corpus(
     - ``tokens``: a folder of token files, or the URL of one; see ``tokens.open_tokens``.
 
     In folders of text and JSONL, hidden files, hidden folders and links to folders are skipped.
+    Files may be compressed, as in ``read_documents``; ``*.jsonl.gz`` and ``*.jsonl.zst`` are JSONL.
     Empty texts do not count as documents.
 
     For ``tokens``, all ranks of a node must call this function: they share the verification.
@@ -91,7 +93,7 @@ def open_corpus(
         return open_tokens(folder, name=name, most_maps=most_maps, cache=cache)
     root = Path(chosen)
     is_jsonl = source == "jsonl"
-    files = list_files(root, ".jsonl" if is_jsonl else "")
+    files = list_files(root, JSONL_SUFFIXES if is_jsonl else "")
     documents = read_documents(files, field if is_jsonl else None)
     return _join(documents, name, root, len(files))
 

@@ -18,6 +18,9 @@ from composer3d.facts.bounds import MOST_DEPTH, check_values
 from composer3d.facts.text import in_quotes, shorten
 
 MIB = 1 << 20
+# Suffixes of text that may be compressed, with gzip and zstd, and of the JSONL in a folder.
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+JSONL_SUFFIXES = (".jsonl", *(f".jsonl{suffix}" for suffix in COMPRESSED_SUFFIXES))
 _MOST_DIGITS = 38  # of an integer in JSON; ``bounds`` allows no more bits
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 

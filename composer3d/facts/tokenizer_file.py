@@ -4,19 +4,34 @@ A tokenizer.json is untrusted: nothing in it is run here, and wrong values count
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from composer3d.facts.files import parse_json
 
+# The parts of a tokenizer.json that cut a text before its vocabulary does, besides its model. The
+# others add tokens around a text, or make text of tokens.
+_CUTTING_PARTS = ("normalizer", "pre_tokenizer")
+_APART = ("vocab", "merges")  # of the model: they are compared by number
+# What the library ``tokenizers`` adds by default when it saves an older file again.
+_LATER_SETTINGS: dict[str, dict[str, Any]] = {
+    "ByteLevel": {"use_regex": True},
+    "Metaspace": {"prepend_scheme": "always", "split": True},
+    "Punctuation": {"behavior": "Isolated"},
+}
+# Settings that cut no text otherwise: offsets in it, and what Metaspace says twice in older files.
+_HARMLESS_SETTINGS = {"ByteLevel": ("trim_offsets",), "Metaspace": ("str_rep", "add_prefix_space")}
+
 _BYTE_0 = "\0"  # the token of byte 0, which ends a document in data of bytes
+
+_Json = Mapping[str, Any]
 
 
 class Difference(NamedTuple):
     """Something in which two tokenizers differ.
 
     Attributes:
-        what: what it is, such as "token 5" or "merge 17".
+        what: what it is, such as "token 5", "merge 17" or "setting normalizer.type".
         ours, theirs: its value in each of them; None where it is absent.
     """
 
@@ -26,13 +41,17 @@ class Difference(NamedTuple):
 
 
 def first_difference(ours: bytes, theirs: bytes) -> Difference | None:
-    """Return the first difference in the vocabulary, the special tokens or the merges.
+    """Return the first difference in the vocabulary, the special tokens, the merges or settings.
+
+    A vocabulary may have scores, as that of Unigram. The settings are those that cut a text into
+    tokens. Others are not compared: what truncates, pads or begins a sequence, and what makes text
+    of tokens.
 
     Args:
         ours, theirs: the contents of two files tokenizer.json.
 
     Returns:
-        None if a token means the same in both.
+        None if a token means the same in both, and a text becomes the same tokens.
 
     Raises:
         ValueError: a file differs and is no JSON object.
@@ -40,14 +59,27 @@ def first_difference(ours: bytes, theirs: bytes) -> Difference | None:
     if ours == theirs:
         return None
     pair = [_parse(ours), _parse(theirs)]
-    names = [token_names(tokenizer) for tokenizer in pair]
-    special = [_special_tokens(tokenizer) for tokenizer in pair]
-    merges = [dict(enumerate(_merges(tokenizer))) for tokenizer in pair]
-    for what, (a, b) in (("token", names), ("special token", special), ("merge", merges)):
+    compared: dict[str, Callable[[_Json], dict[Any, str]]] = {
+        "token": token_names,
+        "special token": _special_tokens,
+        "score": _scores,
+        "merge": lambda tokenizer: dict(enumerate(_merges(tokenizer))),
+        "setting": _settings,
+    }
+    for what, read in compared.items():
+        a, b = map(read, pair)
         if a != b:
-            number = min(key for key in a.keys() | b.keys() if a.get(key) != b.get(key))
-            return Difference(f"{what} {number}", a.get(number), b.get(number))
+            first = min(key for key in a.keys() | b.keys() if a.get(key) != b.get(key))
+            return Difference(f"{what} {first}", a.get(first), b.get(first))
     return None
+
+
+def is_same(ours: bytes, theirs: bytes) -> bool:
+    """Return whether ``first_difference`` can compare two files, and finds nothing."""
+    try:
+        return first_difference(ours, theirs) is None
+    except ValueError:
+        return False
 
 
 def _parse(content: bytes) -> dict[str, Any]:
@@ -75,6 +107,17 @@ def _added_tokens(tokenizer: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def _scores(tokenizer: Mapping[str, Any]) -> dict[int, str]:
+    """Return the scores by which a Unigram model cuts a text, by id."""
+    model = tokenizer.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    return {
+        number: str(float(pair[1]))
+        for number, pair in enumerate(vocab if isinstance(vocab, list) else [])
+        if isinstance(pair, list) and len(pair) > 1 and type(pair[1]) in (int, float)
+    }
+
+
 def _merges(tokenizer: Mapping[str, Any]) -> list[str]:
     """Return the merges of a BPE as texts. Older files have texts, and newer ones have pairs."""
     model = tokenizer.get("model")
@@ -84,6 +127,34 @@ def _merges(tokenizer: Mapping[str, Any]) -> list[str]:
     return [
         " ".join(map(str, merge)) if isinstance(merge, list) else str(merge) for merge in merges
     ]
+
+
+def _settings(tokenizer: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings that cut a text, by their places such as ``pre_tokenizer.type``."""
+    found = {
+        place: text for part in _CUTTING_PARTS for place, text in _flat(tokenizer.get(part), part)
+    }
+    model = tokenizer.get("model")
+    for key, value in model.items() if isinstance(model, dict) else ():
+        # Older files leave out the type and what is off. An empty text is no prefix or suffix.
+        is_off = value is False or value == ""
+        if key not in (*_APART, "type") and not is_off:
+            found.update(_flat(value, f"model.{key}"))
+    return found
+
+
+def _flat(value: Any, place: str) -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of each value within one of JSON. Null counts as absent."""
+    if isinstance(value, dict):
+        kind = str(value.get("type"))
+        for key, item in (_LATER_SETTINGS.get(kind, {}) | value).items():
+            if key not in _HARMLESS_SETTINGS.get(kind, ()):
+                yield from _flat(item, f"{place}.{key}")
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _flat(item, f"{place}.{number}")
+    elif value is not None:
+        yield place, value if isinstance(value, str) else json.dumps(value)
 
 
 def make_byte_tokenizer() -> bytes:

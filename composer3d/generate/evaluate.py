@@ -19,9 +19,10 @@ from composer3d.data import Batch, Corpus
 from composer3d.data.loader import number_documents
 from composer3d.data.tokens import ShardedTokens, open_tokens, read_together
 from composer3d.facts.errors import CheckpointError, DataError
+from composer3d.facts.ranges import MOST_TOKENS
 from composer3d.facts.remote import place_of
-from composer3d.facts.token_manifest import TOKENIZER, TokenManifest, digest_of, read_manifest
-from composer3d.facts.tokenizer_file import make_byte_tokenizer
+from composer3d.facts.token_manifest import TOKENIZER, TokenManifest, read_manifest
+from composer3d.facts.tokenizer_file import is_same, make_byte_tokenizer
 from composer3d.facts.toml import TomlError, parse_toml
 from composer3d.generate.load import Checkpoint, open_checkpoint
 from composer3d.models.contract import IGNORE_INDEX, Constant, ShardingPlan
@@ -89,8 +90,9 @@ def default_windows(checkpoint: Checkpoint) -> Windows:
     except TomlError:
         data = None
     if isinstance(data, dict):
-        if type(data.get("seq_len")) is int and 0 < data["seq_len"] <= (checkpoint.longest or 0):
-            seq_len = data["seq_len"]
+        trained, most = data.get("seq_len"), checkpoint.longest or MOST_TOKENS
+        if type(trained) is int and 0 < trained <= most:
+            seq_len = trained
         if data.get("packing") in ("documents", "whole_documents"):
             packing = "documents"
     return Windows(seq_len=seq_len, packing="documents" if packing == "documents" else "none")
@@ -127,8 +129,8 @@ def _notes_on_tokenizer(checkpoint: Checkpoint, manifest: TokenManifest) -> list
     own = checkpoint.source.carried.get(TOKENIZER)
     if own is None:
         return []
-    digest = None if own == make_byte_tokenizer() else digest_of(own)
-    if digest == manifest.tokenizer_digest:
+    is_bytes = manifest.tokenizer_digest is None
+    if is_same(make_byte_tokenizer() if is_bytes else manifest.read(TOKENIZER), own):
         return []
     return [
         f"{manifest.folder} was made with {manifest.tokenizer_name}, whose content is not that of "

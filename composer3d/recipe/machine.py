@@ -155,7 +155,8 @@ def count_bytes(source: str, path: str | None, field: str, *, enough: int) -> in
         enough: counting stops after the document that reaches this number of tokens.
 
     Returns:
-        The count, or None if the source cannot be read. Training then reports what is wrong.
+        The count, or None if the source cannot be read, or is compressed. Training then reports
+        what is wrong.
     """
     count = 0
     try:
@@ -175,20 +176,29 @@ def _document_sizes(source: str, path: str | None, field: str) -> Iterator[int]:
             yield os.stat(name).st_size
     elif source == "text":
         for name in _file_names(path or "", ""):
+            _refuse_compressed(name)
             yield os.stat(name).st_size
     else:
-        for name in _file_names(path or "", ".jsonl"):
+        for name in _file_names(path or "", files.JSONL_SUFFIXES):
+            _refuse_compressed(name)
             with files.open_plain(name) as file:
                 while line := file.readline(_LINE_LIMIT):
                     if line.strip():
                         yield len(files.parse_json(line)[field].encode())
 
 
-def _file_names(root: str, suffix: str, *, skip: Set[str] = frozenset()) -> Iterator[str]:
+def _refuse_compressed(name: str) -> None:
+    if name.lower().endswith(files.COMPRESSED_SUFFIXES):
+        raise ValueError("the size of its text is not known")
+
+
+def _file_names(
+    root: str, suffix: str | tuple[str, ...], *, skip: Set[str] = frozenset()
+) -> Iterator[str]:
     """Yield the file ``root``, or all files below the folder ``root`` that end with ``suffix``.
 
-    The suffix may be in capitals. Like training, this skips hidden files and folders, links to
-    folders, and folders in ``skip``.
+    The suffix, or one of several, may be in capitals. Like training, this skips hidden files and
+    folders, links to folders, and folders in ``skip``.
     """
     if not os.path.isdir(root):
         yield root

@@ -4,7 +4,13 @@ import os
 from typing import Any, Protocol
 
 from composer3d.checkpoint import Store
-from composer3d.checkpoint.manifest import FILE, Manifest, model_of, with_later_fields
+from composer3d.checkpoint.manifest import (
+    FILE,
+    Manifest,
+    model_of,
+    require_known_fields,
+    with_later_fields,
+)
 from composer3d.convert.assets import FOLDER as ASSETS
 from composer3d.facts.errors import CheckpointError, DataError
 from composer3d.facts.remote import Place, RemotePath, local_copy, place_of, same_folder
@@ -69,6 +75,7 @@ def resume(
             discard newer checkpoints of the run; or another ``run.steps`` would raise the learning
             rate, and ``optim.decay`` is not set.
         DataError: the checkpoint was made with other data, or another order of samples.
+        UserError: a later version of composer3d wrote the checkpoint.
     """
     found = _choose(recipe, store)
     if stages.mesh.rank == 0:
@@ -246,6 +253,7 @@ def _require_same_model(path: Place, manifest: Manifest, recipe: Recipe) -> None
         raise CheckpointError(
             [*lines, "a checkpoint can only be resumed with its own model; set these back"]
         )
+    require_known_fields(path, manifest.model, recipe.model)
 
 
 def _changes_since(path: Place, manifest: Manifest, recipe: Recipe) -> list[Change]:

@@ -339,6 +339,12 @@ def test_fields_that_came_later_have_the_defaults_with_which_a_model_is_the_same
     assert manifests.with_later_fields(now | {"model.window": 7}, shape)["model.window"] == 7
     # A field without a default has always been there.
     assert "model.dim" not in manifests.with_later_fields({}, type(shape))
+    # What this version does not know is not left out.
+    own = {"model.architecture": "my_models.gpt:ARCHITECTURE"}
+    manifests.require_known_fields(Path("a"), now | own, shape)
+    for more, newer in (({}, "composer3d"), (own, "version of 'my_models.gpt:ARCHITECTURE'")):
+        with pytest.raises(UserError, match=f"a has 'model.cap' = 1, .*; use a newer {newer}$"):
+            manifests.require_known_fields(Path("a"), now | {"model.cap": 1} | more, shape)
 
 
 def test_differences_of_tensors_are_named() -> None:

@@ -29,7 +29,7 @@ from composer3d.models.llama.shape import ModelShape
 from composer3d.models.moe.shape import MoeShape
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
-from tests.convert.changes import flip, peaks_of_converts, refusal
+from tests.convert.changes import flip, peaks_of_converts, refusal, rewrite_torch
 from tests.convert.sample_checkpoints import (
     CARRIED,
     DEEPSEEK,
@@ -437,6 +437,24 @@ def test_a_checkpoint_of_a_later_format_is_not_skipped(
             "reads; use a newer composer3d",
         )
     assert not (tmp_path / "b").exists()
+
+
+def test_a_model_of_a_later_version_is_not_skipped_or_guessed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    newest = make_run(run)[2]
+    torch_file = tmp_path / "a.pt"
+    convert(newest, torch_file, "torch")
+    later = {"model.logit_softcap": 30.0, "model.x": None}
+    saved = manifests.read(newest)
+    manifests.write(newest, replace(saved, model=saved.model | later))
+    rewrite_torch(torch_file, lambda held: held["composer3d"]["model"].update(later))
+    for source, place in ((run, newest), (torch_file, torch_file)):
+        with pytest.raises(UserError) as caught:
+            convert(source, tmp_path / "b", "hf")
+        assert caught.value.lines[0] == (
+            f"{place} has 'model.logit_softcap' = 30.0 (and 1 more), which this version does not "
+            "know: it would compute another model; use a newer composer3d"
+        )
 
 
 def test_a_run_of_another_architecture_is_not_called_damaged(tmp_path: Path) -> None:

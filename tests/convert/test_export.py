@@ -18,6 +18,7 @@ from composer3d.convert.assets import _longest_sequence, make_assets
 from composer3d.convert.convert import convert
 from composer3d.facts.tokenizer_file import make_byte_tokenizer
 from composer3d.recipe.resolve import load
+from composer3d.runtime import log
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
 from composer3d.training.build import build
@@ -274,13 +275,27 @@ def start_folder(tmp_path: Path, tokenizer: bytes) -> Path:
     return folder
 
 
+@pytest.fixture
+def told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
+    """What the log of the package says."""
+    monkeypatch.setattr(log.get(), "propagate", True)
+    return caplog
+
+
 def test_a_run_that_starts_from_a_folder_carries_its_files(
-    tmp_path: Path, prepared: Path, tokenizer_file: Path
+    tmp_path: Path, prepared: Path, tokenizer_file: Path, told: pytest.LogCaptureFixture
 ) -> None:
-    folder = start_folder(tmp_path, tokenizer_file.read_bytes())
+    """The tokenizer of the data is a copy that another version of the library has saved."""
+    copy = json.loads(tokenizer_file.read_bytes())
+    copy["truncation"] = None
+    copy["model"]["merges"] = [" ".join(pair) for pair in copy["model"]["merges"]]
+    folder = start_folder(tmp_path, json.dumps(copy).encode())
     data = f'source = "tokens"\npath = "{prepared}"'
     recipe = recipe_of(tmp_path, data, model=f'hf = "{folder}"')
     assets = make_assets(recipe, 2, None)
+    assert told.messages == []
     assert {"tokenizer.model", "special_tokens_map.json"} <= assets.keys()
     assert assets["tokenizer_config.json"] == b'{"chat_template": "x"}'
     config = json.loads(assets["config.json"])
@@ -292,7 +307,7 @@ def test_a_run_that_starts_from_a_folder_carries_its_files(
 
 
 def test_the_tokenizer_of_the_data_replaces_that_of_the_folder(
-    tmp_path: Path, prepared: Path
+    tmp_path: Path, prepared: Path, told: pytest.LogCaptureFixture
 ) -> None:
     folder = start_folder(tmp_path, make_byte_tokenizer())
     data = f'source = "tokens"\npath = "{prepared}"'
@@ -303,6 +318,12 @@ def test_the_tokenizer_of_the_data_replaces_that_of_the_folder(
     assert not {"tokenizer.model", "special_tokens_map.json"} & assets.keys()
     assert ids(assets, "config.json") == ids(assets, "generation_config.json") == (1, 2, 0)
     assert "temperature" not in json.loads(assets["generation_config.json"])
+    assert told.messages == [
+        "the data has another tokenizer than the model's files: checkpoints carry that of the "
+        "data; left out of the model's files: tokenizer.json, tokenizer_config.json, "
+        "tokenizer.model, special_tokens_map.json, generation_config.json, "
+        "bos_token_id, eos_token_id, pad_token_id in config.json"
+    ]
 
 
 def test_a_resumed_run_keeps_the_assets_of_its_checkpoint(

@@ -652,6 +652,11 @@ WRONG: list[tuple[dict[str, bytes], list[str], str]] = [
         r"in/a.txt.gz: cannot be decompressed: Not a gzipped file \(b'x'\); copy it again",
     ),
     ({"in/a.xz": b"x"}, [], "in/a.xz: a .xz file is not read as text; decompress it"),
+    *(
+        ({f"in/a{end}": b"x"}, [], f"in/a{end}: a {kind} file is not read as text; unpack it, and")
+        for end, kind in ((".TAR.gz", ".tar"), (".tar.zst", ".tar"), (".tgz", ".tgz"))
+    ),
+    ({"in/a.zip": b"x"}, ["--field", "x"], "in/a.zip: a .zip file is not read as text; unpack it"),
     (
         {"in/a.arrow": b"x"},
         [],

@@ -1,5 +1,6 @@
 """Corpora: which files are read, in which order, which are held out, and which are refused."""
 
+import gzip
 import io
 import json
 import os
@@ -180,6 +181,14 @@ def test_jsonl_is_read_line_by_line_in_order_of_relative_path(tmp_path: Path) ->
     corpus = open_corpus("jsonl", tmp_path, split="train")
     assert corpus.tokens.tobytes() == "first \U0001f600\n\0hé\0last line\0".encode()
     assert corpus.n_documents == 3
+    packed = b'{"text": "packed"}'
+    (tmp_path / "a/y.JSONL.gz").write_bytes(gzip.compress(packed))
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(packed))
+    with_packed = open_corpus("jsonl", tmp_path, split="train")
+    expected = b"packed\0" + corpus.tokens.tobytes() + b"packed\0"
+    assert with_packed.tokens.tobytes() == expected
+    for source in ("jsonl", "text"):  # the size of the text is not known before
+        assert machine.count_bytes(source, str(tmp_path), "text", enough=1000) is None
     one = open_corpus("jsonl", None, split="validation", held_out_path=tmp_path / "a" / "z.jsonl")
     assert one.tokens.tobytes() == "first \U0001f600\n\0".encode()
     (tmp_path / "t.txt").write_bytes(b"first")

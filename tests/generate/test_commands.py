@@ -457,6 +457,12 @@ def test_windows_are_those_of_the_run_unless_given(tmp_path: Path, tokens: Path)
     opened = open_checkpoint(folder)
     assert default_windows(opened) == Windows(seq_len=48, packing="documents")
     assert check_data(opened, str(tokens), default_windows(opened)) == []
+    # Without a config.json, no longest sequence is known.
+    unknown = open_checkpoint(make_checkpoint(tmp_path / "c", "llama", SHAPE, recipe=recipe))
+    assert default_windows(unknown) == Windows(seq_len=48, packing="documents")
+    endless = recipe.replace("48", str(2**40))
+    unknown = open_checkpoint(make_checkpoint(tmp_path / "d", "llama", SHAPE, recipe=endless))
+    assert default_windows(unknown) == Windows(seq_len=2048, packing="documents")
     for number, wrong in enumerate(("[data", "[data]\nseq_len = 1e9\npacking = []", "data = 3")):
         folder = make_checkpoint(
             tmp_path / f"b{number}", "llama", SHAPE, recipe=wrong, assets=ASSETS
@@ -487,6 +493,10 @@ def test_data_that_does_not_fit_is_refused(
 
 
 def test_another_tokenizer_is_noted(tmp_path: Path, tokens: Path) -> None:
+    again = tokenizers.Tokenizer.from_buffer(make_byte_tokenizer()).to_str().encode()
+    assert again != make_byte_tokenizer()
+    saved = make_checkpoint(tmp_path / "b", "llama", SHAPE, assets={"tokenizer.json": again})
+    assert check_data(open_checkpoint(saved), str(tokens), Windows(seq_len=8, packing="none")) == []
     other = tokenizers.Tokenizer(tokenizers.models.BPE()).to_str().encode()
     assets = {**ASSETS, "tokenizer.json": other}
     opened = open_checkpoint(make_checkpoint(tmp_path / "a", "llama", SHAPE, assets=assets))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from composer3d import cli
 from composer3d.facts.errors import RecipeError
@@ -19,6 +20,7 @@ BPE: dict[str, Any] = {
     "added_tokens": [{"id": 3, "content": "</s>", "special": True}],
     "post_processor": None,
 }
+ADDED = {"added_tokens": BPE["added_tokens"]}
 
 
 def changed(**parts: Any) -> dict[str, Any]:
@@ -45,14 +47,70 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, str | None, str | None] | Non
         {"model": {"vocab": {"a": "x"}, "merges": 7}, "added_tokens": [7, {"id": "3"}]},
         ("token 0", "a", None),
     ),
+    "what cuts and pads sequences": (
+        changed(truncation={"max_length": 8}, padding={"pad_id": 3}, version="1.0", decoder=None),
+        None,
+    ),
+    "another regex": (
+        changed(pre_tokenizer={"type": "Split", "pattern": {"Regex": "\\w"}}),
+        ("setting pre_tokenizer.pattern.Regex", None, "\\w"),
+    ),
+    "normalised": (
+        changed(normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}]}),
+        ("setting normalizer.normalizers.0.type", None, "NFC"),
+    ),
+    "merges that are skipped": (
+        changed(model={"ignore_merges": True}),
+        ("setting model.ignore_merges", None, "true"),
+    ),
+    "scores": (
+        {"model": {"vocab": [["a", 0.1], ["b", 1], ["ab", 2]]}, **ADDED},
+        ("score 0", None, "0.1"),
+    ),
     "pieces": ({"model": {"vocab": [["a", 0.1], ["b", 1], 7]}}, ("token 2", "ab", None)),
 }
 
 
 @pytest.mark.parametrize(("other", "expected"), OTHERS.values(), ids=OTHERS)
-def test_vocabulary_special_tokens_and_merges_are_compared(other: Any, expected: Any) -> None:
+def test_vocabulary_special_tokens_merges_and_settings_are_compared(
+    other: Any, expected: Any
+) -> None:
     found = first_difference(json.dumps(BPE).encode(), json.dumps(other, indent=1).encode())
     assert found == (None if expected is None else Difference(*expected))
+
+
+# Parts that cut a text, as older versions of the library ``tokenizers`` have saved them.
+OLDER: tuple[dict[str, Any], ...] = (
+    {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}},
+    {
+        "normalizer": {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True}
+        | {"strip_accents": None, "lowercase": True},
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "_", "add_prefix_space": True}
+        | {"str_rep": "_"},
+    },
+    {
+        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "_"}]},
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": "\\w+"}, "behavior": "Removed"}
+                | {"invert": True},
+                {"type": "Punctuation"},
+            ],
+        },
+    },
+)
+
+
+@pytest.mark.parametrize("parts", OLDER, ids=["bytes", "words", "a sequence"])
+def test_a_copy_that_is_saved_again_is_the_same_tokenizer(parts: dict[str, Any]) -> None:
+    parts = {"added_tokens": [], "normalizer": None, "decoder": None} | parts
+    model = {"continuing_subword_prefix": "", "fuse_unk": False}
+    older = json.dumps(changed(**parts, version="1.0", model=model))
+    tokenizer = tokenizers.Tokenizer.from_str(older)
+    tokenizer.enable_truncation(8)
+    assert json.loads(tokenizer.to_str())["model"]["merges"] == [["a", "b"]]
+    assert first_difference(older.encode(), tokenizer.to_str().encode()) is None
 
 
 def test_a_recipe_may_insist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from composer3d import cli
+from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint.manifest import Manifest
 from composer3d.commands import train as command
 from composer3d.facts import events
@@ -141,6 +142,21 @@ def test_damaged_checkpoint_is_named(pool: Pool, trained: Path) -> None:
     )
 
 
+def add_a_field(newest: Path) -> None:
+    saved = manifests.read(newest)
+    manifests.write(newest, replace(saved, model=saved.model | {"model.logit_softcap": 30.0}))
+
+
+def test_a_checkpoint_of_a_later_model_is_not_resumed(pool: Pool, trained: Path) -> None:
+    add_a_field(trained / "runs/small/checkpoints/step-00000005")
+    result = train(pool, trained)
+    assert result.returncode == 2
+    assert (
+        "runs/small/checkpoints/step-00000005 has 'model.logit_softcap' = 30.0, which this version "
+        "does not know: it would compute another model; use a newer composer3d" in result.stderr
+    )
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_that_is_done_starts_no_rank(
     trained: Path,
@@ -175,6 +191,7 @@ def drop_the_manifest(newest: Path) -> None:
         (6, None, None),
         (5, None, drop_a_byte),
         (5, None, drop_the_manifest),
+        (5, None, add_a_field),
         # The rank refuses these recipes.
         (5, "run.seed=4", None),
         (5, "model.n_layers=3", None),

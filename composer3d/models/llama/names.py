@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from composer3d.facts.errors import CheckpointError
-from composer3d.facts.text import short_json
+from composer3d.facts.text import in_quotes, short_json
 from composer3d.models.llama.huggingface import make_shape
-from composer3d.models.llama.shape import ModelShape
+from composer3d.models.llama.shape import PRESETS, ModelShape
 from composer3d.models.llama.table import table
 from composer3d.models.locations import in_block
 
@@ -23,6 +23,19 @@ _SHARED_PARAMS = ("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_
 # The stretched positions of Llama 3.1 and 3.2, the only ones that Meta's code can compute:
 # (rope_factor, rope_low_freq, rope_high_freq, rope_context).
 _STRETCHES = ((8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192))
+# The fields of a stretch that params.json may give.
+_STRETCH_PARAMS = {"rope_factor": "rope_scaling_factor", "rope_high_freq": "rope_high_freq_factor"}
+# Keys of params.json that are not read: the tensors have the first three sizes, and the last two
+# are those of Meta's buffers.
+_UNREAD_PARAMS = (
+    "vocab_size",
+    "multiple_of",
+    "ffn_dim_multiplier",
+    "max_batch_size",
+    "max_seq_len",
+)
+_KNOWN_PARAMS = {*_SHARED_PARAMS, "use_scaled_rope", *_STRETCH_PARAMS.values(), *_UNREAD_PARAMS}
+_SHOWN_KEYS = 3
 
 
 def meta_names(shape: ModelShape) -> dict[str, str]:
@@ -113,8 +126,10 @@ def parse_meta_params(params: dict[str, Any], *, vocab: int, ffn: int, tied: boo
         tied: whether ``output`` equals the embedding.
 
     Raises:
-        CheckpointError: params.json lacks a value, or has one of a wrong type or out of range.
+        CheckpointError: params.json lacks a value, or has one of a wrong type or out of range, or
+            has a key that is not one of Meta's for a Llama of text.
     """
+    _refuse_unknown(params)
     # The params.json of Llama 2 lacks these keys.
     defaults = {"n_kv_heads": params.get("n_heads"), "norm_eps": 1e-5, "rope_theta": 1e4}
     params = {**defaults, **params}
@@ -124,19 +139,52 @@ def parse_meta_params(params: dict[str, Any], *, vocab: int, ffn: int, tied: boo
             f"params.json lacks {', '.join(missing)}; take the one that came with the files"
         )
 
+    values = {name: params[name] for name in _SHARED_PARAMS}
+    values |= {"vocab": vocab, "ffn": ffn, "tied": tied, **_stretch(params, ffn)}
+    keys = {name: f"params.json: {name}" for name in _SHARED_PARAMS}
+    keys |= {name: f"params.json: {key}" for name, key in _STRETCH_PARAMS.items()}
+    return make_shape(values, keys)
+
+
+def _refuse_unknown(params: dict[str, Any]) -> None:
+    """Refuse keys that may change what the model computes. A key that is null counts as absent."""
+    unknown = [key for key in params.keys() - _KNOWN_PARAMS if params[key] is not None]
+    if unknown:
+        shown = [f"{in_quotes(key, 40)} = {short_json(params[key])}" for key in sorted(unknown)]
+        others = len(shown) - _SHOWN_KEYS
+        more = f" and {others:,} others" if others > 0 else ""
+        raise CheckpointError(
+            f"params.json: {', '.join(shown[:_SHOWN_KEYS])}{more} is not supported, and may change "
+            "what the model computes; give the model in the format of Hugging Face"
+        )
+
+
+def _stretch(params: dict[str, Any], ffn: int) -> dict[str, Any]:
+    """Return the fields of the stretch of rotary positions that params.json describes, unchecked.
+
+    Meta's own files do not give the factor: it is that of the published model of these sizes.
+    """
     is_scaled = params.get("use_scaled_rope", False)
     if type(is_scaled) is not bool:
         raise CheckpointError(
             f"params.json: use_scaled_rope = {short_json(is_scaled)} must be true or false"
         )
-    factor = 1.0
-    if is_scaled:
-        # Meta's own files do not give the factor. It is 32 in Llama 3.2, which has a tied head, and
-        # 8 in Llama 3.1.
-        factor = params.get("rope_scaling_factor", 32.0 if tied else 8.0)
+    if not is_scaled:
+        return {}
+    given = {name: params.get(key) for name, key in _STRETCH_PARAMS.items()}
+    if given["rope_factor"] is None:
+        given["rope_factor"] = _published_factor(params, ffn)
+    return {name: value for name, value in given.items() if value is not None}
 
-    values = {name: params[name] for name in _SHARED_PARAMS}
-    values |= {"vocab": vocab, "ffn": ffn, "tied": tied, "rope_factor": factor}
-    keys = {name: f"params.json: {name}" for name in _SHARED_PARAMS}
-    keys["rope_factor"] = "params.json: rope_scaling_factor"
-    return make_shape(values, keys)
+
+def _published_factor(params: dict[str, Any], ffn: int) -> float:
+    sizes = (params["dim"], params["n_layers"], params["n_heads"], ffn)
+    for shape in PRESETS.values():
+        is_stretched = shape.rope_factor != 1 and shape.rope_scaling == "llama3"
+        if is_stretched and (shape.dim, shape.n_layers, shape.n_heads, shape.ffn) == sizes:
+            return shape.rope_factor
+    raise CheckpointError(
+        "params.json has use_scaled_rope, but no rope_scaling_factor, and not the sizes of a "
+        'published model; add "rope_scaling_factor": 8.0 if it was made from Llama 3.1 or 3.3, or '
+        "32.0 if from Llama 3.2"
+    )

@@ -1,5 +1,6 @@
 """The table of parameter names, Meta's rotary pairs and params.json."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -82,14 +83,16 @@ def test_metas_code_computes_the_same_width(dim: int, ffn: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "preset", ["llama3-8b", "llama3.1-70b", "llama3.2-1b", "llama3.2-3b", "debug-tiny"]
+    "preset",
+    ["llama3-8b", "llama3-405b", "llama3.1-70b", "llama3.2-1b", "llama3.2-3b", "debug-tiny"],
 )
 def test_params_survive_a_round_trip(preset: str) -> None:
     shape = replace(PRESETS[preset], head_dim=None)
     params = names.make_meta_params(PRESETS[preset])
-    assert (
-        names.parse_meta_params(params, vocab=shape.vocab, ffn=shape.ffn, tied=shape.tied) == shape
-    )
+    sizes: dict[str, Any] = {"vocab": shape.vocab, "ffn": shape.ffn, "tied": shape.tied}
+    assert names.parse_meta_params(params, **sizes) == shape
+    params.pop("rope_scaling_factor", None)  # Meta's own files do not have it
+    assert names.parse_meta_params(params, **sizes) == shape
 
 
 # The params.json that Meta published: Llama 2 70B, and what Llama 3.1 8B and 3.2 1B share.
@@ -108,6 +111,7 @@ LLAMA_3 = {
     "vocab_size": 128256,
     "n_kv_heads": 8,
 }
+LLAMA_3_2 = LLAMA_3 | {"dim": 2048, "n_layers": 16, "n_heads": 32}
 
 
 def test_published_params_are_read() -> None:
@@ -121,17 +125,45 @@ def test_published_params_are_read() -> None:
         LLAMA_3 | {"dim": 4096, "n_layers": 32, "n_heads": 32}, vocab=128256, ffn=14336, tied=False
     )
     assert three == PRESETS["llama3.1-8b"]
-    small = names.parse_meta_params(
-        LLAMA_3 | {"dim": 2048, "n_layers": 16, "n_heads": 32}, vocab=128256, ffn=8192, tied=True
-    )
+    small = names.parse_meta_params(LLAMA_3_2, vocab=128256, ffn=8192, tied=True)
     assert small == replace(PRESETS["llama3.2-1b"], head_dim=None)
 
 
-def test_params_without_sizes_are_refused() -> None:
-    with pytest.raises(
-        CheckpointError, match=r"params.json lacks dim, n_heads, n_kv_heads; take the one that came"
-    ):
-        names.parse_meta_params({"n_layers": 2}, vocab=9, ffn=8, tied=False)
+NO_FACTOR = "params.json has use_scaled_rope, but no rope_scaling_factor, and not the sizes of a "
+OTHER_KEYS = "is not supported, and may change what the model computes; give the model in the form"
+# What is added to the params.json of Llama 3.2 1B, and a part of what refuses it.
+REFUSED_PARAMS: dict[str, tuple[dict[str, Any], str]] = {
+    "no sizes": ({"dim": None, "n_heads": None}, "params.json lacks dim, n_heads; take the one th"),
+    "a window": ({"sliding_window": 4096}, f"params.json: 'sliding_window' = 4096 {OTHER_KEYS}"),
+    "Mistral's widths": (
+        {"hidden_dim": 8192, "head_dim": 64},
+        f"params.json: 'head_dim' = 64, 'hidden_dim' = 8192 {OTHER_KEYS}",
+    ),
+    "pictures": ({"vision_chunk_size": 448}, "params.json: 'vision_chunk_size' = 448 is not"),
+    "many": (dict.fromkeys("abcde", 1), "'a' = 1, 'b' = 1, 'c' = 1 and 2 others is not"),
+    "other sizes": ({"n_layers": 15}, NO_FACTOR),
+    "a switch": ({"use_scaled_rope": 1}, "use_scaled_rope = 1 must be true or false"),
+    "an end of the ramp": (
+        {"rope_high_freq_factor": 2.0},
+        "Meta's format of Llama has no rope_* = (32.0, 1.0, 2.0, 8192); convert to hf",
+    ),
+    "a wrong end": ({"rope_high_freq_factor": "4"}, 'rope_high_freq_factor = "4" must be a num'),
+}
+
+
+@pytest.mark.parametrize(("added", "line"), REFUSED_PARAMS.values(), ids=REFUSED_PARAMS)
+def test_params_that_are_not_understood_are_refused(added: dict[str, Any], line: str) -> None:
+    params = LLAMA_3_2 | added
+    with pytest.raises(CheckpointError, match=re.escape(line)):
+        names.meta_names(names.parse_meta_params(params, vocab=9, ffn=8192, tied=False))
+
+
+def test_what_changes_nothing_in_params_is_read() -> None:
+    """An untied fine-tune has the stretch of the model that it was made from."""
+    added = {"max_seq_len": 4096, "max_batch_size": 1, "lora_args": None, "vocab_size": -1}
+    added |= {"rope_high_freq_factor": 4}
+    shape = names.parse_meta_params(LLAMA_3_2 | added, vocab=9, ffn=8192, tied=False)
+    assert shape == replace(PRESETS["llama3.2-1b"], vocab=9, head_dim=None, tied=False)
 
 
 @pytest.mark.parametrize(
