@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.layers.ffn import FeedForward
+from composer3d.models.to_device import copy_to_device_of
 
 # Added to a sum of scores before it divides, as DeepSeek-V3 does: all of them may be 0 in float32.
 _SMALLEST_SUM = 1e-20
@@ -284,9 +285,10 @@ class Router(nn.Module):
                 lengths_S = _count((documents_BT + row_B1 * most).flatten(), rows * most)
             # A row with fewer documents than another has some without a token.
             lengths_S = lengths_S.clamp(min=1)
-            seq.shared[key] = tuple(
-                each.to(device, non_blocking=True) for each in (sequence_BT.flatten(), lengths_S)
-            )
+            numbers = (sequence_BT.flatten(), lengths_S)
+            if where != device:
+                numbers = tuple(copy_to_device_of(seq.positions_BT, each) for each in numbers)
+            seq.shared[key] = numbers
         return seq.shared[key]
 
 
