@@ -7,6 +7,10 @@ def copy_to_device_of(like: Tensor, on_host: Tensor) -> Tensor:
     """Return a copy of ``on_host`` on the device of ``like``. No collective.
 
     A GPU copies it when it has done what it was given before, and the host goes on at once.
+
+    Args:
+        like: of any shape and dtype.
+        on_host: of any shape, which the copy has too.
     """
     if like.is_cuda:
         # From memory that may be paged out, the host itself copies, and may wait for the GPU first.

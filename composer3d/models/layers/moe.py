@@ -285,10 +285,11 @@ class Router(nn.Module):
                 lengths_S = _count((documents_BT + row_B1 * most).flatten(), rows * most)
             # A row with fewer documents than another has some without a token.
             lengths_S = lengths_S.clamp(min=1)
-            numbers = (sequence_BT.flatten(), lengths_S)
+            sequence_N = sequence_BT.flatten()
             if where != device:
-                numbers = tuple(copy_to_device_of(seq.positions_BT, each) for each in numbers)
-            seq.shared[key] = numbers
+                sequence_N = copy_to_device_of(seq.positions_BT, sequence_N)
+                lengths_S = copy_to_device_of(seq.positions_BT, lengths_S)
+            seq.shared[key] = (sequence_N, lengths_S)
         return seq.shared[key]
 
 

@@ -174,7 +174,7 @@ class Metrics(Observer):
         lr: float,
         extra: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """End an optimizer step, and log it if it is due. Call this after every step that was trained.
+        """End an optimizer step, and log it if it is due. Call this after each trained step.
 
         A line has these keys; a value that is not finite becomes null:
 
