@@ -26,7 +26,7 @@ class _Made(NamedTuple):
 
 
 class BatchesAhead:
-    """An endless iterator over a loader's batches. One batch is made ahead, in a thread.
+    """An iterator over a loader's batches. One batch is made ahead, in a thread.
 
     If the loader reads an object store, four batches are made ahead, one after the other. ``next``
     returns a batch, and lets the thread make another one. An error of the loader is raised by the
@@ -36,10 +36,11 @@ class BatchesAhead:
         loader: makes the batches. Nobody else may call it as long as this object is in use.
         device: the device that the batches go to. For a GPU, tokens, labels and positions are in
             pinned memory, so that the host need not wait while they are copied.
+        stop: the step before which the batches end, and from which on none is made; None: never.
     """
 
-    def __init__(self, loader: Loader, device: torch.device) -> None:
-        self._loader, self._device = loader, device
+    def __init__(self, loader: Loader, device: torch.device, *, stop: int | None = None) -> None:
+        self._loader, self._device, self._stop = loader, device, stop
         self._state = loader.state_dict()
         self._ahead = _AHEAD_OF_STORE if loader.reads_store else _AHEAD_OF_DISK
         self._next: deque[Future[_Made]] = deque()
@@ -76,9 +77,11 @@ class BatchesAhead:
         return self
 
     def __next__(self) -> Batch:
+        if not self._next and self._is_at_end():
+            raise StopIteration
         future = self._next.popleft() if self._next else self._request()
         batch, self._state = future.result()
-        while len(self._next) < self._ahead:
+        while len(self._next) < self._ahead and not self._is_at_end():
             self._next.append(self._request())
         return batch
 
@@ -89,6 +92,10 @@ class BatchesAhead:
             self._requests.put(None)
             self._thread.join(_CLOSE_S)
             self._thread = None
+
+    def _is_at_end(self) -> bool:
+        """Return whether no batch is to be made after those that are requested."""
+        return self._stop is not None and self._state["next_step"] + len(self._next) >= self._stop
 
     def _drop(self, *, keep: int = 0) -> None:
         """Let the thread make none of the batches that it has not begun, after the first ones."""

@@ -106,7 +106,8 @@ def build(
         corpus, held_out = process_group.on_all("data", lambda: open_data(recipe))
         digests = {"train": corpus.digest, "validation": held_out and held_out.digest}
         process_group.check_same("the data", digests)
-        loader = BatchesAhead(make_loader(recipe, mesh, corpus, seed=recipe.data.seed), device)
+        make = partial(make_loader, recipe, mesh, corpus, seed=recipe.data.seed)
+        loader = BatchesAhead(process_group.on_all("data", make), device)
 
     with log.phase("model"):
         implementation.activate(recipe.parallel.attention_kernel, device)
@@ -152,7 +153,7 @@ def build(
         stages=stages,
         optimizer=optimizer,
         loader=loader,
-        validation=Validation(recipe, stages, held_out, store.loaded),
+        validation=Validation(recipe, stages, held_out, store.loaded, loader.order),
         saver=Saver(recipe, resolved_toml, store, claim),
         recovery=Recovery(recipe.reliability, history, ledger, store, stages, optimizer, observers),
         observers=observers,

@@ -168,7 +168,7 @@ def _save(run: Run) -> None:
 def _validate(run: Run, signals: StopSignals) -> bool:
     """Validate. Return False if a signal has cut the validation off."""
     with run.observers.phase("validation"):
-        loss = run.validation.run(run.loader.order, lambda: signals.agree() != 0)
+        loss = run.validation.run(lambda: signals.agree() != 0)
     if loss is not None:
         run.observers.end_validation(run.step, loss)
     return loss is not None

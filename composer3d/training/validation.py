@@ -4,12 +4,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from composer3d.data import Batch, BatchesAhead, Corpus
+from composer3d.data import Batch, BatchesAhead, Corpus, Loader
 from composer3d.data.order import Order
 from composer3d.facts.errors import DataError
 from composer3d.facts.remote import Place
 from composer3d.parallel import Stages
 from composer3d.recipe.schema import Recipe
+from composer3d.runtime import process_group
+from composer3d.runtime.mesh import Mesh
 from composer3d.training.batches import make_loader, move_to_device
 from composer3d.training.owed import METRICS, owes_validation
 
@@ -17,11 +19,17 @@ from composer3d.training.owed import METRICS, owes_validation
 class Validation:
     """Validates a run every so many steps and after its last one.
 
+    To make it is collective over all ranks.
+
     Args:
         recipe: the whole recipe.
         stages: this rank's stages.
         held_out: the text to validate on; None if the recipe does not validate.
         loaded: the checkpoint that this process has loaded; None if the run is new.
+        order: as in ``make_held_out_loader``.
+
+    Raises:
+        DataError: the text has no sample, or cannot be read.
     """
 
     def __init__(
@@ -30,13 +38,19 @@ class Validation:
         stages: Stages,
         held_out: Corpus | None,
         loaded: Place | None,
+        order: Order,
     ) -> None:
-        self._recipe, self._stages = recipe, stages
-        self._held_out, self._loaded = held_out, loaded
+        self._recipe, self._stages, self._loaded = recipe, stages, loaded
+        self._loader: Loader | None = None
+        if held_out is not None:
+            # Once, as samples of whole documents may take long; and here, where ranks agree.
+            self._loader = process_group.on_all(
+                "data", lambda: make_held_out_loader(recipe, stages.mesh, held_out, order)
+            )
 
     def is_due(self, step: int) -> bool:
         """Return whether the run is validated after ``step``."""
-        if self._held_out is None:
+        if self._loader is None:
             return False
         return step == self._recipe.run.steps or step % self._recipe.validation.every == 0
 
@@ -53,32 +67,38 @@ class Validation:
             return False
         return owes_validation(recipe.run.folder / METRICS, recipe.validation, step)
 
-    def run(self, order: Order, must_stop: Callable[[], bool]) -> float | None:
+    def run(self, must_stop: Callable[[], bool]) -> float | None:
         """Validate: see ``validate``. Collective over all ranks."""
-        assert self._held_out is not None
-        return validate(
-            self._recipe, self._stages, self._held_out, order=order, must_stop=must_stop
-        )
+        assert self._loader is not None
+        return validate(self._recipe, self._stages, self._loader, must_stop)
+
+
+def make_held_out_loader(
+    recipe: Recipe, mesh: Mesh, held_out: Corpus, order: Order = "feistel"
+) -> Loader:
+    """Make the loader of this rank's part of a validation.
+
+    Its batches are drawn from the whole held-out text. They are the same in every run with the same
+    ``order``, that of the training's loader, whatever ``data.seed`` is.
+
+    Raises:
+        DataError: the text has no sample, or cannot be read.
+    """
+    return make_loader(recipe, mesh, held_out, seed=0, order=order, is_training=False)
 
 
 def validate(
     recipe: Recipe,
     stages: Stages,
-    held_out: Corpus,
-    *,
-    order: Order = "feistel",
+    loader: Loader,
     must_stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Compute the mean loss over the valid tokens of ``validation.steps`` global batches.
-
-    The batches are drawn from the whole held-out text. They are the same in every validation of
-    every run with the same ``order``, that of the training's loader, whatever ``data.seed`` is.
+    """Compute the mean loss over the valid tokens of the first ``validation.steps`` batches.
 
     Args:
         recipe: the recipe.
         stages: this rank's stages.
-        held_out: the text to validate on.
-        order: the order of samples.
+        loader: from ``make_held_out_loader``. It begins anew.
         must_stop: is called before each batch, and returns the same on all ranks: whether the
             validation is cut off.
 
@@ -90,8 +110,8 @@ def validate(
 
     Collectives: those of ``Stages.evaluate`` for each batch, and one all-reduce over all ranks.
     """
-    loader = make_loader(recipe, stages.mesh, held_out, seed=0, order=order, is_training=False)
-    batches = BatchesAhead(loader, stages.mesh.device)
+    loader.next_step = 0
+    batches = BatchesAhead(loader, stages.mesh.device, stop=recipe.validation.steps)
     losses, valid_tokens = [], []
     for _ in range(recipe.validation.steps):
         if must_stop():
@@ -105,7 +125,7 @@ def validate(
     if tokens == 0:
         raise DataError(
             f"validation.steps = {recipe.validation.steps}: no token of these batches of "
-            f"{held_out.name} is learned; use more steps, or other text"
+            f"{loader.corpus.name} is learned; use more steps, or other text"
         )
     return loss / tokens
 

@@ -491,7 +491,9 @@ def compare_steps(
     for step in range(steps):
         # Validate between two steps, so that a validation that disturbs the next step shows.
         if step == steps - 1:
-            validation_loss = train_validation.validate(recipe, stages, held_out)
+            validation_loss = train_validation.validate(
+                recipe, stages, train_validation.make_held_out_loader(recipe, mesh, held_out)
+            )
             assert validation_loss is not None
             errors.loss[steps] = _relative_error(validation_loss, *expected["loss"][steps])
 

@@ -63,8 +63,8 @@ class Controlled(Loader):
         return super().__next__()
 
 
-def controlled(fails_at: int = -1) -> Controlled:
-    loader = Controlled(CORPUS, seq_len=4, global_batch=8, seed=3, batch_rank=0, batch_ranks=1)
+def controlled(fails_at: int = -1, kind: type[Controlled] = Controlled) -> Controlled:
+    loader = kind(CORPUS, seq_len=4, global_batch=8, seed=3, batch_rank=0, batch_ranks=1)
     loader.allowed, loader.fails_at = threading.Event(), fails_at
     loader.allowed.set()
     return loader
@@ -149,10 +149,20 @@ class Remote(Controlled):
     reads_store = True
 
 
+@pytest.mark.parametrize("kind", [Controlled, Remote])
+def test_no_batch_is_made_from_the_last_step_on(kind: type[Controlled]) -> None:
+    loader = controlled(kind=kind)
+    batches = BatchesAhead(loader, CPU, stop=3)
+    made = [next(batches) for _ in range(3)]
+    assert torch.equal(rows(made), rows([loader_of(CORPUS)[step] for step in range(3)]))
+    with pytest.raises(StopIteration):
+        next(batches)
+    batches.close()
+    assert loader.next_step == 3
+
+
 def test_more_batches_of_a_store_are_made_ahead_and_the_state_stays_exact() -> None:
-    loader = Remote(CORPUS, seq_len=4, global_batch=8, seed=3, batch_rank=0, batch_ranks=1)
-    loader.allowed, loader.fails_at = threading.Event(), 7
-    loader.allowed.set()
+    loader = controlled(fails_at=7, kind=Remote)
     batches = BatchesAhead(loader, CPU)
     assert torch.equal(rows([next(batches)]), rows([loader_of(CORPUS)[0]]))
     wait_until(lambda: len(batches._next) == 4 and all(made.done() for made in batches._next))

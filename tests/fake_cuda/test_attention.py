@@ -17,7 +17,7 @@ from tools.fake_cuda.counts import Copy
 pytestmark = pytest.mark.skipif(device.compiler() is None, reason="no C++ compiler here")
 
 FORWARD, BACKWARD = "aten::_flash_attention_forward", "aten::_flash_attention_backward"
-OFFSETS = Copy("aten::copy_", "cpu", "cuda", "packed.py:offsets_on")
+OFFSETS = Copy("aten::copy_", "cpu", "cuda", "to_device.py:copy_to_device_of")
 
 RANK_1 = Case(cp=4, rank=1)
 

@@ -61,12 +61,15 @@ class Layout(NamedTuple):
             gradients of 9 parameters.
         rows_copied: with experts, how often a step copies numbers of rows to the host: once for
             each layer and micro-batch, and not again when it is recomputed.
+        numbers_copied: how often a step copies numbers to the device from pinned memory: sequences
+            and their lengths once for all routers of a micro-batch.
     """
 
     overrides: tuple[str, ...]
     forward: int
     backward: int
     rows_copied: int = 0
+    numbers_copied: int = 0
 
     @property
     def not_deterministic(self) -> set[str]:
@@ -125,10 +128,16 @@ LAYOUTS = {
     "experts, ep, checkpointed": Layout(
         (*EXPERTS, "mesh.dp_shard=2", "mesh.ep=2", FULL), 151, 270, rows_copied=4
     ),
+    "experts, balance loss, documents": Layout(
+        (*EXPERTS, "model.balance_loss=0.01", DOCUMENTS, TWO_MICRO_BATCHES),
+        *(177, 188),
+        numbers_copied=2 * 2,
+    ),
 }
 
 # What a step copies between host and device: the batch, and its sums over the world.
 TO_DEVICE = Copy("aten::_to_copy", "cpu", "cuda", "batches.py:move_to_device")
+NUMBERS = Copy("aten::copy_", "cpu", "cuda", "to_device.py:copy_to_device_of")
 TO_HOST = Copy("aten::_to_copy", "cuda", "cpu", OF_HOST_COPY)
 
 
@@ -167,7 +176,8 @@ def test_a_step_copies_only_its_batch_and_sends_what_it_sends_on_a_cpu(
     layout = LAYOUTS[name]
     seen, deeper = run_ranks(pool, library, layout.overrides)
     for on_gpu, on_cpu in zip(seen[::2], seen[1::2], strict=True):
-        assert on_gpu.step.copies == Counter({TO_DEVICE: 3, TO_HOST: layout.rows_copied + 1})
+        copies = {TO_DEVICE: 3, NUMBERS: layout.numbers_copied, TO_HOST: layout.rows_copied + 1}
+        assert on_gpu.step.copies == +Counter(copies)
         assert on_gpu.step.waits == layout.rows_copied + 1
         assert on_gpu.evaluation.copies == +Counter({TO_DEVICE: 3, TO_HOST: layout.rows_copied})
         assert on_gpu.step.collectives == on_cpu.step.collectives

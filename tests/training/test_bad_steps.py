@@ -139,12 +139,17 @@ def test_a_run_killed_after_a_bad_step_comes_to_the_same_bits(
     whole = start(pool, folder, "dp", "whole", sets, factors=factors)
     start(pool, folder, "dp", "killed", sets, factors=factors, dies_after=7)
     # What made the step bad does not come back.
-    resumed = start(pool, folder, "dp", "killed", sets)
+    resumed = start(pool, folder, "dp", "killed", (*sets, "metrics.profile_steps=[5, 6]"))
     assert states(resumed) == states(whole)
     assert ledger(folder, "killed") == ledger(folder, "whole")
     later = {step: loss for step, loss in metrics(folder, "whole", "loss").items() if step > 7}
     assert later.items() <= metrics(folder, "killed", "loss").items()
     assert sorted(later) == [8, 9]
+    # The last step to profile is left out: the profile ends before the save of step 8.
+    saved = folder / "killed/small/checkpoints/step-00000008/manifest.json"
+    traces = [*(folder / "killed/small/profile").iterdir()]
+    assert [trace.name for trace in traces] == ["rank0-steps5-6.json.gz"] * (bad_step == 6)
+    assert all(trace.stat().st_mtime < saved.stat().st_mtime for trace in traces)
 
 
 def test_a_bad_last_step_is_left_out_and_saved_by_a_run_that_was_killed(

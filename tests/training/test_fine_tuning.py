@@ -24,7 +24,7 @@ from composer3d.training.batches import make_loader, open_data
 from composer3d.training.build import build_stages
 from composer3d.training.optimizers import build_optimizer
 from composer3d.training.step import compute_gradients, update
-from composer3d.training.validation import validate
+from composer3d.training.validation import make_held_out_loader, validate
 from tests.data.sample_chats import TEXT, write_lines, write_tokenizer
 
 STEPS, SEQ_LEN, ROWS, LR, DECAY = 20, 48, 4, 3e-3, 0.1
@@ -226,7 +226,7 @@ def validate_without_labels(folder: str) -> str:
         assert corpus is not None
         held_out = replace(corpus, mask=np.zeros(len(corpus.tokens), dtype=np.uint8))
         with pytest.raises(DataError) as caught:
-            validate(recipe, stages, held_out, order="feistel", must_stop=lambda: False)
+            validate(recipe, stages, make_held_out_loader(recipe, stages.mesh, held_out))
         return str(caught.value)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.layers.ffn import FeedForward
+from composer3d.models.to_device import copy_to_device_of
 
 # Added to a sum of scores before it divides, as DeepSeek-V3 does: all of them may be 0 in float32.
 _SMALLEST_SUM = 1e-20
@@ -284,9 +285,11 @@ class Router(nn.Module):
                 lengths_S = _count((documents_BT + row_B1 * most).flatten(), rows * most)
             # A row with fewer documents than another has some without a token.
             lengths_S = lengths_S.clamp(min=1)
-            seq.shared[key] = tuple(
-                each.to(device, non_blocking=True) for each in (sequence_BT.flatten(), lengths_S)
-            )
+            sequence_N = sequence_BT.flatten()
+            if where != device:
+                sequence_N = copy_to_device_of(seq.positions_BT, sequence_N)
+                lengths_S = copy_to_device_of(seq.positions_BT, lengths_S)
+            seq.shared[key] = (sequence_N, lengths_S)
         return seq.shared[key]
 
 

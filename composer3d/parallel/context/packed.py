@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from composer3d.models.to_device import copy_to_device_of
 from composer3d.parallel.context import segment_kernel
 from composer3d.parallel.context.ownership import OwnedRange, owned_ranges
 from composer3d.parallel.context.segment_kernel import Segments
@@ -96,11 +97,7 @@ class CallPlan:
             or fake_mode_of(offsets) is not fake_mode_of(like)
         ):
             on_host = torch.tensor(self._numbers, dtype=torch.int32, device="cpu")
-            if like.is_cuda:
-                on_host = on_host.pin_memory()
-            offsets = like.new_empty(len(self._numbers), dtype=torch.int32)
-            offsets.copy_(on_host, non_blocking=True)
-            self._offsets = offsets
+            self._offsets = offsets = copy_to_device_of(like, on_host)
         return offsets
 
     def attend(self, call: KernelCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

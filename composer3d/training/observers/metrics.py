@@ -4,7 +4,8 @@ Other services get them from processes of their own, which read that file (``run
 
 Loss, gradient norm and learning rate are those of the logged step itself, so they do not depend
 on where a run was resumed. Throughput and seconds are averages over the steps since the last
-logged one. Validation and checkpoints do not count as training time.
+logged one, without those that the run leaves out. Validation and checkpoints do not count as
+training time.
 """
 
 import itertools
@@ -107,6 +108,8 @@ class Metrics(Observer):
         # Seconds by phase, since the last logged step.
         self._seconds: dict[str, float] = defaultdict(float)
         self._logged_step = self.start_step
+        # Steps that this process has trained, and how many of them the last line knew.
+        self._trained = self._trained_at_line = 0
         self._logged_at_s = self._first_step_at_s = time.perf_counter()
         self._tensorboard: TensorBoard | None = None
         self._trackers: list[Tracker] = []
@@ -171,7 +174,7 @@ class Metrics(Observer):
         lr: float,
         extra: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """End an optimizer step, and log it if it is due. Call this after every step.
+        """End an optimizer step, and log it if it is due. Call this after each trained step.
 
         A line has these keys; a value that is not finite becomes null:
 
@@ -199,14 +202,15 @@ class Metrics(Observer):
         Collective over all ranks on a GPU, if the step is logged: ``process_group.max_over_ranks``.
         """
         now_s = time.perf_counter()
-        if step == self.start_step + 1:
+        self._trained += 1
+        if self._trained == 1:
             self._first_step_at_s = now_s
         if not self.is_due(step):
             return
         memory = _peak_memory(self.device_type)
         if not self.main:
             return
-        steps = step - self._logged_step
+        steps = self._trained - self._trained_at_line
         elapsed_s = now_s - self._logged_at_s
         training_s = elapsed_s - self._seconds["validation"] - self._seconds["checkpoint"]
         training_s = max(training_s, 1e-9)
@@ -231,6 +235,7 @@ class Metrics(Observer):
         log.get().info(self._console_line(step, line, now_s))
         self._seconds.clear()
         self._logged_step = step
+        self._trained_at_line = self._trained
         self._logged_at_s = now_s
 
     def end_validation(self, step: int, loss: float) -> None:
@@ -370,7 +375,7 @@ class Metrics(Observer):
 
     def _console_line(self, step: int, line: dict[str, float | None], now_s: float) -> str:
         # The first step is left out of the pace, as it warms up.
-        timed_steps = step - self.start_step - 1
+        timed_steps = self._trained - 1
         if timed_steps:
             pace_s = (now_s - self._first_step_at_s) / timed_steps
         else:

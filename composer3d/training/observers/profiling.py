@@ -130,10 +130,7 @@ class Profiler(Observer):
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profile the step inside of this context if it is one of those wanted. No collective.
-
-        A trace that cannot be written is reported, and the run goes on.
-        """
+        """Profile the step inside of this context if it is one of those wanted. No collective."""
         if not self._first <= number <= self._last:
             yield
             return
@@ -146,7 +143,10 @@ class Profiler(Observer):
             if self._naming is not None:
                 regions.enter_context(self._naming)
             yield
-        if number == self._last:
+
+    def check_state(self, step: int) -> None:
+        # Not in ``step``: a step that is left out has no such context.
+        if step >= self._last:
             self.close()
 
     def _start(self) -> None:
@@ -158,7 +158,10 @@ class Profiler(Observer):
         self._profile.start()
 
     def close(self) -> None:
-        """Write the trace if one has begun: at the last wanted step, or at the end of the run."""
+        """Write the trace if one has begun: after the last wanted step, or at the end of the run.
+
+        A trace that cannot be written is reported, and the run goes on.
+        """
         if self._profile is None:
             return
         found, self._profile = self._profile, None

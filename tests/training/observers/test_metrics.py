@@ -100,6 +100,21 @@ def test_throughput_leaves_out_validation_and_checkpoints(
     assert tail == {"step": 6, "checkpoint_s": 3.0}
 
 
+def test_steps_that_are_left_out_are_neither_timed_nor_counted(
+    tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.setup("", main=True)
+    table = MetricsTable(every=10, tensorboard=False)
+    metrics = _metrics(tmp_path, table, start_step=400, total_steps=1060)
+    for step in range(451, 461):  # the run resumes at step 400, and leaves 50 steps out
+        clock[0] += 3.0
+        metrics.log_step(step, loss=1.0, grad_norm=1.0, lr=1.0)
+    (line,) = _lines(tmp_path)
+    assert (line["step"], line["step_s"]) == (460, 3.0)
+    assert line["tokens_per_s"] == pytest.approx(1000 / 3)
+    assert capsys.readouterr().err.endswith("left 30 min\n")
+
+
 def test_console_says_progress_speed_and_time_left(
     tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -174,10 +174,9 @@ def learn_what_follows_a_document(_: Loader, batch: Batch) -> Batch:
 @fault_of(train_validation, train_validation.validate)
 def validate_by_a_mean_of_batches(_: Any, recipe: Any, stages: Any, held_out: Any) -> float:
     """Validation: the loss is the mean of the mean losses of its batches."""
-    held_out_batches = batches.make_loader(recipe, stages.mesh, held_out, seed=0)
     means = []
     for _ in range(recipe.validation.steps):
-        local_sums = train_validation.evaluate_batch(stages, next(held_out_batches))
+        local_sums = train_validation.evaluate_batch(stages, next(held_out))
         loss, tokens = stages.mesh.sum_over_world(*local_sums)
         means.append(loss / max(tokens, 1.0))
     return sum(means) / len(means)
@@ -187,9 +186,8 @@ def validate_by_a_mean_of_batches(_: Any, recipe: Any, stages: Any, held_out: An
 @fault_of(train_validation, train_validation.validate)
 def validate_by_a_mean_of_ranks(_: Any, recipe: Any, stages: Any, held_out: Any) -> float:
     """Validation: the loss is the mean of the mean losses of batch ranks."""
-    held_out_batches = batches.make_loader(recipe, stages.mesh, held_out, seed=0)
     steps = range(recipe.validation.steps)
-    sums = [train_validation.evaluate_batch(stages, next(held_out_batches)) for _ in steps]
+    sums = [train_validation.evaluate_batch(stages, next(held_out)) for _ in steps]
     loss, tokens = map(sum, zip(*sums, strict=True))
     (mean,) = stages.mesh.sum_over_world(loss / max(float(tokens), 1.0))
     return mean / stages.mesh.batch_ranks
@@ -197,26 +195,20 @@ def validate_by_a_mean_of_ranks(_: Any, recipe: Any, stages: Any, held_out: Any)
 
 def _change_validation(**options: Callable[[Any], Any]) -> None:
     """Build the loader of a validation with other options; each is a function of the recipe."""
-    right, make_loader = train_validation.validate, train_validation.make_loader
+    right = train_validation.make_loader
 
-    def wrong(recipe: Any, stages: Any, held_out: Any) -> float:
+    def wrong(recipe: Any, *arguments: Any, **keywords: Any) -> Loader:
         changed = {key: option(recipe) for key, option in options.items()}
-        train_validation.make_loader = lambda recipe, mesh, corpus, **keywords: make_loader(
-            recipe, mesh, corpus, **keywords | changed
-        )
-        try:
-            return right(recipe, stages, held_out)
-        finally:
-            train_validation.make_loader = make_loader
+        return right(recipe, *arguments, **keywords | changed)
 
-    train_validation.validate = wrong
+    train_validation.make_loader = wrong
 
 
 @found_by("training", r"^validation_loss of step \d is")
 def validate_in_the_order_of_new_runs() -> None:
     """Validation: the order of samples is that of new runs, whatever the run began with."""
-    right = train_validation.validate
-    train_validation.validate = lambda *arguments, order, **options: right(*arguments, **options)
+    right = train_validation.make_held_out_loader
+    train_validation.make_held_out_loader = lambda *arguments: right(*arguments[:3])
 
 
 @harms("mesh.dp_shard=2", message=VALIDATION)
