@@ -26,8 +26,8 @@ from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import AXES, Recipe
 from composer3d.recipe.values import FIELDS, entries_of_recipe, value_of
 from composer3d.runtime.launch import Pool, WorkerError
-from composer3d.verify.judge import ReferenceStats, Verdict, has_little_noise, judge
 from composer3d.verify.cuts import cuts_of_tensors
+from composer3d.verify.judge import ReferenceStats, Verdict, has_little_noise, judge
 from composer3d.verify.shrink import lost_kinds, shrink
 
 # Scores of a router are at most 1, and have a few roundings of 6e-8 in float32, 1e-16 in float64.
