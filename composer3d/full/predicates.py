@@ -270,7 +270,7 @@ def _kinds_by_stage(recipe: Recipe) -> Hashable:
 
 
 def _blocks_over_stages(recipe: Recipe) -> Hashable:
-    """Return whether all stages have as many blocks, or could have without the stages' ends."""
+    """Return whether stages have equal numbers of blocks; if the cut is not given, could have."""
     if recipe.mesh.pp == 1:
         return None
     given = recipe.parallel.stages
@@ -300,17 +300,13 @@ def _units(recipe: Recipe) -> Hashable:
 
 
 def _frozen_blocks(recipe: Recipe) -> Hashable:
-    """Return whether there are blocks that train nothing, beside others of their stage or not."""
     if recipe.optim.train is None:
         return None
-    trains = [
+    trains = (
         any(row.trains and is_trained(recipe.optim, f"blocks.{number}.{row.name}") for row in rows)
         for number, rows in enumerate(recipe.parameters.blocks)
-    ]
-    if all(trains):
-        return "none"
-    of_stages = [{trains[block] for block in stage.blocks} for stage in stage_layers(recipe)]
-    return "beside others of a stage" if any(len(one) > 1 for one in of_stages) else "whole stages"
+    )
+    return "none" if all(trains) else "some"
 
 
 def _latents(recipe: Recipe) -> Hashable:
@@ -396,7 +392,7 @@ PREDICATES: Mapping[str, Predicate] = {
         "model.n_layers, mesh.pp, parallel.virtual_stages, parallel.stages",
     ),
     "checkpointed blocks": Predicate(_checkpointed, "memory.activation_checkpoint, mesh.pp"),
-    "frozen blocks": Predicate(_frozen_blocks, "optim.train, mesh.pp, parallel.stages"),
+    "frozen blocks": Predicate(_frozen_blocks, "optim.train"),
     "units of FSDP": Predicate(_units, "parallel.fsdp_blocks, model.n_layers"),
     # Micro-batches.
     "micro-batches": Predicate(

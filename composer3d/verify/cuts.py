@@ -5,8 +5,8 @@ from typing import Literal
 from composer3d.planner.traffic import cut_of, sharded_shape
 from composer3d.recipe.schema import Recipe
 
-# How FSDP shards the rows of a tensor. "even": all ranks hold as many rows. "the last has fewer":
-# the last rank holds fewer than the first, but at least one.
+# How FSDP shards the rows of a tensor. "even": all ranks hold equal numbers of rows. "the last has
+# fewer": the last rank holds fewer than the first, but at least one.
 Cut = Literal["even", "the last has fewer", "some have none"]
 
 

@@ -23,8 +23,9 @@ def train_in_small(
 
     Each block of the small model stands for a run of blocks of the full one. It trains what the
     one of them does that trains most. In each stage, the first run with frozen blocks and others
-    gives a frozen one, if other blocks of the stage train: so a proof sees frozen blocks, if there
-    are any. A stage that would train nothing trains its last block, as each stage must train.
+    gives a frozen one, if all other blocks of the stage train, or if it has no other block, but an
+    end that trains: so a proof sees frozen blocks, if there are any. A stage that would train
+    nothing trains its last block, as each stage must train.
 
     Args:
         train: the recipe's ``optim.train``.
@@ -75,11 +76,12 @@ def _choose_blocks(
     chosen = [run[-1] for run in of_count]
     for number, stage in enumerate(stages):
         own_ends = [ends[0]] * (number == 0) + [ends[1]] * (number == len(stages) - 1)
+        end_trains = any(map(_count_trained, own_ends))
         trained = [index for index in stage if _count_trained(chosen[index])]
         mixed = [index for index in trained if not _count_trained(of_count[index][0])]
-        if len(trained) == len(stage) > 1 and mixed:
+        if mixed and len(trained) == len(stage) and (len(stage) > 1 or end_trains):
             chosen[mixed[0]] = of_count[mixed[0]][0]
-        elif not trained and not any(map(_count_trained, own_ends)):
+        elif not trained and not end_trains:
             chosen[stage[-1]] = max((block for run in runs for block in run), key=_count_trained)
     return chosen
 

@@ -44,6 +44,8 @@ def test_a_proof_on_the_whole_mesh_keeps_every_predicate_of_a_layout() -> None:
         (RECIPE, "mesh.pp=2 model.n_layers=8 optim.train=['blocks.[1357].*']"),
         (RECIPE, "mesh.pp=4 model.n_layers=16 parallel.stages=[1,1,13,1] "
          "optim.train=['first.*','blocks.1.*','blocks.2.*','last.*']"),
+        (RECIPE, "mesh.pp=8 mesh.dp_shard=4 model.n_layers=32 data.global_batch=128 "
+         "optim.train=['first.*','blocks.[4-9].*','blocks.??.*','last.*']"),
     ],
 )  # fmt: skip
 def test_the_proofs_of_a_rare_layout_keep_every_predicate(path: Any, layout: str) -> None:

@@ -33,6 +33,8 @@ def blocks(names: tuple[str, ...]) -> set[int]:
         (["blocks.5.attn.*"], [range(3)], {1}),
         (["blocks.5.attn.*"], [range(2), range(2, 3)], {1, 2}),
         (["first.*", "blocks.5.attn.*", "last.*"], [[0], [1], [2]], {1}),
+        # The block beside the embedding may be frozen.
+        (["first.*", "blocks.[2-9].*", "blocks.1?.*"], [[0], [1], [2]], {1, 2}),
     ],
 )
 def test_blocks_stand_for_runs_of_blocks(
