@@ -266,8 +266,8 @@ def test_folders_may_be_nested_deeper_than_python_recurses(
 ) -> None:
     path = deep(1100, "d")
     assert train(path).tokens.tobytes() == b"deep\0"
-    # The command check gives up on it, and leaves it to training.
-    assert machine.count_bytes("text", str(path), "text", enough=10) is None
+    # The command check gives up on it, and leaves it to training, unless Python recurses as deep.
+    assert machine.count_bytes("text", str(path), "text", enough=10) in (None, 5)
 
 
 def test_folders_beyond_the_longest_path_are_refused(deep: Callable[[int, str], Path]) -> None:

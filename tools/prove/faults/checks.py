@@ -15,8 +15,10 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -38,6 +40,7 @@ from composer3d.parallel import init
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.process_group import pool_world
+from composer3d.training import build as train_build
 from composer3d.training.build import Run, build
 from composer3d.training.loop import train
 from composer3d.verify import data as verify_data
@@ -197,9 +200,12 @@ def train_and_compare(device: torch.device, order: str) -> list[str]:
         train_corpus = write_text(folder / "train.jsonl", "train")
         held_out = write_text(folder / "validation.jsonl", "validation")
         for steps in (SAVED, STEPS):
-            run, recipe = build_run(device, folder, [f"run.steps={steps}"])
+            # The second run takes the order from the checkpoint of the first one.
+            make = train_build.make_loader
             if steps == SAVED:
-                run.loader.loader.order = cast(Order, order)
+                make = partial(make, order=cast(Order, order))
+            with patch.object(train_build, "make_loader", make):
+                run, recipe = build_run(device, folder, [f"run.steps={steps}"])
             train(run)
         rows = logged_rows(folder / "check")
         weights = {name: p.detach().clone() for name, p in run.stages.named_parameters()}
