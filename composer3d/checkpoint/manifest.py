@@ -90,6 +90,10 @@ class Manifest:
     tensors: dict[str, TensorSpec] = field(default_factory=dict)
 
 
+# What ``Manifest.model`` has beside the fields of a shape.
+_ARCHITECTURE, _HEAD_DIM, _PARAMS = "model.architecture", "model.head_dim", "precision.params"
+
+
 def model_of(shape: DecoderShape, params: str, architecture: str | None = None) -> dict[str, Any]:
     """Return the values that identify a model: the fields of its shape and its parameters' dtype.
 
@@ -110,8 +114,8 @@ def model_of(shape: DecoderShape, params: str, architecture: str | None = None) 
     if architecture is None:
         architecture = getattr(shape, "architecture", DEFAULT)
     if architecture != DEFAULT:
-        values["model.architecture"] = architecture
-    return {**values, "model.head_dim": shape.head_width, "precision.params": params}
+        values[_ARCHITECTURE] = architecture
+    return {**values, _HEAD_DIM: shape.head_width, _PARAMS: params}
 
 
 def with_later_fields(
@@ -137,7 +141,7 @@ def unknown_fields(
     A later version has written it, and what a model with it computes is not known.
     """
     known = {f"model.{entry.name}" for entry in fields(shape)}
-    known |= {"model.architecture", "model.head_dim", "precision.params"}
+    known |= {_ARCHITECTURE, _HEAD_DIM, _PARAMS}
     return {key: value for key, value in values.items() if key not in known}
 
 
@@ -152,7 +156,7 @@ def require_known_fields(
     if unknown:
         key = min(unknown)
         others = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
-        architecture = values.get("model.architecture", DEFAULT)
+        architecture = values.get(_ARCHITECTURE, DEFAULT)
         newer = "composer3d" if is_ours(architecture) else f"version of {in_quotes(architecture)}"
         raise UserError(
             f"{folder} has {in_quotes(key)} = {short_json(unknown[key])}{others}, which this "

@@ -22,11 +22,12 @@ from composer3d.facts.errors import CheckpointError, DataError
 from composer3d.facts.ranges import MOST_TOKENS
 from composer3d.facts.remote import place_of
 from composer3d.facts.token_manifest import TOKENIZER, TokenManifest, read_manifest
-from composer3d.facts.tokenizer_file import is_same, make_byte_tokenizer
+from composer3d.facts.tokenizer_file import is_same
 from composer3d.facts.toml import TomlError, parse_toml
 from composer3d.generate.load import Checkpoint, open_checkpoint
 from composer3d.models.contract import IGNORE_INDEX, Constant, ShardingPlan
 from composer3d.recipe.schema import Recipe
+from composer3d.recipe.tokenizers import tokenizer_of
 from composer3d.runtime import log, process_group
 from composer3d.runtime.mesh import Mesh
 from composer3d.training.batches import owned_ranges_of
@@ -129,8 +130,7 @@ def _notes_on_tokenizer(checkpoint: Checkpoint, manifest: TokenManifest) -> list
     own = checkpoint.source.carried.get(TOKENIZER)
     if own is None:
         return []
-    is_bytes = manifest.tokenizer_digest is None
-    if is_same(make_byte_tokenizer() if is_bytes else manifest.read(TOKENIZER), own):
+    if is_same(tokenizer_of(manifest), own):
         return []
     return [
         f"{manifest.folder} was made with {manifest.tokenizer_name}, whose content is not that of "

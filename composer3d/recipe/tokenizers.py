@@ -2,7 +2,12 @@
 
 from composer3d.facts.errors import DataError
 from composer3d.facts.files import read_plain
-from composer3d.facts.token_manifest import MOST_TOKENIZER_BYTES, TOKENIZER, read_manifest
+from composer3d.facts.token_manifest import (
+    MOST_TOKENIZER_BYTES,
+    TOKENIZER,
+    TokenManifest,
+    read_manifest,
+)
 from composer3d.facts.tokenizer_file import first_difference, make_byte_tokenizer
 from composer3d.models import hub
 from composer3d.recipe.schema import DataTable
@@ -16,7 +21,14 @@ def read_tokenizer(data: DataTable) -> bytes:
     """
     if data.source != "tokens":
         return make_byte_tokenizer()
-    manifest = read_manifest(data.paths[0])
+    return tokenizer_of(read_manifest(data.paths[0]))
+
+
+def tokenizer_of(manifest: TokenManifest) -> bytes:
+    """Return the tokenizer.json of token files.
+
+    Raises DataError if it cannot be read.
+    """
     if manifest.tokenizer_digest is None:
         return make_byte_tokenizer()
     return manifest.read(TOKENIZER)

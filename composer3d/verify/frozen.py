@@ -40,7 +40,7 @@ def train_in_small(
     of_blocks = _by_block(trains, full.all_layers)
 
     runs = [of_blocks[_run_of_blocks(index, full, small)] for index in range(small.all_layers)]
-    # By whole names: "first.embed.weight" trains, or does not.
+    # What trains of the embedding, and of the head.
     ends = [
         {name: trains[name] for name in trains if name.startswith(end)}
         for end in ("first.", "last.")
