@@ -149,7 +149,7 @@ class NodeCopies:
         self._names -= {name}
 
 
-class _Task(NamedTuple):
+class _FileToCopy(NamedTuple):
     copies: NodeCopies
     name: str
     bytes: int
@@ -173,7 +173,7 @@ class NodeCache:
         self._root = folder / f"composer3d-{os.geteuid()}"
         self._most_bytes = most_bytes
         self._makes_copies = makes_copies
-        self._folders: list[list[_Task]] = []
+        self._folders: list[list[_FileToCopy]] = []
         self._thread: threading.Thread | None = None
         self._is_closing = threading.Event()
         try:
@@ -199,7 +199,7 @@ class NodeCache:
         _make_own_folder(folder)
         copies = NodeCopies(manifest, folder)
         self._folders.append(
-            [_Task(copies, name, manifest.files[name].bytes) for name in copies.names]
+            [_FileToCopy(copies, name, manifest.files[name].bytes) for name in copies.names]
         )
         return copies
 
@@ -229,7 +229,7 @@ class NodeCache:
                 if task is not None and not self._make(task):
                     return
 
-    def _make(self, task: _Task) -> bool:
+    def _make(self, task: _FileToCopy) -> bool:
         """Make a copy if it is missing. Return whether to go on."""
         try:
             _require_own_folder(self._root)  # somebody may have put another in its place
@@ -296,7 +296,7 @@ class NodeCache:
         return used
 
 
-def _make_twice(task: _Task) -> None:
+def _make_twice(task: _FileToCopy) -> None:
     """Make a copy. A part that was damaged on its way is right the second time."""
     try:
         task.copies.make(task.name)

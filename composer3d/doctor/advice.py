@@ -28,7 +28,7 @@ _SHARED_MEMORY = 1 << 30  # bytes; the number of NCCL's user guide
 _LIMITS = _OPEN_FILES, _LOCKED_MEMORY, _SHARED = "open files", "locked memory", "/dev/shm"
 
 
-class _Row(NamedTuple):
+class _Recommendation(NamedTuple):
     """A variable, and the value that it should have.
 
     Attributes:
@@ -53,7 +53,7 @@ class _Row(NamedTuple):
 _RDMA: tuple[Network, ...] = ("InfiniBand", "RoCE")
 _UNSET = "unset"
 _ROWS = (
-    _Row(
+    _Recommendation(
         ("several interfaces",),
         "GLOO_SOCKET_IFNAME",
         "the interface that the other machines reach",
@@ -61,7 +61,7 @@ _ROWS = (
         (),
         may_differ=True,
     ),
-    _Row(
+    _Recommendation(
         ("several interfaces",),
         "NCCL_SOCKET_IFNAME",
         "the same",
@@ -69,92 +69,92 @@ _ROWS = (
         (),
         may_differ=True,
     ),
-    _Row(
+    _Recommendation(
         _RDMA,
         "NCCL_IB_DISABLE",
         _UNSET,
         "with 1, tensors travel by IP sockets",
         (None, "0"),
     ),
-    _Row(
+    _Recommendation(
         _RDMA,
         "NCCL_IB_HCA",
         f"{_UNSET}, or the adapters for tensors",
         "name them if others, such as those of storage, are among the adapters",
         may_differ=True,
     ),
-    _Row(
+    _Recommendation(
         _RDMA,
         "NCCL_CROSS_NIC",
         f"{_UNSET}, which is 2; or by the network: 0 or 1",
         "0 is for a switch for each adapter (rails), 1 for all adapters at one switch",
         (None, "0", "1", "2"),
     ),
-    _Row(
+    _Recommendation(
         _RDMA,
         "NCCL_NET",
         f"{_UNSET}, or IB",
         "NCCL finds the adapters itself; with IB it does not fall back to sockets",
         (None, "IB"),
     ),
-    _Row(
+    _Recommendation(
         ("EFA",),
         "NCCL_NET",
         f"{_UNSET}, or the name of the plug-in",
         "NCCL takes aws-ofi-nccl if it finds it; with a name it does not fall back to sockets",
         may_differ=True,
     ),
-    _Row(
+    _Recommendation(
         ("EFA",),
         "FI_PROVIDER",
         f"{_UNSET}, or efa",
         "aws-ofi-nccl up to 1.5 needs efa; later ones choose it",
         (None, "efa"),
     ),
-    _Row(
+    _Recommendation(
         ("EFA",),
         "FI_EFA_USE_DEVICE_RDMA",
         _UNSET,
         "aws-ofi-nccl from 1.7 with libfabric from 1.18 needs none; before, 1 on p4 and p5",
         (None, "1"),
     ),
-    _Row(
+    _Recommendation(
         ("EFA",),
         "FI_EFA_USE_HUGE_PAGE",
         "0",
         "otherwise a fork may fail with 'Cannot allocate memory' when huge pages run out",
         ("0",),
     ),
-    _Row(("EFA",), "RDMAV_FORK_SAFE", _UNSET, "it can break newer kernels", (None,)),
-    _Row(
+    _Recommendation(("EFA",), "RDMAV_FORK_SAFE", _UNSET, "it can break newer kernels", (None,)),
+    _Recommendation(
         ("TCP",),
         "NCCL_SOCKET_NTHREADS",
         f"{_UNSET}; for 100 Gbit/s try 4, with NCCL_NSOCKS_PERTHREAD = 4",
         "several sockets use more of a fast link; the product of both is at most 64",
         may_differ=True,
     ),
-    _Row(
+    _Recommendation(
         ("GPUs",),
         "NCCL_P2P_DISABLE",
         _UNSET,
         "with 1, GPUs of a machine do not use NVLink or PCIe directly",
         (None, "0"),
     ),
-    _Row(
+    _Recommendation(
         ("GPUs",),
         "NCCL_SHM_DISABLE",
         _UNSET,
         "with 1, GPUs without a direct link send through the network",
         (None, "0"),
     ),
-    _Row(
+    _Recommendation(
         ("GPUs",),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         f"{_UNSET}, which is 3",
         "with 0, ranks wait for a lost one for ever",
         (None, "1", "3"),
     ),
-    _Row(
+    _Recommendation(
         ("GPUs",),
         "TORCH_NCCL_TRACE_BUFFER_SIZE",
         f"{_UNSET}: composer3d sets {RECORDED_COLLECTIVES}",
@@ -163,7 +163,7 @@ _ROWS = (
         may_differ=True,
         names=("TORCH_FR_BUFFER_SIZE",),
     ),
-    _Row(
+    _Recommendation(
         ("GPUs",),
         "PYTORCH_ALLOC_CONF",
         f"{_UNSET}: composer3d sets {ALLOCATOR}",
@@ -172,14 +172,14 @@ _ROWS = (
         may_differ=True,
         names=("PYTORCH_CUDA_ALLOC_CONF",),
     ),
-    _Row(
+    _Recommendation(
         ("GPUs",),
         "CUDA_DEVICE_MAX_CONNECTIONS",
         f"{_UNSET}, which is 8",
         "with 1, kernels of all streams wait in one queue, and collectives of FSDP for products",
         (None, *map(str, range(2, 33))),
     ),
-    _Row(
+    _Recommendation(
         ("any",),
         "OMP_NUM_THREADS",
         "1, the launchers' value; more with memory.cpu_offload",
@@ -261,7 +261,7 @@ def advise(
 
 
 def _of_row(
-    row: _Row, network: str, environment: Mapping[str, str], *, by_composer3d: bool
+    row: _Recommendation, network: str, environment: Mapping[str, str], *, by_composer3d: bool
 ) -> Advice:
     names = (row.variable, *row.names)
     name = next((each for each in names if each in environment), row.variable)

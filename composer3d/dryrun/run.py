@@ -62,7 +62,7 @@ def report_all(
     """
     pp = recipe.mesh.pp
     found: dict[int, tuple[StageReport, int]] = {}
-    orders = [_rank_actions(recipe, rank) for rank in range(pp)]
+    orders = [rank_actions(recipe, rank) for rank in range(pp)]
     representatives = _representatives(pool, recipe)
     while len(found) < pp:
         missing = [rank for rank in range(pp) if rank not in found]
@@ -91,13 +91,13 @@ def run_ranks(
     for taped, (recipe, rank) in zip(
         _run(pool, "tape_one_of", arguments, len(jobs)), jobs, strict=True
     ):
-        report = taped.report(rank, _rank_actions(recipe, rank))
+        report = taped.report(rank, rank_actions(recipe, rank))
         assert report is not None
         reports.append(report)
     return reports
 
 
-def _rank_actions(recipe: Recipe, pp_rank: int) -> list[Action]:
+def rank_actions(recipe: Recipe, pp_rank: int) -> list[Action]:
     """Return the actions of a pipeline rank, in order; without a pipeline, only the forwards."""
     cells = recipe_actions(recipe.mesh.pp, recipe.parallel, recipe.micro_batches)[pp_rank]
     actions = [action for cell in cells for action in cell]

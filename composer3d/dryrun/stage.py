@@ -385,9 +385,7 @@ def compose_without_data(
     whole = recipe
     kept = micro_batches or recipe.micro_batches
     rows = recipe.data.micro_batch * kept
-    per_micro_batch = recipe.data.global_batch // recipe.micro_batches
-    data = replace(recipe.data, global_batch=per_micro_batch * kept)
-    recipe = replace(recipe, compile=CompileTable(), data=data)
+    recipe = replace(recipe.with_micro_batches(kept), compile=CompileTable())
     ledger = recorder.ledger
     without_data = recorder.without_data
 

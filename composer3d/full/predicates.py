@@ -6,7 +6,6 @@ value in the full recipe must be its value in at least one of the small recipes.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -137,8 +136,7 @@ def _with_micro_batches(small: Recipe) -> Iterable[Recipe]:
     for number in range(1, 2 * pp + 2):
         if pp > 1 and micro_batch_requirement(small.parallel.schedule, number, pp, "") is not None:
             continue
-        rows = small.data.micro_batch * number * small.mesh.batch_ranks
-        other = replace(small, data=replace(small.data, global_batch=rows))
+        other = small.with_micro_batches(number)
         if not violations(other):
             yield other
 

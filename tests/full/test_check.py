@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 
-from composer3d.full.check import _problem_of_path, check_structure
+from composer3d.dryrun.replay import Key, keys
+from composer3d.dryrun.run import rank_actions
+from composer3d.full.check import _problem_of_path, _with_every_action, check_structure
 from composer3d.full.paths import GradientPath, Sum
 from composer3d.full.places import SAME, digits
 from composer3d.recipe.draft import split_overrides
 from composer3d.recipe.resolve import load
+from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
 from tools.prove.faults.exchanges import (
     drop_reduction_of_norms,
@@ -20,7 +23,7 @@ from tools.prove.faults.pipeline import lose_a_gradient_between_stages
 from tools.prove.full.at_scale import pair_ranks_of_cp, send_to_the_rank_before
 from tools.prove.full.run import _nothing
 from tools.prove.full.spoil import Spoil
-from tools.prove.paths import RECIPE
+from tools.prove.paths import RECIPE, ROOT
 
 _3D = "mesh.pp=2 mesh.dp_shard=2 mesh.tp=2 data.global_batch=8"
 
@@ -91,6 +94,32 @@ def test_a_fault_is_found_and_a_right_layout_is_sound(
         # Each check has compared something.
         assert all(structure.counts[check] > 0 for check in structure.counts)
         assert structure.counts["messages"] == 4
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "number"),
+    [
+        ("glm-4.5-air-64", [], 10),
+        # The middle one of three forwards is the only kind of its own.
+        ("glm-4.5-air-64", ["parallel.schedule=GPipe"], 3),
+        ("glm-4.5-air-64", ["data.global_batch=32"], 8),
+        ("debug-2-csv", [], 4),
+        ("llama3-8b-8-fsdp", [], 4),
+    ],
+)
+def test_as_many_micro_batches_run_as_have_every_kind_of_action(
+    recipe: str, overrides: list[str], number: int
+) -> None:
+    full = load(ROOT / "recipes" / f"{recipe}.toml", overrides, check_files=False).recipe
+
+    def kinds_of(job: Recipe) -> list[set[Key]]:
+        return [set(keys(rank_actions(job, pp_rank))) for pp_rank in range(job.mesh.pp)]
+
+    job = _with_every_action(full)
+    assert job.micro_batches == number
+    assert kinds_of(job) == kinds_of(full)
+    if number < full.micro_batches:
+        assert kinds_of(full.with_micro_batches(number - 1)) != kinds_of(full)
 
 
 def test_the_ranks_of_a_formula_and_the_axes_of_the_types_must_agree() -> None:
