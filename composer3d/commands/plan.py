@@ -28,7 +28,7 @@ from composer3d.facts.calibration import MOST_OBSERVATIONS, Observation, toml_of
 from composer3d.facts.errors import DeviceError, UserError
 from composer3d.facts.text import one_line
 from composer3d.models.registry import is_ours
-from composer3d.planner.calibrate import observe
+from composer3d.planner.calibrate import observe, problem_of
 from composer3d.planner.goodput import RESTART_S, STORAGE_BYTES_S
 from composer3d.planner.intervals import Interval
 from composer3d.planner.memory import GIB, RankMemory
@@ -95,7 +95,7 @@ class Options:
     scale: bool = argument(
         "--scale",
         action="store_true",
-        help="also plan for 8, 64, 512 and 2048 devices, up to --gpus",
+        help="also plan for 8, 64, 512 and 2048 devices",
     )
     calibrate: float | None = argument(
         "--calibrate",
@@ -257,6 +257,9 @@ def _calibrated(recipe: Recipe, device: Device, options: Options) -> tuple[Devic
     measured = options.calibrate
     if measured is None or not 0 < measured < _MOST_TOKENS_S:
         raise UserError(f"--calibrate {measured:g}: give the tokens/s of all ranks, above 0")
+    problem = problem_of(recipe)
+    if problem:
+        raise UserError(f"--calibrate cannot learn from a run of this recipe: {problem}")
     before = price(recipe, device).prediction
     observation = observe(device.setup(recipe), measured / recipe.world_size)
     row = device.hardware

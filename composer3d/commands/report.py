@@ -21,6 +21,7 @@ from composer3d.facts.remote import RemotePath, is_url
 from composer3d.facts.tags import COUNTED_TOKENS
 from composer3d.facts.text import one_line, printable
 from composer3d.models.registry import architecture
+from composer3d.planner.calibrate import problem_of
 from composer3d.planner.memory import GIB
 from composer3d.planner.search import Device, price
 from composer3d.recipe.changes import shown, values_of
@@ -181,7 +182,7 @@ def _as_json(subject: Subject) -> dict[str, Any]:
         "lost_ranks": len(subject.run.lost_ranks) + subject.run.hidden_lost_ranks,
         "loss": last("loss"),
         "validation_loss": last("validation_loss"),
-        "tokens_per_s": curves.of("tokens_per_s").median,
+        "tokens_per_s": subject.run.tokens_per_s,
         "predicted_tokens_per_s": forecast.tokens_per_s,
         "predicted_tokens_per_s_80": forecast.tokens_80,
         "problems": subject.run.problems,
@@ -247,7 +248,7 @@ def _forecast(run: RunFolder, device: hardware.Hardware | None, per_node: int) -
         tokens_80=found.interval(found.tokens_s * run.recipe.world_size),
         memory_80=found.memory_interval(peak_gib),
         note=f"Predicted as composer3d plan does, for {row.name}. What was measured is the median "
-        "over the logged steps.",
+        "over the logged steps with this recipe and this device.",
         offer=_offer(run, row if device is None else None),
     )
 
@@ -255,10 +256,13 @@ def _forecast(run: RunFolder, device: hardware.Hardware | None, per_node: int) -
 def _offer(run: RunFolder, row: hardware.Hardware | None) -> str:
     """Return the command that plans with what a run measured; or an empty text.
 
-    There is none if nothing was measured, or if the folder, with its recipe, is a copy that goes.
+    There is none if nothing was measured, if the run says nothing of its machine, or if the folder,
+    with its recipe, is a copy that goes.
     """
-    speed = run.curves.of("tokens_per_s").median
+    speed = run.tokens_per_s
     if speed is None or speed <= 0 or row is None or run.is_copy:
+        return ""
+    if run.recipe is None or problem_of(run.recipe):
         return ""
     recipe = shlex.quote(one_line(run.path / "recipe.toml"))
     name = shlex.quote(row.name)

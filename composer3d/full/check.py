@@ -38,6 +38,7 @@ from composer3d.facts.schedules import micro_batch_requirement
 from composer3d.full import expected, messages, places
 from composer3d.full.places import SAME, names
 from composer3d.full.predicates import PREDICATES, LostPredicate, differences
+from composer3d.planner.trained import has_frozen
 from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
@@ -172,14 +173,14 @@ def _check_job(pool: Pool, full: Recipe, structure: Structure, plant: Plant) -> 
         structure.add("groups", _wrong_group_of_axis(full, witness), 0)
     compared = sum(m.sender in seen or m.receiver in seen for m in expected.messages(full))
     structure.add("messages", messages.wrong_messages(full, seen), compared)
-    has_frozen = expected.has_frozen(full)
-    if has_frozen:
+    leaves_some_out = has_frozen(full)
+    if leaves_some_out:
         structure.unchecked.append(
             "that there are no fewer collectives than predicted, and that all that arrives is "
             "read: backward does not reach frozen layers (optim.train)"
         )
     for report, ran in reported:
-        texts = _wrong_traffic(full, report, seen[ran], has_frozen)
+        texts = _wrong_traffic(full, report, seen[ran], leaves_some_out)
         structure.add("collectives", texts, sum(map(len, report.comm.values())))
 
 
@@ -214,7 +215,7 @@ def _wrong_group_of_axis(full: Recipe, witness: "Witness") -> Iterator[str]:
 
 
 def _wrong_traffic(
-    full: Recipe, report: StageReport, witness: "Witness", has_frozen: bool
+    full: Recipe, report: StageReport, witness: "Witness", leaves_some_out: bool
 ) -> Iterator[str]:
     """Compare a report with the planner's traffic, for each group and operation."""
     rank = report.stage * report.ranks
@@ -241,7 +242,7 @@ def _wrong_traffic(
         # A call's bytes are rounded to a whole number; the planner's are not, for all calls
         # together.
         is_equal = abs(got.sent_bytes - want.sent_bytes) <= 0.5 * max(1, want.calls)
-        if has_frozen and got.sent_bytes <= want.sent_bytes:
+        if leaves_some_out and got.sent_bytes <= want.sent_bytes:
             # Backward does not reach frozen layers below the first one that trains, so the
             # planner's figures are upper bounds. ``_wrong_gradients`` checks what must be reduced.
             continue

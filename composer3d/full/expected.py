@@ -143,12 +143,6 @@ def gradients(recipe: Recipe, rank: int) -> dict[str, tuple[int, ...] | None]:
     return found
 
 
-def has_frozen(recipe: Recipe) -> bool:
-    """Return whether ``optim.train`` leaves out a parameter that could train."""
-    names = [name for unit in recipe.parameters.trainable_names() for name in unit]
-    return not all(is_trained(recipe.optim, name) for name in names)
-
-
 def _ranks_of_sum(recipe: Recipe, row: Row, rank: int) -> tuple[int, ...] | None:
     tp = recipe.mesh.tp
     sequence_parallel = recipe.parallel.sequence_parallel

@@ -22,7 +22,6 @@ from composer3d.dryrun.replay import TapedStage
 from composer3d.dryrun.stage import OperatorTraits, RankWithoutData, Recorder, tape_stage
 from composer3d.facts.schedules import Action, parse_action
 from composer3d.full import paths, places
-from composer3d.full.expected import has_frozen
 from composer3d.full.places import SAME, Varying
 from composer3d.full.varying import Follower, Seams, fix, of_placements, varying
 from composer3d.parallel import Stages
@@ -31,6 +30,7 @@ from composer3d.parallel.pipeline.neighbours import form_routes
 from composer3d.parallel.pipeline.runtime import Pipeline, place_stages
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.parallel.stages import Stage
+from composer3d.planner.trained import has_frozen
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import environment
 from composer3d.runtime.mesh import Mesh

@@ -16,6 +16,8 @@ from composer3d.facts.errors import UserError
 from composer3d.planner.intervals import SHIPPED_SPREADS, Spreads, name_of, shares
 from composer3d.planner.setup import Setup
 from composer3d.planner.time import StepTime, predict_time
+from composer3d.planner.trained import has_frozen
+from composer3d.recipe.schema import Recipe
 
 _AXES = ("tp", "cp", "ep", "dp")
 _OF_LAYOUT = ("layout", "experts")
@@ -134,6 +136,20 @@ def _eliminate(rows: list[list[float]]) -> list[float]:
         known = sum(rows[pivot][column] * found[column] for column in range(pivot + 1, size))
         found[pivot] = (rows[pivot][size] - known) / rows[pivot][pivot]
     return found
+
+
+def problem_of(recipe: Recipe) -> str:
+    """Return in words why a run of a recipe says nothing of its machine; empty if it does.
+
+    Such a run does less than is predicted, so that the machine would look faster than it is.
+    """
+    if has_frozen(recipe):
+        return "optim.train leaves parameters out, and predicted is the time of training all"
+    packing = recipe.data.packing
+    if packing != "none":
+        words = "attention then sees single documents, and predicted is that of whole samples"
+        return f'data.packing = "{packing}": {words}'
+    return ""
 
 
 def observe(setup: Setup, tokens_s: float) -> Observation:

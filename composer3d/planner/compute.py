@@ -283,6 +283,21 @@ def keys_per_query(setup: Setup, window: int) -> float:
     return width - width * (width - 1) / 2 / seq_len
 
 
+def keys_of_busiest(setup: Setup, window: int) -> float:
+    """Return the mean number of keys that a query of the busiest rank of cp sees.
+
+    If each rank holds consecutive tokens, that is the last one: its queries see most keys, and the
+    other ranks wait for it. With ulysses, each rank has all tokens of some heads.
+    """
+    layout, seq_len = setup.layout, setup.batch.seq_len
+    if layout.cp == 1 or layout.cp_balanced or layout.cp_method == "ulysses":
+        return keys_per_query(setup, window)
+    # Query number i sees i keys, or as many as fit into the window.
+    first, width = seq_len - seq_len // layout.cp, min(window or seq_len, seq_len)
+    growing = max(0, width - first)
+    return width - growing * (growing - 1) / 2 / (seq_len - first)
+
+
 def merge_product(setup: Setup) -> Product:
     """Return the product before a depth of multi-token prediction, of this rank's tokens."""
     tokens, layout = setup.tokens, setup.layout
@@ -430,7 +445,7 @@ def attend_s(setup: Setup, rate: ComputeRates, window: int) -> tuple[float, floa
         share *= _NARROW_HEADS
     flops_s = rate.attention * share
     flops_s *= seq_len / (seq_len + _FLASH_RAMP_S * flops_s)
-    forward = flops_per_key * keys_per_query(setup, window) / flops_s
+    forward = flops_per_key * keys_of_busiest(setup, window) / flops_s
     return forward, forward * (_BACKWARD_FLASH1 if is_first else _BACKWARD_ATTENTION)
 
 
@@ -504,12 +519,11 @@ def head_work(setup: Setup, constants: Constants) -> Work:
     """Return the computing time of the head and the loss for one micro-batch."""
     rate = rates(setup, constants)
     product = head_product(setup)
-    if not setup.layout.loss_parallel:
-        product = product._replace(columns=setup.sizes.vocab)
+    columns = product.columns if setup.layout.loss_parallel else setup.sizes.vocab
     forward = product_s(product, rate.head, rate)
     # In float32: a cast, the maximum, the sum, the loss; backward reads and writes as often.
     per_logit = 4.0 if setup.software.fuses_loss else 15.0
-    loss = per_logit * product.rows * product.columns / rate.memory
+    loss = per_logit * product.rows * columns / rate.memory
     weight_gradient = product_s(product.weight_gradient(), rate.head, rate)
     if setup.loss_chunks > 1:
         weight_gradient += setup.loss_chunks * _adding_s(

@@ -77,9 +77,10 @@ class Sizes:
         latents: those of latent attention; None: queries, keys and values come from the stream.
         windows: the sliding window of each block's attention in tokens, 0: none. Empty: no block
             has one.
-        expert_blocks: the number of blocks with experts.
-        expert_every: the distance between two of them; they are the last ones that fit, so that
-            with 1 all dense blocks come first.
+        expert_blocks: the number of blocks with experts, depths of multi-token prediction among
+            them, which always have experts if any block does.
+        expert_every: the distance between two of the others; they are the last ones that fit, so
+            that with 1 all dense blocks come first.
         mtp_layers: the last so many blocks are depths of multi-token prediction. Each has another
             norm and another projection before it, and its own pass of the head after it. They read
             the embedding on the last stage.
@@ -124,8 +125,11 @@ class Sizes:
 
     def has_experts(self, block: int) -> bool:
         """Return whether a block, counted from 0, has experts."""
-        later = self.layers // self.expert_every - (block + 1) // self.expert_every
-        return (block + 1) % self.expert_every == 0 and later < self.expert_blocks
+        if self.predicts(block):
+            return self.expert_blocks > 0
+        every, main = self.expert_every, self.layers - self.mtp_layers
+        later = main // every - (block + 1) // every
+        return (block + 1) % every == 0 and later < self.expert_blocks - self.mtp_layers
 
     def window_of(self, block: int) -> int:
         """Return the sliding window of a block, counted from 0, in tokens; 0: none."""

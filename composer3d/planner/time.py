@@ -164,7 +164,18 @@ def _times_of_kinds(
 def _losses(setup: Setup, constants: Constants) -> "_BlockTimes":
     """Return the times of the head and the loss, and of those of multi-token prediction."""
     head = compute.head_work(setup, constants)
-    return _BlockTimes(head, head.recompute_s, {}).times(1 + setup.sizes.mtp_layers)
+    recompute_s, exposed = head.recompute_s, {}
+    if not setup.layout.loss_parallel:
+        # The logits are gathered, in as many parts as there are chunks.
+        logits_bytes = setup.precision.activations * setup.tokens * setup.sizes.vocab
+        group = groups(setup)["tp"]
+        gather_s = collective_s(
+            "all_gather", group, logits_bytes, setup.machine, constants, setup.loss_chunks
+        )
+        again_s = gather_s if setup.repeats_loss else 0.0
+        exposed["tp"] = gather_s + again_s
+        head = head._replace(forward_s=head.forward_s + gather_s, recompute_s=recompute_s + again_s)
+    return _BlockTimes(head, recompute_s, exposed).times(1 + setup.sizes.mtp_layers)
 
 
 class PartTimes(NamedTuple):
@@ -246,8 +257,7 @@ def _block(
     Those of the projection before a depth of multi-token prediction, and of its lookup in the
     embedding, are small beside them, and left out.
     """
-    layout, sizes, software = setup.layout, setup.sizes, setup.software
-    machine = setup.machine
+    layout = setup.layout
     axis_groups = groups(setup)
     work = compute.block_work(
         setup, constants, has_experts=has_experts, window=window, predicts=predicts
@@ -256,42 +266,17 @@ def _block(
     repeats = {"full": 1.0, "half_blocks": 0.5}.get(setup.recompute, 0.0)
     exposed: dict[str, float] = {}
 
-    def add(axis: str, forward: float, backward: float) -> None:
+    def add(axis: str, forward: float, backward: float, again: float | None = None) -> None:
         nonlocal forward_s, input_s, recompute_s
+        if again is None:
+            again = repeats * forward
         forward_s += forward
         input_s += backward
-        recompute_s += repeats * forward
-        exposed[axis] = exposed.get(axis, 0.0) + forward * (1 + repeats) + backward
+        recompute_s += again
+        exposed[axis] = exposed.get(axis, 0.0) + forward + again + backward
 
     if layout.tp > 1:
-        tp = axis_groups["tp"]
-
-        def collectives_s(operation: Operation, width: float) -> float:
-            moved = setup.precision.activations * setup.tokens * width
-            return collective_s(operation, tp, moved, machine, constants)
-
-        latents = sizes.latents
-        gathered = [sizes.dim]
-        if latents is not None:
-            gathered = [latents.query or sizes.dim, latents.keys]
-        if layout.sequence_parallel:
-            gathers_s = sum(collectives_s("all_gather", width) for width in gathered)
-            scatter_s = collectives_s("reduce_scatter", sizes.dim)
-            ffn_s = collectives_s("all_gather", sizes.dim) + scatter_s
-            # Backward scatters what forward gathers, and takes as long.
-            attention_s = (gathers_s + scatter_s,) * 2
-        else:
-            ffn_s = collectives_s("all_reduce", sizes.dim)
-            attention_s = (ffn_s, sum(collectives_s("all_reduce", width) for width in gathered))
-        # Attention has one pair of collectives, and the feed-forward layer another. Experts on
-        # ranks of their own need none; cut by tp, they cannot overlap theirs.
-        visible_s = []
-        phases = (("forward", "both"), ("backward", "both"))
-        for overlapped, of_attention_s in zip(phases, attention_s, strict=True):
-            first = constants.tp_exposed if software.overlaps_tp in overlapped else 1.0
-            second = first if not has_experts else 1.0 if layout.expert_tp else 0.0
-            visible_s.append(first * of_attention_s + second * ffn_s)
-        add("tp", *visible_s)
+        add("tp", *_tensor_s(setup, constants, axis_groups["tp"], repeats, has_experts=has_experts))
     if has_experts and layout.ep > 1:
         one_s = _exchange_s(setup, constants, axis_groups["ep"])
         add("ep", 2 * one_s, 2 * one_s)
@@ -330,6 +315,52 @@ def _beside(compute_s: float, collective_s: float, constants: Constants) -> floa
     )
 
 
+def _tensor_s(
+    setup: Setup, constants: Constants, group: GroupShape, repeats: float, *, has_experts: bool
+) -> tuple[float, float, float]:
+    """Return the visible seconds of tp in a block: of forward, of backward, and of its repetition.
+
+    ``repeats`` is the share of forward that checkpointing repeats.
+    """
+    layout, sizes, software = setup.layout, setup.sizes, setup.software
+
+    def collectives_s(operation: Operation, width: float) -> float:
+        moved = setup.precision.activations * setup.tokens * width
+        return collective_s(operation, group, moved, setup.machine, constants)
+
+    latents = sizes.latents
+    gathered = [sizes.dim]
+    if latents is not None:
+        gathered = [latents.query or sizes.dim, latents.keys]
+    if layout.sequence_parallel:
+        gathers_s = sum(collectives_s("all_gather", width) for width in gathered)
+        sum_s = collectives_s("reduce_scatter", sizes.dim)
+        ffn_s = collectives_s("all_gather", sizes.dim) + sum_s
+        # Backward scatters what forward gathers, and takes as long.
+        attention_s = (gathers_s + sum_s,) * 2
+    else:
+        sum_s = ffn_s = collectives_s("all_reduce", sizes.dim)
+        attention_s = (sum_s, sum(collectives_s("all_reduce", width) for width in gathered))
+
+    def visible_s(overlapped: tuple[str, str], of_attention_s: float, of_ffn_s: float) -> float:
+        exposed = constants.tp_exposed if software.overlaps_tp in overlapped else 1.0
+        # Attention has one pair of collectives, and the feed-forward layer another: also a shared
+        # expert. Experts on ranks of their own need none; cut by tp, they cannot overlap theirs.
+        ffn_exposed = exposed if not has_experts or sizes.shared_width else 0.0
+        ffn_exposed += float(has_experts and layout.expert_tp)
+        return exposed * of_attention_s + ffn_exposed * of_ffn_s
+
+    in_forward, in_backward = ("forward", "both"), ("backward", "both")
+    forward_s = visible_s(in_forward, attention_s[0], ffn_s)
+    again_s = repeats * forward_s
+    if software.stops_recompute_early:
+        # The last sum of a block is not repeated. To keep products does not keep what collectives
+        # have made of them.
+        of_repetition = 1.0 if setup.recompute == "matrix" else repeats
+        again_s = of_repetition * visible_s(in_forward, attention_s[0], ffn_s - sum_s)
+    return forward_s, visible_s(in_backward, attention_s[1], ffn_s), again_s
+
+
 def _exchange_s(setup: Setup, constants: Constants, group: GroupShape) -> float:
     """Return the seconds in which all tokens of a micro-batch travel to the ranks of experts."""
     sizes, software = setup.sizes, setup.software
@@ -351,12 +382,14 @@ def _context_s(
     """
     layout, sizes, machine = setup.layout, setup.sizes, setup.machine
     width = setup.precision.activations
-    kv_bytes = width * setup.tokens * 2 * sizes.kv_width / layout.tp
+    # With fewer heads of keys than ranks of tp, each rank has a whole one.
+    kv_width = max(sizes.head_width, sizes.kv_width / layout.tp)
+    kv_bytes = width * setup.tokens * 2 * kv_width
     if layout.sends_latents and sizes.latents is not None:
         kv_bytes = width * setup.tokens * sizes.latents.keys
     if layout.cp_method == "ulysses":
         # Queries, keys, values and the output change from tokens to heads; backward as often.
-        moved = width * setup.tokens * 2 * (sizes.query_width + sizes.kv_width) / layout.tp
+        moved = width * setup.tokens * 2 * (sizes.query_width / layout.tp + kv_width)
         one_s = all_to_all_s(group, moved, machine, constants)
         return one_s, one_s
     if layout.cp_method == "allgather":
@@ -662,10 +695,9 @@ def _optimizer_s(setup: Setup, rate: compute.ComputeRates) -> float:
     """Return the seconds of the norm, the clipping and the optimizer's step."""
     layout, precision = setup.layout, setup.precision
     dense, experts = _largest_rank(setup)
-    held = dense + experts
-    shards = layout.dp_shard * layout.cp
-    updated = held / (shards if layout.zero >= 1 else 1)
-    reduced = held / (shards if layout.zero >= 2 else 1)
+    sharded = dense / layout.ranks_of("fsdp").size + experts / layout.ranks_of("efsdp").size
+    updated = sharded if layout.zero >= 1 else dense + experts
+    reduced = sharded if layout.zero >= 2 else dense + experts
     # The optimizer reads and writes its state, and reads gradients several times.
     state_bytes = precision.optimizer * updated
     state_bytes -= max(saved_by_matrices(setup, held) for held in matrices_of_ranks(setup))

@@ -44,6 +44,14 @@ def is_trained(optim: OptimTable, name: str) -> bool:
     return globs is None or any(fnmatchcase(name, glob) for glob in globs)
 
 
+def has_frozen(recipe: Recipe) -> bool:
+    """Return whether ``optim.train`` leaves out a parameter that could train."""
+    if recipe.optim.train is None:
+        return False
+    names = [name for unit in recipe.parameters.trainable_names() for name in unit]
+    return not all(is_trained(recipe.optim, name) for name in names)
+
+
 def trained_of(recipe: Recipe) -> Trained:
     """Return what a recipe trains."""
     optim = recipe.optim

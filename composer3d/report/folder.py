@@ -76,6 +76,7 @@ class RunFolder:
         hidden_events: how many older ones there are.
         saves: the saves.
         device: the name of the devices of the last start; None if it is not known.
+        since: the steps that were done before the run had this recipe and these devices.
         lost_ranks: the newest reports of lost ranks, oldest first.
         hidden_lost_ranks: how many older ones there are.
         steps_done: the number of steps that the run has done, as far as its files say it.
@@ -92,6 +93,7 @@ class RunFolder:
     hidden_events: int = 0
     saves: list[Event] = field(default_factory=list)
     device: str | None = None
+    since: int = 0
     lost_ranks: list[LostRanks] = field(default_factory=list)
     hidden_lost_ranks: int = 0
     steps_done: int = 0
@@ -108,6 +110,21 @@ class RunFolder:
         if self.recipe is None:
             return None
         return self.recipe.data.global_batch * self.recipe.data.seq_len
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The median speed of all ranks, with the present recipe and devices; None: no step."""
+        return self.curves.of("tokens_per_s").median(after=self.since)
+
+    @property
+    def mfu(self) -> float | None:
+        """The median MFU, likewise."""
+        return self.curves.of("mfu").median(after=self.since)
+
+    @property
+    def memory_gib(self) -> float | None:
+        """The peak memory of a rank, likewise."""
+        return self.curves.of("memory_gib").most(after=self.since)
 
     @property
     def starts(self) -> list[RunEvent]:
@@ -209,6 +226,8 @@ def _read_events(run: RunFolder) -> None:
                 run.saves.append(event)
             else:
                 if event.device is not None:
+                    if run.device not in (None, event.device):
+                        run.since = event.step
                     run.device = event.device
                 found.append(RunEvent(event.step, _utc(event.unix_s), event.kind, event.text))
     except (OSError, ValueError) as error:
@@ -271,6 +290,7 @@ def _ledger(run: RunFolder) -> list[RunEvent]:
 def _former_recipes(run: RunFolder) -> Iterator[RunEvent]:
     for name in _names(run.path, re.compile(r"recipe-(\d{8})\.toml")):
         step = int(name[7:15])
+        run.since = max(run.since, step)
         yield RunEvent(step, "", "recipe", f"the recipe changed here; {name} is the former one")
 
 

@@ -291,15 +291,13 @@ def final_numbers(run: RunFolder) -> dict[str, str]:
     best = curves.of("validation_loss").least
     if best is not None:
         numbers["best validation loss"] = f"{best.value:.4f} (step {best.step:,})"
-    speed = curves.of("tokens_per_s").median
-    if speed is not None:
-        numbers["tokens/s, median"] = number(speed)
-    mfu = curves.of("mfu").median
-    if mfu is not None:
-        numbers["MFU, median"] = f"{mfu:.1%}"
-    memory = curves.of("memory_gib").most
-    if memory is not None:
-        numbers["peak memory, GiB"] = f"{memory.value:.2f}"
+    since = f" (since step {run.since:,})" if run.since else ""
+    if run.tokens_per_s is not None:
+        numbers["tokens/s, median"] = number(run.tokens_per_s) + since
+    if run.mfu is not None:
+        numbers["MFU, median"] = f"{run.mfu:.1%}{since}"
+    if run.memory_gib is not None:
+        numbers["peak memory, GiB"] = f"{run.memory_gib:.2f}{since}"
     if run.saves:
         numbers["checkpoints saved"] = f"{len(run.saves):,}"
     if run.starts:
@@ -472,20 +470,19 @@ def _plan(subjects: Sequence[Subject]) -> list[str]:
     """Return what was measured beside what the planner predicts."""
     rows, notes = [], []
     for subject in subjects:
-        curves, forecast = subject.run.curves, subject.forecast
+        run, forecast = subject.run, subject.forecast
         name = f"{subject.label}: " if len(subjects) > 1 else ""
         notes.append(f'<p class="note">{escape(name + forecast.note)}</p>')
         if forecast.offer:
             notes.append(f'<p class="note">{escape(name + forecast.offer)}</p>')
-        peak = curves.of("memory_gib").most
         measured = {
             "tokens/s of all ranks": (
-                curves.of("tokens_per_s").median,
+                run.tokens_per_s,
                 forecast.tokens_per_s,
                 forecast.tokens_80,
             ),
             "peak memory of a rank, GiB": (
-                None if peak is None else peak.value,
+                run.memory_gib,
                 forecast.memory_gib,
                 forecast.memory_80,
             ),

@@ -120,17 +120,20 @@ class Series:
         found = (bucket.least for bucket in self._buckets.values())
         return min(found, key=lambda point: point.value, default=None)
 
-    @property
-    def most(self) -> Point | None:
-        """The point with the largest value."""
-        found = (bucket.most for bucket in self._buckets.values())
-        return max(found, key=lambda point: point.value, default=None)
+    def most(self, *, after: int) -> float | None:
+        """Return the largest value, of the steps after ``after``."""
+        return max((bucket.most.value for bucket in self._after(after)), default=None)
 
-    @property
-    def median(self) -> float | None:
-        """The median of one value of each bucket, which the extremes do not pull."""
-        values = sorted(bucket.last.value for bucket in self._buckets.values())
+    def median(self, *, after: int) -> float | None:
+        """Return the median, of the steps after ``after``.
+
+        It is that of one value of each bucket, which the extremes do not pull.
+        """
+        values = sorted(bucket.last.value for bucket in self._after(after))
         return values[len(values) // 2] if values else None
+
+    def _after(self, step: int) -> list[_Bucket]:
+        return [bucket for bucket in self._buckets.values() if bucket.first.step > step]
 
 
 @dataclass

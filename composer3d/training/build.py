@@ -34,7 +34,7 @@ from composer3d.runtime.exchanges import check_exchanges, collectives_of_trainin
 from composer3d.runtime.mesh import Mesh
 from composer3d.training.batches import make_loader, open_data
 from composer3d.training.observers.epochs import EpochLog, log_epochs
-from composer3d.training.observers.metrics import Metrics, further_metrics
+from composer3d.training.observers.metrics import Metrics, count_flops, further_metrics
 from composer3d.training.observers.observer import Observers
 from composer3d.training.observers.profiling import make_profiler
 from composer3d.training.observers.replicas import ReplicaCheck
@@ -373,14 +373,13 @@ def _make_metrics(
 ) -> Metrics:
     mesh = stages.mesh
     row = hardware.find(_device_name(mesh.device))
-    model_of = architecture(recipe.model.architecture)
     return Metrics(
         recipe.run.folder,
         recipe.metrics,
         total_steps=recipe.run.steps,
         tokens_per_step=recipe.data.global_batch * recipe.data.seq_len,
         world_size=mesh.world_size,
-        flops_per_token=model_of.count_flops(recipe.model, recipe.data.seq_len),
+        flops_per_token=count_flops(recipe),
         peak_flops=hardware.peak_flops(row, recipe.precision.computes_in) if row else None,
         device_type=mesh.device.type,
         main=mesh.rank == 0,

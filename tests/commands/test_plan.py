@@ -286,6 +286,8 @@ def test_a_run_calibrates_the_plans_of_its_machine(
         (("--calibrate", "-1"), "above 0"),
         (("--calibrate", "nan"), "above 0"),
         (("--calibrate", "1e9"), "of all devices together"),
+        (("--calibrate", speed, "--set", "optim.train=['blocks.*']"), "optim.train leaves"),
+        (("--calibrate", speed, "--set", "data.packing=documents"), "single documents"),
         (("--keep", str(second)), "give both"),
         (("--calibrate", speed, "--keep", str(first)), "cannot be made"),
     ):

@@ -40,6 +40,18 @@ def test_it_offers_to_plan_with_what_the_run_measured(
     assert "[[calibration]]" in kept.read_text()
 
 
+@pytest.mark.parametrize("sets", ["optim.train=['blocks.*']", "data.packing=documents"])
+def test_a_run_that_did_less_than_is_predicted_offers_nothing(
+    sets: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "less", sets=(sets,))
+    assert cli.main(["report", str(run)]) == 0
+    printed = capsys.readouterr().out
+    assert "measured / predicted" in (run / "report.html").read_text()
+    assert "--calibrate" not in printed
+    assert "--calibrate" not in (run / "report.html").read_text()
+
+
 def test_json_has_the_final_numbers(run: Path, ask: Ask) -> None:
     out = run.parent / "own.html"
     _, answer = ask("report", str(run), "-o", str(out), "--gpu", "H100")

@@ -6,7 +6,7 @@ import pytest
 
 from composer3d.facts.errors import DeviceError
 from composer3d.models import counts
-from composer3d.models.moe.shape import PRESETS
+from composer3d.models.moe.shape import PRESETS, ExpertsShape
 from composer3d.planner.compute import block_work, head_work
 from composer3d.planner.constants import SHIPPED
 from composer3d.planner.predict import (
@@ -54,6 +54,24 @@ def test_sizes_know_which_blocks_have_experts(preset: str) -> None:
     sizes = sizes_of(replace(base, model=model))
     found = [sizes.has_experts(layer) for layer in range(model.n_layers)]
     assert found == [model.has_experts(layer) for layer in range(model.n_layers)]
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        "model.n_layers=4 model.moe_every=2",
+        "model.n_layers=5 model.mtp_layers=2 model.moe_every=3",
+        "model.n_layers=9 model.moe_every=2 model.dense_layers=4",
+        "model.n_layers=4 model.dense_layers=3",
+    ],
+)
+def test_depths_of_multi_token_prediction_have_experts(sets: str) -> None:
+    of_glm = ("model.architecture=glm", "model.preset=debug-glm", "model.mtp_layers=1")
+    recipe = recipe_of("quickstart-moe", *of_glm, *sets.split())
+    sizes, shape = sizes_of(recipe), recipe.model
+    assert isinstance(shape, ExpertsShape)
+    blocks = range(shape.all_layers)
+    assert [*map(sizes.has_experts, blocks)] == [*map(shape.has_experts, blocks)]
 
 
 def test_sizes_know_the_window_of_each_block() -> None:

@@ -10,12 +10,14 @@ from composer3d.models import counts
 from composer3d.models.llama.shape import PRESETS
 from composer3d.models.llama.table import table
 from composer3d.planner import compute
+from composer3d.planner.collectives import collective_s
 from composer3d.planner.constants import FITTED, PRIORS, SHIPPED
 from composer3d.planner.pipeline import compiled, length_s
 from composer3d.planner.setup import Recompute, Setup, Software
 from composer3d.planner.simulate import StageTimes
-from composer3d.planner.time import predict_time
-from tests.planner.setups import device, setup_on
+from composer3d.planner.time import groups, predict_time
+from composer3d.planner.traffic import flows
+from tests.planner.setups import device, recipe_of, setup_on
 from tests.tools.test_planner_foreign import SIZES, setup_of
 from tools.planner.foreign import ForeignSoftware
 
@@ -72,6 +74,103 @@ def test_products_are_those_that_mfu_counts(tp: int) -> None:
     attention = 4.0 * setup.tokens * shape.n_layers * keys * shape.n_heads * shape.head_width
     counted = counts.flops_per_token(table(shape), shape, setup.batch.seq_len) * setup.tokens
     assert 3 * (tp * forward + attention) == pytest.approx(counted, rel=1e-12)
+
+
+def exposed_tp_s(*sets: str) -> float:
+    return predict_time(setup_on("H100", "llama3-8b-8-fsdp", *sets), FREE).exposed_s["tp"]
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize(
+    ("sequence_parallel", "calls", "repeated"), [("true", 8, 3), ("false", 4, 1)]
+)
+def test_collectives_are_repeated_as_often_as_they_are_counted(
+    mode: str, sequence_parallel: str, calls: int, repeated: int
+) -> None:
+    """Both kinds of checkpointing gather again, and sum again what attention returns."""
+    sets = (
+        "mesh.tp=4",
+        "mesh.dp_shard=2",
+        "compile.enabled=false",
+        f"parallel.sequence_parallel={sequence_parallel}",
+    )
+    none, again = (f"memory.activation_checkpoint={one}" for one in ("none", mode))
+    one_s = exposed_tp_s(*sets, none) / calls
+    assert exposed_tp_s(*sets, again) == pytest.approx((calls + repeated) * one_s)
+    recipe = recipe_of("llama3-8b-8-fsdp", *sets, again)
+    counted = [flow.count for flow in flows(recipe) if flow.purpose == "recomputed activations"]
+    assert sum(counted) == repeated * recipe.model.n_layers * recipe.micro_batches
+
+
+def test_a_shared_expert_is_cut_like_a_dense_layer() -> None:
+    setup = setup_on("H100", "glm-4.5-air-64")
+    sizes = replace(setup.sizes, shared_width=0)
+    with_it, without = (
+        predict_time(one, FREE).exposed_s["tp"] for one in (setup, replace(setup, sizes=sizes))
+    )
+    assert with_it == pytest.approx(2 * without)
+
+
+@pytest.mark.parametrize("window", [0, 3, 8, 9, 13, 16])
+def test_without_balance_the_last_rank_sees_most_keys(window: int) -> None:
+    setup = setup_on("H100", "llama3-8b-8-fsdp", "mesh.dp_shard=4", "mesh.cp=2", "data.seq_len=16")
+    assert compute.keys_of_busiest(setup, window) == compute.keys_per_query(setup, window)
+    own = replace(setup, layout=replace(setup.layout, cp_balanced=False))
+    keys = [min(query, window or 16) for query in range(9, 17)]
+    assert compute.keys_of_busiest(own, window) == pytest.approx(sum(keys) / 8)
+    each_has_all = replace(own, layout=replace(own.layout, cp_method="ulysses"))
+    assert compute.keys_of_busiest(each_has_all, window) == compute.keys_per_query(setup, window)
+    one, other = (
+        compute.attend_s(each, compute.rates(each, FREE), window) for each in (own, setup)
+    )
+    share = sum(keys) / 8 / compute.keys_per_query(setup, window)
+    assert one == pytest.approx(tuple(share * seconds for seconds in other))
+
+
+def test_a_loss_of_gathered_logits_multiplies_as_one_of_parts() -> None:
+    sets = ("mesh.tp=8", "mesh.dp_shard=1", "compile.enabled=false", "memory.loss_chunks=1")
+    parts, whole = (
+        setup_on("H100", "llama3-8b-8-fsdp", *sets, f"parallel.loss_parallel={value}")
+        for value in ("true", "false")
+    )
+    one, other = (compute.head_work(setup, FREE) for setup in (parts, whole))
+    assert other.weight_s == one.weight_s
+    # The loss reads and writes the logits of all ranks, 15 bytes for each.
+    rate = compute.rates(whole, FREE)
+    more_s = 15 * whole.tokens * whole.sizes.vocab * (1 - 1 / 8) / rate.memory
+    assert other.forward_s - one.forward_s == pytest.approx(more_s)
+    assert other.input_s - one.input_s == pytest.approx(more_s)
+    gather_s = collective_s(
+        "all_gather",
+        groups(whole)["tp"],
+        2.0 * whole.tokens * whole.sizes.vocab,
+        whole.machine,
+        FREE,
+    )
+    times = [predict_time(setup, FREE) for setup in (parts, whole)]
+    count = whole.batch.micro_batches
+    assert times[1].exposed_s["tp"] - times[0].exposed_s["tp"] == pytest.approx(count * gather_s)
+    assert times[1].head_s - times[0].head_s == pytest.approx(2 * count * more_s)
+
+
+def test_the_optimizer_has_as_much_to_do_however_experts_are_spread() -> None:
+    seconds = [
+        predict_time(setup_on("H100", "qwen3-30b-a3b-16-ep-pp", f"mesh.ep={ep}")).optimizer_s
+        for ep in (1, 2, 8)
+    ]
+    assert seconds == pytest.approx(3 * [seconds[0]])
+
+
+@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
+def test_a_rank_of_tp_sends_one_head_of_keys_at_least(method: str) -> None:
+    sets = ("mesh.tp=4", "mesh.cp=2", "mesh.dp_shard=1", f"parallel.cp_method={method}")
+    setup = setup_on("H100", "llama3-8b-8-fsdp", *sets)
+
+    def cp_s(kv_heads: int) -> float:
+        sizes = replace(setup.sizes, kv_heads=kv_heads)
+        return predict_time(replace(setup, sizes=sizes), FREE).exposed_s["cp"]
+
+    assert cp_s(1) == cp_s(2) == cp_s(4) < cp_s(8)
 
 
 def latents_over_cp(*sets: str) -> tuple[Setup, Setup]:

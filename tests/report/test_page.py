@@ -131,6 +131,36 @@ def test_a_gpu_has_a_prediction(tmp_path: Path) -> None:
     assert "measured / predicted" in text
 
 
+@pytest.mark.parametrize("changed", ["recipe", "device"])
+def test_speed_and_memory_are_those_of_the_present_recipe_and_device(
+    tmp_path: Path, changed: str
+) -> None:
+    """A run of 40 steps was twice as fast, and had twice the memory, in its first 20."""
+    run = make_run(tmp_path / "run")
+    rows = [metrics_of(step) for step in range(1, 41)]
+    for row in rows[:20]:
+        row.update(tokens_per_s=2000.0, memory_gib=1.0, mfu=0.4)
+    for row in rows[20:]:
+        row.update(tokens_per_s=1000.0, mfu=0.2)
+    write_rows(run, rows)
+    found = folder.read(str(run))
+    assert (found.tokens_per_s, found.mfu, found.memory_gib) == (2000.0, 0.4, 1.0)
+    assert found.since == 0
+    if changed == "recipe":
+        (run / "recipe-00000020.toml").touch()
+    else:
+        with (run / events.FILE).open("ab") as file:
+            file.write(events.line(Event(20, 1.8e9, "start", "8 ranks on x, once more", "x")))
+    found = folder.read(str(run))
+    assert (found.tokens_per_s, found.mfu, found.memory_gib) == (1000.0, 0.2, 0.5)
+    assert found.since == 20
+    numbers = page.final_numbers(found)
+    assert numbers["tokens/s, median"] == "1,000 (since step 20)"
+    assert numbers["peak memory, GiB"] == "0.50 (since step 20)"
+    write_rows(run, rows[:20])
+    assert "tokens/s, median" not in page.final_numbers(folder.read(str(run)))
+
+
 def test_a_long_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("w") as file:

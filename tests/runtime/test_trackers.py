@@ -116,7 +116,7 @@ def _metrics(
         total_steps=9,
         tokens_per_step=TOKENS,
         world_size=1,
-        flops_per_token=1.0,
+        flops_per_token=lambda _: 1.0,
         peak_flops=None,
         device_type="cpu",
         main=True,

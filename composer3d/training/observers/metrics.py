@@ -25,16 +25,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
+from torch import Tensor
 
 from composer3d.data import Batch
 from composer3d.facts import events
 from composer3d.facts.errors import UserError
 from composer3d.facts.files import open_plain, parse_json
 from composer3d.facts.text import rough_duration
+from composer3d.models.registry import architecture
 from composer3d.parallel import Stages
 from composer3d.parallel.context.imbalance import attention_imbalance
 from composer3d.parallel.expert.balance import expert_metrics
 from composer3d.planner.memory import GIB
+from composer3d.planner.trained import has_frozen
 from composer3d.recipe.schema import MetricsTable, Recipe
 from composer3d.reliability.report import Report
 from composer3d.runtime import log, process_group
@@ -78,7 +81,8 @@ class Metrics(Observer):
         total_steps: ``run.steps``.
         tokens_per_step: tokens in a step, over all ranks.
         world_size: the number of ranks.
-        flops_per_token: FLOPs of forward and backward, from the model's architecture.
+        flops_per_token: returns the FLOPs of forward and backward of a token, from the documents of
+            rows (``count_flops``); None: they are not counted.
         peak_flops: peak FLOP/s of one device; None if unknown.
         device_type: "cpu" or "cuda".
         main: whether this rank measures and writes.
@@ -96,7 +100,7 @@ class Metrics(Observer):
     total_steps: int
     tokens_per_step: int
     world_size: int
-    flops_per_token: float
+    flops_per_token: Callable[[Tensor | None], float | None]
     peak_flops: float | None
     device_type: str
     main: bool
@@ -157,6 +161,7 @@ class Metrics(Observer):
             loss=result.values.loss,
             grad_norm=result.values.norm,
             lr=result.lr,
+            documents_BT=result.batch.documents_BT,
             extra=partial(self.further, result),
         )
 
@@ -172,6 +177,7 @@ class Metrics(Observer):
         loss: float,
         grad_norm: float,
         lr: float,
+        documents_BT: Tensor | None = None,
         extra: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """End an optimizer step, and log it if it is due. Call this after each trained step.
@@ -180,9 +186,11 @@ class Metrics(Observer):
 
         - ``step``; ``loss`` (nats per valid token, of the whole batch); ``grad_norm`` (before
           clipping); ``lr``.
-        - ``tokens_per_s`` (all ranks), ``tokens_per_s_per_rank``, ``tflops_per_rank``; what counts
-          as a token is in ``tags.COUNTED_TOKENS``.
-        - ``mfu``: fraction of the peak FLOP/s; null if the peak is unknown.
+        - ``tokens_per_s`` (all ranks), ``tokens_per_s_per_rank``; what counts as a token is in
+          ``tags.COUNTED_TOKENS``.
+        - ``tflops_per_rank``: null if FLOPs are not counted; of packed documents, each with its
+          own length, those of this rank's rows in this step.
+        - ``mfu``: the same as a fraction of the peak FLOP/s; null if the peak is unknown.
         - ``step_s`` and ``data_s``: seconds per step.
         - ``validation_s`` and ``checkpoint_s``: seconds since the last line.
         - ``memory_gib``: on a CPU, the largest resident memory of the main rank since its start.
@@ -197,6 +205,8 @@ class Metrics(Observer):
         Args:
             step: the number of steps done, counted from 1.
             loss, grad_norm, lr: as above.
+            documents_BT: int64 (B, T): the documents of this rank's rows in the step, if they are
+                packed.
             extra: returns further metrics. It is called only if the step is logged.
 
         Collective over all ranks on a GPU, if the step is logged: ``process_group.max_over_ranks``.
@@ -215,15 +225,18 @@ class Metrics(Observer):
         training_s = elapsed_s - self._seconds["validation"] - self._seconds["checkpoint"]
         training_s = max(training_s, 1e-9)
         tokens_per_s = steps * self.tokens_per_step / training_s
-        flops_per_rank = tokens_per_s * self.flops_per_token / self.world_size
+        flops_per_token = self.flops_per_token(documents_BT)
+        flops_per_rank = None
+        if flops_per_token is not None:
+            flops_per_rank = tokens_per_s * flops_per_token / self.world_size
         line = {
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": lr,
             "tokens_per_s": tokens_per_s,
             "tokens_per_s_per_rank": tokens_per_s / self.world_size,
-            "tflops_per_rank": flops_per_rank / 1e12,
-            "mfu": flops_per_rank / self.peak_flops if self.peak_flops else None,
+            "tflops_per_rank": flops_per_rank and flops_per_rank / 1e12,
+            "mfu": flops_per_rank / self.peak_flops if flops_per_rank and self.peak_flops else None,
             "step_s": training_s / steps,
             "data_s": self._seconds["data"] / steps,
             "validation_s": self._seconds["validation"],
@@ -381,7 +394,8 @@ class Metrics(Observer):
         else:
             pace_s = now_s - self._logged_at_s
         left = rough_duration(pace_s * (self.total_steps - step))
-        mfu = line["mfu"]
+        tflops, mfu = line["tflops_per_rank"], line["mfu"]
+        used = "" if tflops is None else f"{tflops:.3g} TFLOP/s"
         # Of a usual run, a line fits 100 columns.
         parts = [
             self._progress(step),
@@ -389,11 +403,11 @@ class Metrics(Observer):
             f"norm {line['grad_norm']:.2f}",
             f"lr {line['lr']:.1e}",
             f"{line['tokens_per_s']:,.0f} tok/s",
-            f"{line['tflops_per_rank']:.3g} TFLOP/s" if mfu is None else f"mfu {mfu:.1%}",
+            used if mfu is None else f"mfu {mfu:.1%}",
             f"{line['memory_gib']:.1f} GiB",
             f"left {left}",
         ]
-        return "  ".join(parts)
+        return "  ".join(filter(None, parts))
 
 
 def _warn(text: str) -> None:
@@ -529,6 +543,30 @@ def _peak_memory(device_type: str) -> dict[str, float]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # ``ru_maxrss`` is in bytes on macOS, and in KiB on Linux.
     return {"memory_gib": peak / GIB if sys.platform == "darwin" else peak / 2**20}
+
+
+def count_flops(recipe: Recipe) -> Callable[[Tensor | None], float | None]:
+    """Return ``Metrics.flops_per_token``: it counts as the recipe's architecture does.
+
+    With packed documents, attention sees the keys of each document alone. Nothing is counted if
+    ``optim.train`` leaves parameters out: backward then does less than the architecture counts.
+    """
+    model, seq_len = recipe.model, recipe.data.seq_len
+    count = partial(architecture(model.architecture).count_flops, model)
+    if has_frozen(recipe):
+        return lambda _: None
+
+    def flops_per_token(documents_BT: Tensor | None) -> float:
+        if documents_BT is None:
+            return count(seq_len)
+        # Numbers of documents begin anew in each row.
+        rows_B1 = torch.arange(len(documents_BT), device=documents_BT.device)[:, None]
+        numbers_BT = documents_BT + rows_B1 * seq_len
+        _, lengths = torch.unique_consecutive(numbers_BT, return_counts=True)
+        flops = sum(length * count(length) for length in lengths.tolist())
+        return flops / documents_BT.numel()
+
+    return flops_per_token
 
 
 def further_metrics(recipe: Recipe, stages: Stages, result: StepResult) -> dict[str, float]:

@@ -9,6 +9,8 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,14 @@ from tensorboard.backend.event_processing.event_multiplexer import EventMultiple
 
 from composer3d.facts import events as run_events
 from composer3d.facts.errors import UserError
+from composer3d.models.registry import architecture
 from composer3d.recipe.schema import MetricsTable
 from composer3d.reliability.report import Report
 from composer3d.runtime import log
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
-from composer3d.training.observers.metrics import FILE, Metrics
+from composer3d.training.observers.metrics import FILE, Metrics, count_flops
+from tests.planner.setups import recipe_of
 from tests.training.jobs import is_imported
 
 QUIET = MetricsTable(every=1, tensorboard=False)
@@ -37,7 +41,7 @@ def _metrics(run_dir: Path, table: MetricsTable = QUIET, **changes: Any) -> Metr
         "total_steps": 10,
         "tokens_per_step": 1000,
         "world_size": 4,
-        "flops_per_token": 2e6,
+        "flops_per_token": lambda _: 2e6,
         "peak_flops": None,
         "device_type": "cpu",
         "main": True,
@@ -98,6 +102,46 @@ def test_throughput_leaves_out_validation_and_checkpoints(
     assert second["tflops_per_rank"] == pytest.approx(125.0 * 2e6 / 1e12)
     assert second["mfu"] == pytest.approx(125.0 * 2e6 / 1e12)
     assert tail == {"step": 6, "checkpoint_s": 3.0}
+
+
+def test_attention_is_counted_within_each_document(tmp_path: Path) -> None:
+    """Rows of 12 tokens, whose documents have numbers from 0."""
+    recipe = recipe_of("debug-1-single", "data.seq_len=12", "model.window=3", "model.full_every=2")
+    rows = [[12], [5, 7], [1, 2, 3, 4, 2]]
+    documents_BT = torch.stack(
+        [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows]
+    )
+    lengths = [length for row in rows for length in row]
+    count = partial(architecture("llama").count_flops, recipe.model)
+    expected = sum(map(mul, lengths, map(count, lengths))) / 36
+    assert expected < count(12)
+    flops_per_token = count_flops(recipe)
+    assert flops_per_token(None) == count(12)
+    assert flops_per_token(documents_BT) == pytest.approx(expected)
+
+    metrics = _metrics(tmp_path, flops_per_token=flops_per_token, peak_flops=1e12)
+    metrics.log_step(1, loss=1.0, grad_norm=1.0, lr=1.0, documents_BT=documents_BT)
+    metrics.close()
+    (line,) = _lines(tmp_path)
+    assert line["tflops_per_rank"] == pytest.approx(line["tokens_per_s_per_rank"] * expected / 1e12)
+    assert line["mfu"] == line["tflops_per_rank"]
+
+
+def test_flops_of_a_frozen_model_are_not_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.setup("", main=True)
+    frozen = recipe_of("debug-1-single", "optim.train=['last.*']")
+    assert count_flops(recipe_of("debug-1-single", "optim.train=['*']"))(None) is not None
+    metrics = _metrics(tmp_path, flops_per_token=count_flops(frozen), peak_flops=1e12)
+    metrics.log_step(1, loss=1.0, grad_norm=1.0, lr=1.0)
+    metrics.close()
+    (line,) = _lines(tmp_path)
+    assert line["mfu"] is line["tflops_per_rank"] is None
+    printed = capsys.readouterr().err
+    assert " tok/s  0." in printed  # and then the memory
+    assert "FLOP" not in printed
+    assert "mfu" not in printed
 
 
 def test_steps_that_are_left_out_are_neither_timed_nor_counted(
