@@ -82,7 +82,8 @@ class Metrics(Observer):
         tokens_per_step: tokens in a step, over all ranks.
         world_size: the number of ranks.
         flops_per_token: returns the FLOPs of forward and backward of a token, from the documents of
-            rows (``count_flops``); None: they are not counted.
+            packed rows, int64 (B, T), or None; returns None if they are not counted
+            (``count_flops``).
         peak_flops: peak FLOP/s of one device; None if unknown.
         device_type: "cpu" or "cuda".
         main: whether this rank measures and writes.
@@ -548,7 +549,7 @@ def _peak_memory(device_type: str) -> dict[str, float]:
 def count_flops(recipe: Recipe) -> Callable[[Tensor | None], float | None]:
     """Return ``Metrics.flops_per_token``: it counts as the recipe's architecture does.
 
-    With packed documents, attention sees the keys of each document alone. Nothing is counted if
+    Of packed documents, int64 (B, T), each counts with its own length. Nothing is counted if
     ``optim.train`` leaves parameters out: backward then does less than the architecture counts.
     """
     model, seq_len = recipe.model, recipe.data.seq_len
