@@ -755,7 +755,7 @@ def check_same(what: str, value: object) -> None:
         MeshError: on every rank, if two ranks have different values. It lists the ranks of each
             value.
     """
-    if _is_same(value):
+    if is_same(value):
         return
 
     texts = gather_objects(repr(value))
@@ -780,7 +780,7 @@ def check_same_table(what: str, table: Mapping[str, str]) -> None:
     Raises:
         MeshError: on every rank, if a key has different texts on two ranks, or is absent on one.
     """
-    if _is_same(sorted(table.items())):
+    if is_same(sorted(table.items())):
         return
     tables = gather_objects(dict(table))
     lines = None
@@ -816,7 +816,7 @@ def describe_ranks(ranks: Sequence[int]) -> str:
     return f"{word} {text} and {hidden} more" if hidden else f"{word} {text}"
 
 
-def _is_same(value: object) -> bool:
+def is_same(value: object) -> bool:
     """Return whether the ``repr`` of ``value`` is the same on all ranks: an all-reduce of digests.
 
     Collective over all ranks.
