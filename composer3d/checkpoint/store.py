@@ -12,7 +12,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -41,7 +41,13 @@ from composer3d.checkpoint.optimizer_state import SavedOptimizer, optimizer_stat
 from composer3d.checkpoint.pickles import explain
 from composer3d.checkpoint.steps import published
 from composer3d.facts.box import Box
-from composer3d.facts.errors import CheckpointError, SaveError, TrainingError, UserError
+from composer3d.facts.errors import (
+    CheckpointError,
+    SaveError,
+    TrainingError,
+    UserError,
+    reason_in_one_line,
+)
 from composer3d.facts.remote import Place
 from composer3d.facts.step_folders import STEP_FOLDER, list_steps
 from composer3d.parallel import Stages
@@ -97,8 +103,8 @@ class Store:
         select_gpu = None
         if torch.cuda.is_initialized():
             select_gpu = partial(torch.cuda.set_device, torch.cuda.current_device())
-        self._thread = ThreadPoolExecutor(1, initializer=select_gpu)
-        self._pending_save: Future[None] | None = None
+        self._thread = futures.ThreadPoolExecutor(1, initializer=select_gpu)
+        self._pending_save: futures.Future[None] | None = None
         self._host_copies: dict[str, Tensor] = {}  # local shards; each save reuses the memory
 
         self._known_damaged: set[Place] = set()
@@ -212,6 +218,22 @@ class Store:
         if save is not None:
             save.result()
 
+    def finish(self, limit_s: float) -> None:
+        """Wait for the save in the background after an error of something else.
+
+        If the save fails, or has not ended after ``limit_s`` seconds, a warning says so. There is
+        no collective: the ranks end at about the same time, because their parts wait for each
+        other.
+        """
+        save, self._pending_save = self._pending_save, None
+        if save is None:
+            return
+        futures.wait([save], limit_s)
+        if not save.done():
+            log.get().warning(f"a save in {self.folder} is cut off: {limit_s:.0f} s have passed")
+        elif isinstance(error := save.exception(), Exception):
+            log.get().warning(f"a save has failed as well: {reason_in_one_line(error)}")
+
     def _copy_to_host(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copy the local shards of ``state`` to host memory, pinned if they are on a GPU."""
         for name, tensor in state.items():
@@ -252,11 +274,8 @@ class Store:
             # The folder belongs to another job now: nothing in it may be removed.
             raise
         except (UserError, CheckpointException) as error:
-            # Every rank has this error. It may come from a folder that was replaced, in which
-            # another job writes now.
-            self._on_rank_0(self.guard)
-            if dist.get_rank() == 0:
-                self._files.discard(name)
+            # Every rank has this error, and none ends before rank 0 has removed what was written.
+            self._on_rank_0(partial(self._discard, name))
             lines = self._describe_failure(final, state, _causes(error))
             raise SaveError(lines) from error
         log.get().info(f"saved {final} in {time.perf_counter() - began:.2f} s")
@@ -307,6 +326,12 @@ class Store:
         self._files.publish(name, manifest, self.guard)
         self._known_damaged.discard(self.folder / name)
         self._remove_old(name)
+
+    def _discard(self, name: str) -> None:
+        """Remove what a failed save has written."""
+        # It may have failed because the folder was replaced, and another job writes there now.
+        self.guard()
+        self._files.discard(name)
 
     def _remove_old(self, saved: str) -> None:
         """Keep ``saved`` and the newest older checkpoints, ``keep`` in all, and remove the others.

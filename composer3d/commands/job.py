@@ -127,6 +127,9 @@ def run_rank(
 
     Returns:
         The exit status of this rank.
+
+    Raises:
+        UserError: only to the launcher of this machine (``launch.run_ranks``): rank 0 prints it.
     """
     rank, world_size = environment.rank(), environment.world_size()
     with suppress(OSError):
@@ -155,19 +158,29 @@ def run_rank(
                 raise
             if report is not None and rank == 0 and error.lines:
                 report(error)
-            if error.lines and _must_report(error, rank):
-                # These name their ranks themselves.
-                names_rank = isinstance(error, LostPeersError | NoMemoryError)
-                prefix = f"rank {rank}: " if rank and not names_rank else ""
-                lines = [prefix + line for line in error.lines]
-                log.keep(lines)
-                say(lines)
+            tell(error, rank)
+            if environment.has_launcher() and _has_group() and not _must_report(error, rank):
+                # The launcher lets rank 0 print it, and does so itself if rank 0 cannot.
+                raise
             if isinstance(error, LostPeersError) and environment.has_launcher():
                 # The launcher of this machine may start all ranks again.
                 return launch.LOST_PEERS
             if isinstance(error, NoMemoryError) and environment.has_launcher():
                 return launch.NO_MEMORY
             return error.status
+
+
+def tell(error: UserError, rank: int) -> None:
+    """Print an error, if this rank must report it and has not done so yet."""
+    if error.is_told or not error.lines or not _must_report(error, rank):
+        return
+    error.is_told = True
+    # These name their ranks themselves.
+    names_rank = isinstance(error, LostPeersError | NoMemoryError)
+    prefix = f"rank {rank}: " if rank and not names_rank else ""
+    lines = [prefix + line for line in error.lines]
+    log.keep(lines)
+    say(lines)
 
 
 def _require_output() -> None:
@@ -201,10 +214,14 @@ def _must_report(error: UserError, rank: int) -> bool:
         error, LostPeersError | RankDataError | NoMemoryError | RankLogError
     ):
         return True
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_initialized():
+    if _has_group():
         return False
     return isinstance(error, DeviceError | LaunchError) or environment.local_rank() == 0
+
+
+def _has_group() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.distributed.is_initialized()
 
 
 class World(NamedTuple):

@@ -161,7 +161,7 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
         elif not is_over:
             lines.append(f"starting all ranks again, {restart + 1} of at most {most} times")
         # Before it is printed: nobody may read the output any more.
-        _keep_in_log(recipe, [*result.traceback.splitlines(), *lines])
+        _keep_in_log(recipe, [*result.reason, *result.traceback.splitlines(), *lines])
         say(lines)
         if is_over or is_hopeless or loss is not None:
             break
@@ -249,6 +249,8 @@ def describe_failures(
         elif signal.SIGABRT in result.died.values():
             # NCCL aborts the ranks that waited too long, so a rank that still ran is the cause.
             lines.append(f"{names} {were} still running: look for the cause there first")
+        elif result.reason:
+            lines.append(f"{names} {were} killed: still running after another rank had its error")
     return lines
 
 
@@ -400,5 +402,5 @@ def _train(resolved: Resolved, rank: int, *, claimed: str | None) -> int:
             metrics = run.observers.find(Metrics)
             assert metrics is not None
             _describe(resolved, metrics, is_on_cpu=world.device.type == "cpu")
-        signal_number = train(run)
+        signal_number = train(run, partial(job.tell, rank=rank))
     return 128 + signal_number if signal_number else 0

@@ -31,9 +31,11 @@ class UserError(Exception):
         lines: one problem per line: where it is, the wrong value, and what to change. All their
             characters are printable (``printable``).
         status: the exit status of the command.
+        is_told: whether this process has printed the lines.
     """
 
     status = 2
+    is_told = False
 
     def __init__(self, lines: str | Sequence[str]) -> None:
         self.lines: tuple[str, ...] = tuple(

@@ -30,6 +30,7 @@ from composer3d.models.contract import Decoder, DecoderBlock, SequenceInfo, Shar
 from composer3d.models.layers.head import cross_entropy
 from composer3d.models.layers.moe import Router
 from composer3d.recipe.schema import CompileTable, MemoryTable, ParallelTable
+from composer3d.runtime.process_group import check_machines
 from composer3d.runtime.torch_private import (
     FUSE_TP,
     enable_symmetric_memory,
@@ -83,12 +84,40 @@ def _methods(block: nn.Module) -> tuple[str, ...]:
     return block.compiled if isinstance(block, DecoderBlock) else DecoderBlock.compiled
 
 
+def prepare(
+    table: CompileTable,
+    device: torch.device,
+    async_tp_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Check that this machine can compile, and let tp ranks read each other's memory.
+
+    Collective over all ranks of the world, if there is one and compilation is enabled.
+
+    Args:
+        table: the recipe's ``[compile]``.
+        device: the device that the model runs on.
+        async_tp_group: the tp ranks with ``parallel.async_tp``, else None.
+
+    Raises:
+        DeviceError: compilation is enabled, and a machine has no compiler for ``device``; or
+            ``device`` cannot run the operators of ``async_tp_group``. Every rank raises it.
+    """
+
+    def prepare_here() -> None:
+        check_toolchain(device)
+        if async_tp_group is not None:
+            prepare_async_tp(device, async_tp_group)
+
+    if table.enabled:
+        check_machines(prepare_here)
+
+
 def apply(
     blocks: nn.ModuleDict,
     table: CompileTable,
-    device: torch.device,
     refreshes: Mapping[str, Refresh],
-    async_tp_group: dist.ProcessGroup | None = None,
+    *,
+    fuse_tp: bool = False,
 ) -> None:
     """Replace the forward of each of ``blocks`` by one that torch compiles at its first call.
 
@@ -98,26 +127,15 @@ def apply(
     Args:
         blocks: the blocks, changed in place.
         table: the recipe's ``[compile]``.
-        device: the device that the blocks run on.
         refreshes: functions from ``tensor.styles.apply``, by the name of a module in the stage.
             Before each call of a graph, a block calls ``DecoderBlock.prepare`` and
             then the functions of its own modules.
-        async_tp_group: the tp ranks with ``parallel.async_tp``, else None. The compiler then makes
-            one operator of an all-gather and the products that read it, and one of a product and
-            the reduce-scatter after it. They send parts while they multiply others (Wang et al.
-            2023, ASPLOS).
-
-    Raises:
-        DeviceError: compilation is enabled, and this machine has no compiler for ``device``; or
-            ``device`` cannot run the operators of ``async_tp_group``.
+        fuse_tp: whether the compiler makes one operator of an all-gather and the products that
+            read it, and one of a product and the reduce-scatter after it. They send parts while
+            they multiply others (Wang et al. 2023, ASPLOS). It is ``parallel.async_tp``.
     """
     if not table.enabled:
         return
-    check_toolchain(device)
-    options = None
-    if async_tp_group is not None:
-        prepare_async_tp(device, async_tp_group)
-        options = FUSE_TP
     silence_selective_checkpoint_warning()
     for name, block in blocks.items():
         own_refreshes = [
@@ -126,13 +144,13 @@ def apply(
             if f"{module_name}.".startswith(f"blocks.{name}.")
         ]
         for method in _methods(block):
-            compiled = torch.compile(getattr(block, method), dynamic=False, options=options)
+            compiled = torch.compile(
+                getattr(block, method), dynamic=False, options=FUSE_TP if fuse_tp else None
+            )
             setattr(block, method, _with_preparation(block, own_refreshes, compiled))
 
 
-def apply_to_loss(
-    stage: nn.Module, plan: ShardingPlan, table: CompileTable, device: torch.device
-) -> None:
+def apply_to_loss(stage: nn.Module, plan: ShardingPlan, table: CompileTable) -> None:
     """Compile the cross-entropy of each head in ``stage`` that has the default one, in place.
 
     Two kernels read the logits in their own dtype, and a third writes their gradient. Eagerly, the
@@ -144,19 +162,14 @@ def apply_to_loss(
         stage: this rank's part of the model, or one of them.
         plan: the plan of the model.
         table: the recipe's ``[compile]``.
-        device: the device that the heads run on.
-
-    Raises:
-        DeviceError: as ``apply``.
     """
     heads = [
         module
         for name, module in stage.named_modules()
         if plan.style_of(name) == "head" and getattr(module, "cross_entropy", None) is cross_entropy
     ]
-    if not table.enabled or not heads:
+    if not table.enabled:
         return
-    check_toolchain(device)
     for head in heads:
         head.cross_entropy = torch.compile(cross_entropy, dynamic=False)
 

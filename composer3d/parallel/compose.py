@@ -68,8 +68,8 @@ def compose(
             than stages; tied parameters cannot be sharded or separated; or the pipeline schedule
             cannot run.
         MeshError: ranks have read different schedules from ``parallel.schedule_csv``.
-        DeviceError: ``compiling`` is enabled, and this machine has no compiler, or cannot run
-            ``parallel.async_tp``; or the GPU has no products in float8.
+        DeviceError: ``compiling`` is enabled, and a machine has no compiler, or cannot run
+            ``parallel.async_tp``; or a GPU has no products in float8. Every rank raises it.
     """
     memory = memory or MemoryTable()
     precision = precision or PrecisionTable()
@@ -80,6 +80,8 @@ def compose(
     fit.check(model, plan)
     claims.check(model, plan)
     float8.check(model, plan, mesh.sizes, precision, mesh.device)
+    async_tp_group = mesh.tp.get_group() if parallel.async_tp and mesh.tp is not None else None
+    compile.prepare(compiling, mesh.device, async_tp_group)
 
     # b. Note what only the whole model tells: the message between stages, ties and routers.
     activation = stage_cut.stage_activation(model, mesh, parallel, step)
@@ -150,14 +152,8 @@ def compose(
 
         # 9. Compile: one graph of a block with the changes above, and one of the loss. FSDP adds
         #    its hooks later, so they stay outside of the graph.
-        compile.apply(
-            module.blocks,
-            compiling,
-            mesh.device,
-            cut.refreshes,
-            mesh.tp.get_group() if parallel.async_tp and mesh.tp is not None else None,
-        )
-        compile.apply_to_loss(module, plan, compiling, mesh.device)
+        compile.apply(module.blocks, compiling, cut.refreshes, fuse_tp=async_tp_group is not None)
+        compile.apply_to_loss(module, plan, compiling)
 
         # 10. FSDP: wrap blocks in their final form. From here on, FSDP owns the parameters.
         if shard_meshes is not None:

@@ -23,6 +23,7 @@ backward cannot put the weight gradient off (``pipeline.zero_bubble``). Its tens
 the time of every eager operator. A test compares the two, bit by bit.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ from composer3d.facts.hardware import HOPPER_MAJOR
 from composer3d.models.contract import ShardingPlan
 from composer3d.models.layers.moe import Experts, Groups
 from composer3d.recipe.schema import FLOAT8_MULTIPLE, MeshTable, PrecisionTable
+from composer3d.runtime.process_group import check_machines
 
 _E4M3 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_E4M3).max  # 448
@@ -298,10 +300,12 @@ def check(
 ) -> None:
     """Check that a whole model can multiply in float8 on ``device``, if ``precision`` wants it.
 
+    Collective over all ranks of the world, if there is one, on GPUs.
+
     Raises:
         PlanError: the plan names no module, or one whose matrices have sizes on a rank that the
             kernel does not take.
-        DeviceError: a GPU is too old.
+        DeviceError: a GPU is too old. Every rank raises it.
     """
     if precision.matmul != "float8":
         return
@@ -313,14 +317,7 @@ def check(
     if precision.computes_in == "float64":
         return  # emulated, with any sizes and on any device
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < _LEAST_CAPABILITY:
-            raise DeviceError(
-                'precision.matmul = "float8" needs a GPU of compute capability '
-                f"{_as_version(_LEAST_CAPABILITY)} or newer, and "
-                f"{torch.cuda.get_device_name(device)} has {_as_version(capability)}; use "
-                'precision.matmul = "compute"'
-            )
+        check_machines(partial(_require_capability, device))
     lines = []
     for name, module in model.named_modules():
         if not plan.multiplies_in_float8(name):
@@ -334,6 +331,17 @@ def check(
             )
     if lines:
         raise PlanError(lines)
+
+
+def _require_capability(gpu: torch.device) -> None:
+    capability = torch.cuda.get_device_capability(gpu)
+    if capability < _LEAST_CAPABILITY:
+        raise DeviceError(
+            'precision.matmul = "float8" needs a GPU of compute capability '
+            f"{_as_version(_LEAST_CAPABILITY)} or newer, and "
+            f"{torch.cuda.get_device_name(gpu)} has {_as_version(capability)}; use "
+            'precision.matmul = "compute"'
+        )
 
 
 def _local_sizes(module: nn.Module, plan: ShardingPlan, name: str, tp: int) -> tuple[int, int]:

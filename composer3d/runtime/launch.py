@@ -43,6 +43,10 @@ SHUTDOWN_S = 120.0
 # In most cases they need about one.
 REPORT_S = 10.0
 
+# Seconds that rank 0 may take to print an error that all ranks have, and to close what it alone
+# has: each service of metrics takes at most 25, and the copy of the run's folder as many.
+CLOSE_S = 120.0
+
 # A function at the top of a module, or its name as ``module:function``. With a name, this process
 # does not import what the function's module imports, and no process runs the main module of this
 # one.
@@ -331,7 +335,11 @@ class JobResult:
             status, or by the forwarded signal. The values are those of ``died``.
         lacked_memory: the ranks that have ended because memory was refused. They have said so.
         stopped_by: the signal that was forwarded to the ranks; 0 if there was none.
-        traceback: the traceback of the lowest such rank, which was printed; "" if there is none.
+        traceback: the traceback of the lowest rank that ``raised``, which was printed; "" if there
+            is none.
+        gave_reason: whether a rank ended with a UserError before any rank died or raised another
+            error. The next start would end in the same way.
+        reason: the lines of that error, if ``run_ranks`` has printed them in place of rank 0.
     """
 
     status: int = 0
@@ -343,12 +351,15 @@ class JobResult:
     lacked_memory: list[int] = field(default_factory=list)
     stopped_by: int = 0
     traceback: str = ""
+    gave_reason: bool = False
+    reason: tuple[str, ...] = ()
 
     @property
     def is_lost(self) -> bool:
         """Whether the same job may do better if it is started again, and nobody has stopped it."""
         was_lost = self.died or self.stuck or self.raised or self.lost_peers or self.lacked_memory
-        return self.status == 1 and bool(was_lost) and not self.stopped_by
+        is_final = self.gave_reason or self.stopped_by
+        return self.status == 1 and bool(was_lost) and not is_final
 
 
 def run_ranks(task: Task, arguments: Mapping[str, Any], *, processes: int) -> JobResult:
@@ -358,7 +369,8 @@ def run_ranks(task: Task, arguments: Mapping[str, Any], *, processes: int) -> Jo
     LOCAL_WORLD_SIZE and GROUP_RANK. SIGINT, SIGTERM, SIGUSR1 and SIGHUP are forwarded to the ranks,
     which then have ``SHUTDOWN_S`` to finish their step and save. If a rank fails, the others get a
     short time (``_patience_s``) to report a better reason or to end by themselves. Then they are
-    killed.
+    killed. A rank that leaves its UserError to rank 0 raises it: if rank 0 ends without a reason of
+    its own, the error is printed here.
 
     Must be called from the main thread, because it installs signal handlers.
 
@@ -369,8 +381,8 @@ def run_ranks(task: Task, arguments: Mapping[str, Any], *, processes: int) -> Jo
 
     Returns:
         The result. Its status is 0 if all ranks succeeded, and 128 + N if signal N stopped them.
-        Otherwise it is 1 if a rank died or raised an error (the traceback of the lowest such rank
-        is printed), or else the status of the first rank that failed.
+        Otherwise it is the status of the first UserError, or 1 if a rank died or raised another
+        error before. The traceback of the lowest rank with another error is printed.
     """
     # The answers of the ranks that have ended, in the order of their ends.
     answers: dict[int, Answer | None] = {}
@@ -406,6 +418,8 @@ def _patience_s(worker: _Worker, answer: Answer | None) -> float:
     if answer is None and worker.exit_code == -signal.SIGABRT:
         # NCCL's watchdog aborts the ranks that waited too long, each at a different time.
         return 30.0
+    if answer is not None and isinstance(answer.value, UserError):
+        return CLOSE_S
     if answer is None or not answer.succeeded:
         return REPORT_S
     if answer.value == 0:
@@ -413,8 +427,22 @@ def _patience_s(worker: _Worker, answer: Answer | None) -> float:
     if answer.value > 128:
         # A signal stopped the rank: all ranks finish their step and save.
         return SHUTDOWN_S
-    # All ranks see and report such an error.
+    # The rank has printed its error, or is rank 0, which ends last.
     return 5.0
+
+
+def _status_of(answer: Answer | None) -> int | None:
+    """Return the status with which a rank has ended; None if it died or raised no UserError."""
+    if answer is None:
+        return None
+    if isinstance(answer.value, UserError):
+        return answer.value.status
+    return int(answer.value) if answer.succeeded else None
+
+
+def _is_reason(status: int | None) -> bool:
+    """Return whether a status is that of a UserError which is no loss of ranks or memory."""
+    return status is not None and 0 < status < 128 and status not in (LOST_PEERS, NO_MEMORY)
 
 
 def _job_result(
@@ -438,16 +466,19 @@ def _job_result(
         # The rank that died is the cause of these.
         tracebacks = [text for text in tracebacks if not _has_only_lost_a_peer(text)]
 
-    failures = [
-        answer.value
-        for answer in answers.values()
-        if answer is not None and answer.succeeded and answer.value
-    ]
+    failures = [status for answer in answers.values() if (status := _status_of(answer))]
     statuses = [1 if status in (LOST_PEERS, NO_MEMORY) else status for status in failures]
+    reason_status = _first_reason(answers, ends)
+    reason = _unsaid_reason(answers)
     was_stopped = stop_signal and (statuses or stuck or None in answers.values())
 
+    if reason:
+        say(reason)
     if tracebacks:
         say([printable_lines(tracebacks[0])])
+    if reason_status:
+        status = reason_status
+    elif tracebacks:
         status = 1
     elif was_stopped and not _has_other_failure(ends, failures, stop_signal):
         status = 128 + stop_signal
@@ -465,7 +496,36 @@ def _job_result(
         lacked_memory=ends.lacked_memory,
         stopped_by=stop_signal,
         traceback=tracebacks[0] if tracebacks else "",
+        gave_reason=reason_status > 0,
+        reason=reason,
     )
+
+
+def _first_reason(answers: Mapping[int, Answer | None], ends: "_Ends") -> int:
+    """Return the status of the first UserError; 0 if a rank died or raised another error before.
+
+    Ranks lose their peers, or memory, in between: such an end says nothing of its cause.
+    """
+    for rank, answer in answers.items():
+        status = _status_of(answer)
+        if _is_reason(status):
+            return status or 0
+        if rank in ends.died or (answer is not None and status is None):
+            return 0
+    return 0
+
+
+def _unsaid_reason(answers: Mapping[int, Answer | None]) -> tuple[str, ...]:
+    """Return the lines of the UserError that a rank has left to rank 0, if rank 0 gave no reason.
+
+    Rank 0 was killed while it still ran, has died, or knows only that its peers are lost.
+    """
+    if _is_reason(_status_of(answers.get(0))):
+        return ()
+    for rank, answer in sorted(answers.items()):
+        if answer is not None and isinstance(answer.value, UserError):
+            return tuple(f"rank {rank}: {line}" for line in answer.value.lines)
+    return ()
 
 
 @dataclass
@@ -507,12 +567,14 @@ def _ends_of(
                 ends.left[worker.rank] = end
             else:
                 ends.died[worker.rank] = end
-        elif not answer.succeeded:
+            continue
+        status = _status_of(answer)
+        if status is None:
             ends.tracebacks.append(str(answer.value).strip())
-        elif answer.value == NO_MEMORY:
+        elif status == NO_MEMORY:
             ends.lacked_memory.append(worker.rank)
-        elif answer.value != LOST_PEERS:
-            ends.left[worker.rank] = -answer.value
+        elif status != LOST_PEERS:
+            ends.left[worker.rank] = -status
     return ends
 
 

@@ -43,6 +43,9 @@ _DIGEST_BYTES = 14
 _MOST_KEYS = 8
 _SHOWN_CHARACTERS = 80
 
+# In the report of an error that only some ranks have.
+_MOST_HOSTS = 8
+
 # The backend of the default group, by the type of its device.
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -649,7 +652,8 @@ def on_all(what: str, function: Callable[[], T], group: dist.ProcessGroup | None
         UserError: on every rank, if ``function`` raises a UserError or an OSError on any rank, or
             lacks memory there. The class is that of the lowest failing rank's error: a MachineError
             if a machine fails or lacks something. The lines of equal errors appear once.
-            They start with the numbers of the ranks that raised them, unless all ranks did.
+            They start with the numbers of the ranks that raised them, unless all ranks did, and
+            with their hosts if the job has several.
     """
     value, error = _try(what, function)
     n_failed = torch.tensor(int(error is not None))
@@ -657,9 +661,22 @@ def on_all(what: str, function: Callable[[], T], group: dist.ProcessGroup | None
     if not n_failed:
         return cast(T, value)
 
-    errors = gather_objects(error, group)
-    report = None if errors is None else _report_of(errors)
+    found = gather_objects((error, socket.gethostname()), group)
+    report = None if found is None else _report_of(*zip(*found, strict=True))
     raise cast(UserError, broadcast_object(report, group))
+
+
+def check_machines(check: Callable[[], None]) -> None:
+    """Run a check of this rank's device and machine, which others may pass: see ``on_all``.
+
+    Collective over all ranks. Without a world, or in a fake one, it is a check of this rank alone.
+
+    Raises what ``on_all`` does.
+    """
+    if dist.is_initialized() and dist.get_backend() != "fake":
+        on_all("this machine", check)
+    else:
+        check()
 
 
 def on_main(what: str, function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
@@ -694,18 +711,34 @@ def _try(what: str, function: Callable[[], T]) -> tuple[T | None, UserError | No
         raise
 
 
-def _report_of(errors: Sequence[UserError | None]) -> UserError:
-    """Join the errors of all ranks, of which at least one is not None."""
+def _report_of(errors: Sequence[UserError | None], hosts: Sequence[str]) -> UserError:
+    """Join the errors of all ranks, of which at least one is not None.
+
+    Args:
+        errors: by rank.
+        hosts: the name of each rank's machine.
+    """
     first = next(error for error in errors if error is not None)
     lines_of_ranks = [() if error is None else error.lines for error in errors]
     report = []
     for lines in dict.fromkeys(lines_of_ranks):
         if not lines:
             continue
-        ranks = [str(rank) for rank, other in enumerate(lines_of_ranks) if other == lines]
-        prefix = "" if len(ranks) == len(errors) else f"rank {', '.join(ranks)}: "
+        ranks = [rank for rank, other in enumerate(lines_of_ranks) if other == lines]
+        prefix = "" if len(ranks) == len(errors) else f"{_name_ranks(ranks, hosts)}: "
         report += [prefix + line for line in lines]
     return type(first)(report)
+
+
+def _name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Return the numbers of some ranks, and their hosts if those of all ranks are several."""
+    text = f"rank {', '.join(map(str, ranks))}"
+    if len(set(hosts)) == 1:
+        return text
+    own_hosts = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    further = len(own_hosts) - _MOST_HOSTS
+    text += f" on {', '.join(own_hosts[:_MOST_HOSTS])}"
+    return f"{text} and {further} more" if further > 0 else text
 
 
 def check_same(what: str, value: object) -> None:
@@ -722,7 +755,7 @@ def check_same(what: str, value: object) -> None:
         MeshError: on every rank, if two ranks have different values. It lists the ranks of each
             value.
     """
-    if _is_same(value):
+    if is_same(value):
         return
 
     texts = gather_objects(repr(value))
@@ -747,7 +780,7 @@ def check_same_table(what: str, table: Mapping[str, str]) -> None:
     Raises:
         MeshError: on every rank, if a key has different texts on two ranks, or is absent on one.
     """
-    if _is_same(sorted(table.items())):
+    if is_same(sorted(table.items())):
         return
     tables = gather_objects(dict(table))
     lines = None
@@ -783,7 +816,7 @@ def describe_ranks(ranks: Sequence[int]) -> str:
     return f"{word} {text} and {hidden} more" if hidden else f"{word} {text}"
 
 
-def _is_same(value: object) -> bool:
+def is_same(value: object) -> bool:
     """Return whether the ``repr`` of ``value`` is the same on all ranks: an all-reduce of digests.
 
     Collective over all ranks.

@@ -5,21 +5,21 @@ from collections.abc import Callable
 
 import torch
 
-from composer3d.facts.errors import DataError, TrainingError, UserError, reason_in_one_line
 from composer3d.facts.flags import StepFlags
 from composer3d.recipe.advice import nothing_to_do, stopped_by_signal
 from composer3d.reliability.signals import StopSignals, stop_signals
 from composer3d.runtime import collector, log, process_group
 from composer3d.training.build import Run
+from composer3d.training.ending import Tell, closing
 from composer3d.training.observers.observer import StepResult
 from composer3d.training.optim import learning_rate
 from composer3d.training.step import compute_gradients, update
 
 
-def train(run: Run) -> int:
+def train(run: Run, tell: Tell = lambda error: None) -> int:
     """Train to the last step, or until a signal asks to stop. The last step done is saved.
 
-    Collective over all ranks.
+    Collective over all ranks. ``tell`` is called with a UserError before anything is closed.
 
     Returns:
         0, or the number of the signal that stopped the run before all was done.
@@ -30,22 +30,8 @@ def train(run: Run) -> int:
         DataError: data cannot be read any more, or no token of a validation is valid.
         SaveError: a checkpoint could not be saved.
     """
-    with stop_signals() as signals:
-        try:
-            stopped_by = _train(run, signals)
-        except Exception as error:
-            run.observers.event(run.step, "stop", reason_in_one_line(error))
-            # Status 2 says that the input is wrong. It has been checked; but data may have changed.
-            if (
-                isinstance(error, UserError)
-                and error.status == UserError.status
-                and not isinstance(error, DataError)
-            ):
-                raise TrainingError(error.lines) from error
-            raise
-        finally:
-            run.loader.close()
-            run.observers.close()
+    with stop_signals() as signals, closing(run, tell):
+        stopped_by = _train(run, signals)
     run.saver.release_folder()
     return stopped_by
 

@@ -1,6 +1,7 @@
 """Claim the folder of a run for one job, and keep the recipe in it."""
 
 import os
+import time
 from pathlib import Path
 
 import torch.distributed as dist
@@ -10,8 +11,12 @@ from composer3d.facts.errors import UserError
 from composer3d.recipe.changes import values_of
 from composer3d.recipe.schema import TRACKERS
 from composer3d.reliability.lock import Claim, read_note
-from composer3d.runtime import process_group
+from composer3d.runtime import log, process_group
 from composer3d.runtime.files import write_atomic
+
+# The nodes of a job may see a new folder late: see ``_shared_note``.
+_ROUNDS = 35
+_ROUND_S = 2.0
 
 # The claims of this process that ``claim_for_process`` has made, by folder.
 _claims: dict[Path, Claim] = {}
@@ -51,7 +56,7 @@ def claim_folder(
 
     Raises:
         UserError: the folder cannot be written, another job has locked it, or the nodes do not
-            share it. Raised on every rank.
+            share it, even after 70 s. Raised on every rank.
     """
     process_group.on_all("run.out_dir", lambda: _refuse_foreign_links(folder))
     is_main = dist.get_rank() == 0
@@ -65,12 +70,33 @@ def claim_folder(
         return claim
 
     claim = process_group.on_all("run.out_dir", lambda: make_claim() if is_main else None)
-    try:
-        note = read_note(folder)
-    except OSError as error:
-        note = f"no note of the job ({error.strerror})"
-    process_group.check_same(f"the folder {folder} (run.out_dir)", note)
+    process_group.check_same(f"the folder {folder} (run.out_dir)", _shared_note(folder))
     return claim
+
+
+def _shared_note(folder: Path) -> str:
+    """Return the note that this rank reads, once all ranks read the same one, or after 70 s.
+
+    Collective over all ranks. Each node has looked for the folder before rank 0 has made it. A
+    node with NFS then takes it for missing until what it knows of the folder above is too old,
+    which is 60 s by default (``acdirmax``).
+    """
+    note = _read_note(folder)
+    for number in range(_ROUNDS):
+        if process_group.is_same(note):
+            break
+        if number == 0:
+            log.get().info(f"waiting until all nodes see what rank 0 has written into {folder}")
+        time.sleep(_ROUND_S)
+        note = _read_note(folder)
+    return note
+
+
+def _read_note(folder: Path) -> str:
+    try:
+        return read_note(folder)
+    except OSError as error:
+        return f"no note of the job ({error.strerror})"
 
 
 def _refuse_foreign_links(folder: Path) -> None:

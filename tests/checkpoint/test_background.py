@@ -15,7 +15,7 @@ import torch.distributed as dist
 from composer3d.checkpoint import Store
 from composer3d.checkpoint.folders import DiskFolder
 from composer3d.checkpoint.manifest import read, write
-from composer3d.facts.errors import CheckpointError, UserError
+from composer3d.facts.errors import CheckpointError, DataError, UserError
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import MeshTable
 from composer3d.runtime.launch import Pool
@@ -197,6 +197,64 @@ def test_run_that_cannot_save_ends_soon_on_every_rank(pool: Pool, folder: Path) 
     assert one[1][1] == (
         "there is no checkpoint in runs/small/checkpoints: the same command starts anew"
     )
+
+
+def fail_while_it_saves(folder: Path, save_fails: bool) -> tuple[tuple[str, ...], list[str]]:
+    """Train until a validation fails, while the save before it goes on.
+
+    Returns:
+        The lines of the error, and the checkpoints that are there when the training has ended.
+    """
+    os.chdir(folder)
+    with pool_world() as device:
+        resolved = load("recipe.toml", [], world_size=dist.get_world_size())
+        run = build.build(resolved.recipe, device, resolved.to_toml())
+        store = run.saver.store
+        write = store._write
+
+        def write_slowly(*arguments: Any) -> None:
+            time.sleep(2.0)
+            write(*arguments)
+
+        def validate(*_: Any) -> bool:
+            raise DataError("no token is learned")
+
+        store._write = write_slowly  # type: ignore[method-assign]
+        run.validation.is_due = lambda step: step == 2  # type: ignore[method-assign]
+        loop._validate = validate
+        if save_fails and dist.get_rank() == 1:
+            fail_in_the_background()
+        with pytest.raises(UserError) as caught:
+            loop.train(run)
+        return caught.value.lines, names(folder / "runs/small/checkpoints")
+
+
+@pytest.mark.parametrize(("save_fails", "left"), [(False, ["step-00000002"]), (True, [])])
+def test_an_error_after_a_save_in_the_background_lets_it_end(
+    pool: Pool, folder: Path, save_fails: bool, left: list[str]
+) -> None:
+    arguments = {"folder": folder, "save_fails": save_fails}
+    answers = pool.run(fail_while_it_saves, arguments, world_size=2)
+    assert answers == [(("no token is learned",), left)] * 2
+
+
+def finish_a_save_that_hangs(folder: Path) -> float:
+    """Return for how long an error waits for it."""
+    goes_on = threading.Event()
+    with pool_world():
+        store = Store(folder, keep=1, background=True)
+        store._write = lambda *_: goes_on.wait(60)  # type: ignore[assignment, method-assign]
+        store.save(make_manifest(1), *make_job(seed=0, shape=(50, 40)))
+        begin_s = time.monotonic()
+        store.finish(0.3)
+        seconds = time.monotonic() - begin_s
+        goes_on.set()
+    return seconds
+
+
+def test_the_wait_for_a_save_after_an_error_has_a_limit(pool: Pool, tmp_path: Path) -> None:
+    (seconds,) = pool.run(finish_a_save_that_hangs, {"folder": tmp_path}, world_size=1)
+    assert 0.2 < seconds < 30
 
 
 def test_run_is_the_same_and_logs_its_stalls(pool: Pool, folder: Path) -> None:

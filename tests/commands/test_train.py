@@ -75,6 +75,10 @@ def test_the_report_of_the_other_ranks_is_named_once(tmp_path: Path) -> None:
             launch.JobResult(143, left={0: 15}, stopped_by=15),
             [f"{name} was ended by signal 15 (SIGTERM) before the others; {advice}"],
         ),
+        (
+            launch.JobResult(1, stuck=[0], gave_reason=True, reason=("rank 1: a disk is full",)),
+            [f"{name} was killed: still running after another rank had its error"],
+        ),
         # A rank has named it already, or the error is the user's.
         (launch.JobResult(1, lost_peers=True), []),
         (launch.JobResult(2), []),
@@ -288,6 +292,9 @@ def test_the_last_collectives_of_a_rank_are_kept_in_the_runs_folder(tmp_path: Pa
         # It would lack memory again, because no start has saved anything.
         (launch.JobResult(1, lacked_memory=[1]), 1),
         (launch.JobResult(2, lost_peers=True), 1),
+        # A save failed, and rank 0 was killed while it closed what it has.
+        (launch.JobResult(1, stuck=[0], gave_reason=True), 1),
+        (launch.JobResult(1, stuck=[0]), 3),
         # A signal asked the job to stop, and then a rank died in its save.
         (launch.JobResult(1, {0: 9}, stopped_by=15), 1),
         (launch.JobResult(143, stopped_by=15), 1),

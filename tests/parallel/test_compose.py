@@ -3,6 +3,9 @@
 ``layouts.txt`` proves that layouts are exact.
 """
 
+import os
+import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,12 +13,19 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from composer3d.facts.errors import PlanError
+from composer3d.facts.errors import DeviceError, PlanError
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
-from composer3d.parallel import StepShape, compose
+from composer3d.parallel import StepShape, compose, float8
+from composer3d.parallel.context import implementation
 from composer3d.recipe.resolve import load
-from composer3d.recipe.schema import MeshTable, ParallelTable, PrecisionTable, Recipe
+from composer3d.recipe.schema import (
+    CompileTable,
+    MeshTable,
+    ParallelTable,
+    PrecisionTable,
+    Recipe,
+)
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
@@ -212,3 +222,54 @@ def test_models_that_cannot_be_composed_are_refused(pool: Pool, task: Any, messa
         pool.run(task, {}, world_size=2)
     assert isinstance(caught.value.user_error, PlanError)
     assert message in str(caught.value.user_error)
+
+
+# --- machines that differ ---
+
+
+def compose_where_rank_1_lacks_something(lacks: str) -> tuple[str, ...]:
+    """Return the lines of the error. Rank 1 is on another host, which lacks what rank 0 has."""
+    rank = int(os.environ["RANK"])
+    lacks_it = rank == 1
+    patch = pytest.MonkeyPatch()
+    patch.setattr(socket, "gethostname", lambda: f"node-{rank}")
+    patch.setenv("CXX", "no-such-compiler" if lacks_it else sys.executable)
+    capability = (8, 0) if lacks_it else (9, 0)
+    patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    patch.setattr(torch.cuda, "get_device_name", lambda device: "an old GPU")
+    # The package is there in name only.
+    patch.setattr(implementation, "activate_flash_attention_impl", lambda name: None)
+    patch.setattr(implementation, "current_flash_attention_impl", lambda: "FA3")
+    gpu = torch.device("cuda", 0)
+    with pool_world() as device:
+        mesh = Mesh.build(MeshTable(dp_shard=1, tp=2), device)
+        try:
+            if lacks == "compiler":
+                compose_small(mesh, compiling=CompileTable(enabled=True))
+            elif lacks == "kernels":
+                implementation.activate("flash3", gpu)
+            else:
+                precision = PrecisionTable(compute="bfloat16", matmul="float8")
+                plan = sharding_plan(SHAPE)
+                float8.check(Llama(SHAPE), plan, MeshTable(dp_shard=1), precision, gpu)
+        except DeviceError as error:
+            return error.lines
+    return ()
+
+
+@pytest.mark.parametrize(
+    ("lacks", "words"),
+    [
+        ("compiler", "compile.enabled = true needs a C++ compiler on a CPU, and there is no"),
+        ("kernels", 'parallel.attention_kernel = "flash3" needs a GPU of compute capability 9.x'),
+        ("float8", 'precision.matmul = "float8" needs a GPU of compute capability 8.9 or newer'),
+    ],
+)
+def test_what_one_machine_lacks_is_raised_on_all_ranks_with_its_name(
+    pool: Pool, lacks: str, words: str
+) -> None:
+    arguments = {"lacks": lacks}
+    one, other = pool.run(compose_where_rank_1_lacks_something, arguments, world_size=2)
+    assert one == other
+    (line,) = one
+    assert line.startswith(f"rank 1 on node-1: {words}")

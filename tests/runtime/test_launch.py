@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composer3d.facts.errors import MeshError
+from composer3d.facts.errors import MeshError, TrainingError
 from composer3d.runtime import launch
 from composer3d.runtime.launch import LOST_PEERS, Pool, WorkerError, run_ranks
 from composer3d.runtime.process_group import pool_world
@@ -176,6 +176,53 @@ def test_a_job_prints_the_reason_and_no_more(
         assert lines[-1] == "ValueError: the reason"
     else:
         assert lines == []
+
+
+def leave_the_report_to_rank_0(closes_for_s: float, rank_0_reports: bool) -> int:
+    """All ranks have an error. Rank 0 closes what it has, and then reports the error."""
+    if os.environ["RANK"] == "0":
+        time.sleep(closes_for_s)
+        return 1 if rank_0_reports else LOST_PEERS
+    raise TrainingError("a loss is not finite")
+
+
+@pytest.mark.parametrize(
+    ("closes_for_s", "limit_s", "rank_0_reports", "printed"),
+    [
+        # More than other ranks get after an error.
+        (7.0, 60.0, True, ""),
+        (100.0, 1.0, True, "rank 1: a loss is not finite\n"),
+        # The error is that of one rank after all.
+        (0.0, 60.0, False, "rank 1: a loss is not finite\n"),
+    ],
+)
+def test_an_error_that_rank_0_reports_ends_the_job_with_its_status_and_no_restart(
+    closes_for_s: float,
+    limit_s: float,
+    rank_0_reports: bool,
+    printed: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "CLOSE_S", limit_s)
+    arguments = {"closes_for_s": closes_for_s, "rank_0_reports": rank_0_reports}
+    result = run_ranks(leave_the_report_to_rank_0, arguments, processes=3)
+    assert (result.status, result.died, result.raised) == (1, {}, False)
+    assert result.stuck == ([0] if closes_for_s > limit_s else [])
+    assert not result.is_lost
+    assert "".join(f"{line}\n" for line in result.reason) == capfd.readouterr().err == printed
+
+
+def report_and_leave_a_rank_that_hangs() -> int:
+    if os.environ["RANK"] == "1":
+        time.sleep(100)
+    return 1
+
+
+def test_a_rank_that_hangs_after_a_reported_error_is_ended_and_no_loss() -> None:
+    result = run_ranks(report_and_leave_a_rank_that_hangs, {}, processes=2)
+    assert (result.status, result.stuck, result.reason) == (1, [1], ())
+    assert not result.is_lost
 
 
 def wait_to_be_ended() -> int:

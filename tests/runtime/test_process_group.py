@@ -194,6 +194,18 @@ def test_a_failure_on_one_rank_is_raised_on_all(pool: Pool) -> None:
     assert pool.run(fail_in_turn, {}, world_size=3) == [expected] * 3
 
 
+def test_the_hosts_of_an_error_are_named_if_the_job_has_several() -> None:
+    errors = [None, *(DataError("wrong") for _ in range(11))]
+    hosts = [f"node-{rank // 2}" for rank in range(12)]
+    report = process_group._report_of(errors[:5], hosts[:5])
+    assert report.lines == ("rank 1, 2, 3, 4 on node-0, node-1, node-2: wrong",)
+    ranks = ", ".join(map(str, range(1, 12)))
+    assert process_group._report_of(errors, ["node"] * 12).lines == (f"rank {ranks}: wrong",)
+    hosts = [f"node-{rank}" for rank in range(12)]
+    line = process_group._report_of(errors, hosts).lines[0]
+    assert line.endswith("node-7, node-8 and 3 more: wrong")
+
+
 def test_the_device_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)

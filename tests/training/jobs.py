@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 from composer3d import cli
 from composer3d.checkpoint import folders
 from composer3d.commands.train import train_rank
+from composer3d.facts.errors import UserError
 from composer3d.recipe.resolve import load
 from composer3d.reliability import signals
 from composer3d.reliability.report import Report
@@ -104,7 +105,10 @@ def train_as_rank(folder: str, sets: Sequence[str], variables: Mapping[str, str]
                 os.environ.pop(name, None)
             status = cli.main(["train", "recipe.toml", *(f"--set={text}" for text in sets)])
         else:
-            status = train_rank("recipe.toml", sets)
+            try:
+                status = train_rank("recipe.toml", sets)
+            except UserError as error:
+                status = error.status  # as for the launcher: rank 0 has printed it
         sys.stderr.flush()
         errors.seek(0)
         return TrainEnd(status, errors.read())

@@ -74,7 +74,9 @@ def measure(kind: str, *, is_compiled: bool) -> Launches:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
     device = torch.device("cpu")
-    compile.apply(model.blocks, CompileTable(enabled=is_compiled), device, {})
+    compiling = CompileTable(enabled=is_compiled)
+    compile.prepare(compiling, device)
+    compile.apply(model.blocks, compiling, {})
     h_BTC = torch.randn(_ROWS, _LENGTH, shape.dim, dtype=torch.bfloat16, requires_grad=True)
     positions_BT = torch.arange(_LENGTH).expand(_ROWS, _LENGTH)
     # The compiler gives each kernel that it makes a name in the profile.

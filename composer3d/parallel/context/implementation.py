@@ -6,6 +6,7 @@ its own operators: those that ``kernels`` and ``segment_kernel`` call, and one o
 """
 
 from collections.abc import Mapping
+from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 
 from composer3d.facts.errors import DeviceError
+from composer3d.runtime import process_group
 
 
 class Implementation(NamedTuple):
@@ -36,7 +38,9 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
 
 
 def activate(kernel: str, device: torch.device) -> None:
-    """Replace torch's kernels of attention in this process. No collective.
+    """Replace torch's kernels of attention in this process.
+
+    Collective over all ranks of the world, if there is one, unless ``kernel`` is "torch".
 
     Args:
         kernel: the recipe's ``parallel.attention_kernel``. "torch" changes nothing.
@@ -44,10 +48,13 @@ def activate(kernel: str, device: torch.device) -> None:
 
     Raises:
         DeviceError: ``device`` is no GPU that has such kernels, or no package with them can be
-            imported.
+            imported. Every rank raises it.
     """
-    if kernel == "torch":
-        return
+    if kernel != "torch":
+        process_group.check_machines(partial(_activate_here, kernel, device))
+
+
+def _activate_here(kernel: str, device: torch.device) -> None:
     chosen, key = IMPLEMENTATIONS[kernel], f'parallel.attention_kernel = "{kernel}"'
     way_out = 'use parallel.attention_kernel = "torch"'
     major = _major_capability(device)
