@@ -110,7 +110,8 @@ class Checkpoints:
         batches: BatchState | None = None,
     ) -> None:
         self._recipe, self._stages, self._optimizer = recipe, stages, optimizer
-        self._batches: BatchState = batches or _NoState()
+        # A loader of one's own may have a length, and be empty now.
+        self._batches: BatchState = _NoState() if batches is None else batches
         claim = claim_for_process(recipe.run.folder)
         self._store = Store(
             recipe.checkpoint_folder,
