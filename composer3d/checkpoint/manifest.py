@@ -11,11 +11,13 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
 import xxhash
 
@@ -41,6 +43,22 @@ _MAX_COUNT = 2**53  # every JSON reader represents integers up to this one exact
 _MAX_DIMS = 64
 _SHOWN_FILES = 8  # how many unexpected files are named
 _SHOWN_DIFFERENCES = 8
+
+# Errors that say of a file that it is missing, or that no checkpoint has one of its kind or size.
+_DAMAGE = frozenset(
+    {
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.EINVAL,
+        errno.EFBIG,
+        errno.ENAMETOOLONG,
+    }
+)
+_PAUSE_S = 1.0  # before a file is read once more
+
+T = TypeVar("T")
 
 
 class FileEntry(NamedTuple):
@@ -203,10 +221,11 @@ def read(folder: Place) -> Manifest:
         CheckpointError: the manifest is missing, damaged or wrong.
         UserError: a later version of composer3d wrote the manifest. It is not damaged, so a resume
             must stop here. It must not skip this checkpoint as it skips a damaged one.
+        OSError: the file cannot be read, which says nothing of its content.
     """
     place = folder / FILE
     try:
-        return _read(place)
+        return _try_twice(folder, lambda: _read(place))
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"{folder} is not a checkpoint: it has no {FILE}; name a step-* folder"
@@ -214,7 +233,7 @@ def read(folder: Place) -> Manifest:
     except RefusedFileError as error:
         problem = f"it {error.strerror}"
     except OSError as error:
-        _require_damage(place, error)
+        _require_damage(folder, FILE, error)
         problem = error.strerror or str(error)
     except ValueError as error:
         problem = str(error)
@@ -461,9 +480,11 @@ def find_damage(
         report: is called with the number of bytes after each piece of a file.
 
     Returns:
-        One line for each file that is missing, cannot be read, or has another size or digest. At
+        One line for each file that is missing, is no plain file, or has another size or digest. At
         most eight files that are not in the manifest are named, and the others are counted. The
         list is empty if nothing is wrong.
+
+    Raises OSError if a file cannot be read, which says nothing of its content.
     """
     entries = manifest.files
     if names is not None:
@@ -471,16 +492,12 @@ def find_damage(
 
     lines = []
     for name, entry in sorted(entries.items()):
-        path = f"{folder}/{name}"
         try:
-            with _opened(folder, name) as (size, pieces):
-                if size != entry.size:
-                    lines.append(f"{path} has {size} bytes, but the manifest says {entry.size}")
-                elif _digest_of(pieces, report) != entry.digest:
-                    lines.append(f"{path} has another digest than the manifest says")
+            compare = partial(_compare, folder, name, entry, report)
+            lines += _try_twice(folder, compare)
         except OSError as error:
-            _require_damage(folder, error)
-            lines.append(f"{path} cannot be read ({error.strerror})")
+            _require_damage(folder, name, error)
+            lines.append(f"{folder}/{name} cannot be read ({error.strerror})")
 
     # In an object store, files of a save that was cut off may lie beside those of the checkpoint.
     if not list_folder or isinstance(folder, RemotePath):
@@ -493,14 +510,44 @@ def find_damage(
     return lines
 
 
-def _require_damage(place: Place, error: OSError) -> None:
-    """Raise an error of an object store again, unless it says that a file is missing or refused.
+def _compare(
+    folder: Place, name: str, entry: FileEntry, report: Callable[[int], None]
+) -> list[str]:
+    """Return a line if a file has another size or digest than its entry. Raises OSError."""
+    with _opened(folder, name) as (size, pieces):
+        if size != entry.size:
+            return [f"{folder}/{name} has {size} bytes, but the manifest says {entry.size}"]
+        if _digest_of(pieces, report) != entry.digest:
+            return [f"{folder}/{name} has another digest than the manifest says"]
+    return []
 
-    A connection that fails, or a key that has expired, says nothing of the checkpoint.
+
+def _try_twice(folder: Place, function: Callable[[], T]) -> T:
+    """Return what ``function`` returns, which reads a file of ``folder``. Raises what it raises.
+
+    After an error of input and output on a disk it is called once more: a network file system may
+    have lost its server for a moment. The libraries of object stores try again themselves.
     """
-    is_damage = error.errno in (errno.ENOENT, errno.EINVAL, errno.EFBIG)
-    if isinstance(place, RemotePath) and not is_damage:
-        raise error
+    try:
+        return function()
+    except OSError as error:
+        if error.errno != errno.EIO or isinstance(folder, RemotePath):
+            raise
+    time.sleep(_PAUSE_S)
+    return function()
+
+
+def _require_damage(folder: Place, name: str, error: OSError) -> None:
+    """Raise an error again, with the path of its file, unless it says something of the file itself.
+
+    A connection that fails, a key that has expired, a right that is lacking or a stale handle say
+    nothing of the checkpoint: a run that took an older one would replace a healthy one.
+    """
+    # A sector of a disk that cannot be read twice is damage.
+    is_of_disk = error.errno == errno.EIO and not isinstance(folder, RemotePath)
+    if not (is_of_disk or error.errno in _DAMAGE or isinstance(error, RefusedFileError)):
+        reason = error.strerror or str(error)
+        raise OSError(error.errno, reason, f"{folder}/{name}") from error
 
 
 @contextmanager

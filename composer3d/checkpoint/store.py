@@ -341,7 +341,8 @@ class Store:
 
         Raises:
             CheckpointError: the checkpoint is damaged. There is one line for each problem.
-            UserError: a later version of composer3d wrote the manifest.
+            UserError: a later version of composer3d wrote the manifest, or a rank cannot read a
+                file, which says nothing of its content.
         """
         manifest = distributed.on_main("checkpoint", lambda: manifests.read(path), self._group)
         rank = dist.get_rank()
@@ -377,8 +378,8 @@ class Store:
 
         Raises:
             CheckpointError: all checkpoints are damaged. Every rank raises it.
-            UserError: a later version of composer3d wrote a manifest, or the folder cannot be read.
-                Every rank raises it.
+            UserError: a later version of composer3d wrote a manifest, or the folder or a file in it
+                cannot be read, which is no damage. Every rank raises it.
         """
         place = folder or self.folder
         if dist.get_rank() == 0:

@@ -1,8 +1,10 @@
 """The manifest: every flipped bit in it, and in the files that it lists, is found."""
 
+import errno
 import json
 import math
 import os
+import re
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -25,6 +27,7 @@ from composer3d.checkpoint.manifest import (
     require_same_tensors,
     write,
 )
+from composer3d.facts import files
 from composer3d.facts.errors import CheckpointError, UserError
 from composer3d.models.llama.shape import PRESETS
 from composer3d.recipe.schema import Model
@@ -244,6 +247,54 @@ def test_error_of_the_system_is_quoted(tmp_path: Path) -> None:
     assert refusal(folder) == (
         f"{folder / FILE} cannot be used: File name too long; copy the checkpoint again"
     )
+
+
+def fail_to_open(
+    monkeypatch: pytest.MonkeyPatch, path: Path, number: int, times: int = 1 << 20
+) -> None:
+    """Let the first so many times that a file is opened fail."""
+    left = [times]
+
+    def opened(opening: Any, **keywords: Any) -> Any:
+        if Path(opening) == path and left[0]:
+            left[0] -= 1
+            raise OSError(number, os.strerror(number))
+        return files.open_plain(opening, **keywords)
+
+    def read_whole(opening: Any, **keywords: Any) -> bytes:
+        with opened(opening, follow_links=False):
+            return files.read_plain(opening, **keywords)
+
+    monkeypatch.setattr(manifests, "open_plain", opened)
+    monkeypatch.setattr(manifests, "read_plain", read_whole)
+    monkeypatch.setattr(manifests, "_PAUSE_S", 0.0)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EMFILE])
+def test_a_file_that_this_process_cannot_read_is_no_damage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A run would take an older checkpoint, and replace or remove this one, which is healthy."""
+    manifest = read(folder)
+    calls = {"b": lambda: find_damage(folder, manifest), FILE: lambda: read(folder)}
+    for name, call in calls.items():
+        fail_to_open(monkeypatch, folder / name, number)
+        with pytest.raises(OSError, match=re.escape(os.strerror(number))) as caught:
+            call()
+        assert (caught.value.errno, caught.value.filename) == (number, f"{folder}/{name}")
+
+
+def test_a_disk_that_fails_is_asked_once_more(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = read(folder)
+    for name in ("b", FILE):
+        fail_to_open(monkeypatch, folder / name, errno.EIO, times=1)
+        assert (read(folder), find_damage(folder, manifest)) == (manifest, [])
+    fail_to_open(monkeypatch, folder / "b", errno.EIO, times=2)
+    assert find_damage(folder, manifest) == [f"{folder}/b cannot be read (Input/output error)"]
+    fail_to_open(monkeypatch, folder / FILE, errno.EIO, times=2)
+    assert "cannot be used: Input/output error" in refusal(folder)
 
 
 def test_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:

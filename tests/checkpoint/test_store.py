@@ -23,6 +23,7 @@ from composer3d.checkpoint.folders import DiskFolder
 from composer3d.checkpoint.manifest import file_entry, read
 from composer3d.checkpoint.store import gather_state
 from composer3d.facts.errors import CheckpointError, TrainingError, UserError
+from composer3d.facts.files import open_plain
 from composer3d.reliability.lock import Claim
 from composer3d.runtime import log
 from composer3d.runtime.launch import Pool, WorkerError
@@ -345,6 +346,41 @@ def test_damage_to_any_file_is_reported_and_the_older_one_used(
 def search(folder: Path) -> None:
     with pool_world():
         Store(folder, keep=1).newest_whole()
+
+
+def search_without_a_right(folder: Path) -> list[tuple[str, ...]]:
+    """Look for a checkpoint and for an older one, while the last rank may not read one of its files.
+
+    Return the lines of the errors.
+    """
+    lines = []
+    with pool_world(), pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == dist.get_world_size() - 1:
+
+            def refuse(path: Any, **keywords: Any) -> Any:
+                if Path(path).name == "__0_0.distcp":
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+                return open_plain(path, **keywords)
+
+            patch.setattr(manifest, "open_plain", refuse)
+        looking = Store(folder, keep=1)
+        for before in (None, 3):
+            with pytest.raises(UserError) as caught:
+                looking.newest_whole(before=before)
+            assert not isinstance(caught.value, CheckpointError)
+            lines.append(caught.value.lines)
+        assert looking.newest() == folder / "step-00000002"  # it is not taken for a damaged one
+    return lines
+
+
+def test_a_file_that_one_rank_may_not_read_is_no_damage(
+    pool: Pool, tmp_path: Path, saved: Path
+) -> None:
+    place_copies(saved, tmp_path, 1, 2)
+    path = tmp_path / "step-00000002/__0_0.distcp"
+    line = f"rank 1: checkpoint: [Errno {errno.EACCES}] Permission denied: '{path}'"
+    found = pool.run(search_without_a_right, {"folder": tmp_path}, world_size=2)
+    assert found == [[(line,)] * 2] * 2
 
 
 def test_if_all_are_damaged_no_run_starts_anew(pool: Pool, tmp_path: Path, saved: Path) -> None:
