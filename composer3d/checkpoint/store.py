@@ -174,12 +174,16 @@ class Store:
             optimizer: the optimizer of these parameters.
 
         Raises:
+            CheckpointError: the manifest has what no manifest may have. Every rank raises it.
             SaveError: a rank cannot write. Every rank raises it. If the save is in the background,
                 the next ``wait`` or ``save`` raises it.
             TrainingError: another job has taken the run's folder. It is raised in the same way.
         """
         began = time.perf_counter()
         self.wait()
+        # First, and not only when it is written: what cannot be read again must not be saved.
+        require_readable = partial(manifests.require_readable, manifest)
+        distributed.on_main("checkpoint", require_readable, self._group)
         state = gather_state(stages, optimizer)
         if not self._background:
             shards = {name: local_shard(tensor) for name, tensor in state.items()}

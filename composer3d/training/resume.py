@@ -14,6 +14,7 @@ from composer3d.checkpoint.manifest import (
 from composer3d.convert.assets import FOLDER as ASSETS
 from composer3d.facts.errors import CheckpointError, DataError
 from composer3d.facts.remote import Place, RemotePath, local_copy, place_of, same_folder
+from composer3d.facts.text import one_line
 from composer3d.models.registry import DEFAULT
 from composer3d.parallel import Stages
 from composer3d.recipe.advice import decays_over_run, refuses_newer_checkpoints, way_to_go_on
@@ -33,8 +34,10 @@ _KEYS_OF_STATE = ("optim.name", "optim.matrices", "optim.train")
 class BatchState(Protocol):
     """What a checkpoint needs of batches: plain values from which they go on.
 
-    ``open_batches`` has it. A loader of your own may have it: a dict from names to numbers and
-    texts, the same on every rank and on every layout.
+    ``open_batches`` has it. A loader of your own may have it: a dict from names to numbers, texts,
+    and lists of these, the same on every rank and on every layout. An integer has at most 64 bits,
+    and all texts and lists have at most 2^20 characters and values. A save refuses anything else;
+    make a text of it, such as with ``json.dumps``.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -245,7 +248,8 @@ def _require_same_model(path: Place, manifest: Manifest, recipe: Recipe) -> None
     then = {"model.architecture": DEFAULT} | with_later_fields(manifest.model, recipe.model)
     training_fields = recipe.model.training_fields
     lines = [
-        f"{path} was made with {key} = {then.get(key)}, but the recipe says {value}"
+        f"{path} was made with {key} = {one_line(str(then.get(key)), 200)}, but the recipe says "
+        f"{one_line(str(value), 200)}"
         for key, value in now.items()
         if then.get(key) != value and key.removeprefix("model.") not in training_fields
     ]

@@ -349,10 +349,7 @@ def search(folder: Path) -> None:
 
 
 def search_without_a_right(folder: Path) -> list[tuple[str, ...]]:
-    """Look for a checkpoint and for an older one, while the last rank may not read one of its files.
-
-    Return the lines of the errors.
-    """
+    """Return the lines of two searches while the last rank may not read a file of its share."""
     lines = []
     with pool_world(), pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == dist.get_world_size() - 1:
@@ -496,6 +493,20 @@ def test_save_that_fails_on_one_rank_fails_on_all(
     ]
     assert names(tmp_path) == ["step-00000001"]
     assert contents(tmp_path / "step-00000001") == contents(saved)
+
+
+def save_what_cannot_be_read(folder: Path) -> None:
+    with pool_world():
+        manifest = replace(make_manifest(1), data={"epoch": float("nan")})
+        Store(folder, keep=2, background=True).save(manifest, *make_job(seed=0))
+
+
+def test_what_could_not_be_read_again_is_refused_before_it_is_written(
+    pool: Pool, tmp_path: Path
+) -> None:
+    for (line,) in refused(pool, save_what_cannot_be_read, 2, folder=tmp_path / "run"):
+        assert line.startswith("a checkpoint cannot keep 'epoch' = NaN of the batches' state: ")
+    assert list(tmp_path.iterdir()) == []
 
 
 def save_while_the_folder_is_replaced(folder: Path) -> None:
