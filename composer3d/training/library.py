@@ -133,7 +133,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: all checkpoints are damaged, or they belong to another model, seed or
-                optimizer.
+                optimizer, or stand in another place.
             DataError: the checkpoint was made with other data, or another order of samples.
         """
         # A loop of its own judges its steps itself: nothing is remembered of them.
