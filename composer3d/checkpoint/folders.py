@@ -30,12 +30,13 @@ from torch.futures import Future
 from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint.manifest import ASSETS, FileEntry, Manifest, TensorSpec
 from composer3d.checkpoint.metadata import METADATA, METADATA_LIMIT, tensor_specs
-from composer3d.facts.errors import CheckpointError, TrainingError
+from composer3d.facts.errors import CheckpointError, TrainingError, UserError
 from composer3d.facts.remote import Place, RemotePath
 from composer3d.runtime.files import publish, sync
 from composer3d.runtime.run_files import WRITER
 
 _LEFTOVER = re.compile(r"step-[0-9]{8}(\.old)?\.tmp")
+_ATTEMPT = re.compile(r"^[0-9a-f]{12}(?=__)")  # of the name of a file of tensors in a store
 _NOTE_BYTES = 4096  # the most of it that is read
 _METADATA_DRAFT = ".tmp"  # torch's ending of the name of metadata that are not whole
 
@@ -152,7 +153,8 @@ class DiskFolder(CheckpointFolder):
         sync(staging)
         guard()
         replaced = final.with_suffix(".old.tmp")
-        # A checkpoint that is already there is damaged, or the run would have resumed after it.
+        # A checkpoint that is already there is damaged, or the run would have resumed after it; a
+        # loop of one's own may also save a step twice.
         if os.path.lexists(final):
             final.rename(replaced)
         publish(staging, final)
@@ -183,8 +185,13 @@ class RemoteFolder(CheckpointFolder):
 
     def __init__(self, folder: RemotePath) -> None:
         self._folder = folder
-        self._is_claimed = False  # on rank 0
-        self._assets: dict[str, FileEntry] = {}  # of the save that has begun; on rank 0
+        # On rank 0: whether this job writes here, and what it has published last, by its name.
+        self._is_claimed = False
+        self._last: dict[str, Manifest] = {}
+        # Of the save that has begun, on rank 0: the assets, and what is sent last, by its path in
+        # the checkpoint; None: nothing.
+        self._assets: dict[str, FileEntry] = {}
+        self._late: dict[str, bytes] | None = None
 
     def claim(self) -> None:
         if not self._is_claimed:
@@ -196,15 +203,26 @@ class RemoteFolder(CheckpointFolder):
 
     def begin(self, name: str, assets: Mapping[str, bytes]) -> None:
         self.claim()
-        self.remove(name)
+        path = self._folder / name
+        # A checkpoint of this step stays until the new one has all of its tensors, whose files have
+        # names of their own. Those of other files are the same, so they are sent last.
+        self._late = {} if (path / manifests.FILE).exists() else None
+        if self._late is None:
+            self.remove(name)
+        else:
+            self.require_own()
         self._assets = {}
         for file_name, content in assets.items():
-            (self._folder / name / ASSETS / file_name).write(content)
+            place = f"{ASSETS}/{file_name}"
+            if self._late is None:
+                (path / ASSETS / file_name).write(content)
+            else:
+                self._late[place] = content
             digest = xxhash.xxh3_128_hexdigest(content)
-            self._assets[f"{ASSETS}/{file_name}"] = FileEntry(len(content), digest)
+            self._assets[place] = FileEntry(len(content), digest)
 
     def writer(self, name: str) -> "Writer":
-        return RemoteWriter(self._folder / name)
+        return RemoteWriter(self._folder / name, self._late)
 
     def hand_over(self, name: str, writer: "Writer") -> dict[str, FileEntry]:
         # An object is kept as soon as it is closed.
@@ -215,7 +233,30 @@ class RemoteFolder(CheckpointFolder):
     def publish(self, name: str, manifest: Manifest, guard: Callable[[], None]) -> None:
         guard()
         self.require_own()
-        manifests.write(self._folder / name, manifest)
+        path = self._folder / name
+        if self._late is None:
+            manifests.write(path, manifest)
+            self._last = {name: manifest}
+            return
+        # A loop may save its last step twice: then the first checkpoint stays as it is.
+        kept = self._last.get(name)
+        if kept is None or _state_of(kept) != _state_of(manifest):
+            kept = manifest
+            # A job that is killed between these requests leaves what counts as damaged.
+            for file_name, content in self._late.items():
+                (path / file_name).write(content)
+            manifests.write(path, manifest)
+        self._last = {name: kept}
+        self._remove_others(path, kept)
+
+    def _remove_others(self, path: RemotePath, manifest: Manifest) -> None:
+        """Remove the files of a checkpoint's folder that its manifest does not list, if possible.
+
+        They do no harm: nobody reads them.
+        """
+        with suppress(OSError):
+            for file_name in path.files().keys() - manifest.files.keys() - {manifests.FILE}:
+                (path / file_name).remove()
 
     def require_own(self) -> None:
         """Raise TrainingError if another job has begun to write here since this one has."""
@@ -228,8 +269,13 @@ class RemoteFolder(CheckpointFolder):
 
     def discard(self, name: str) -> None:
         # If another job writes here, the checkpoint of this name may be its own.
-        with suppress(OSError, TrainingError):
-            self.remove(name)
+        with suppress(OSError, UserError):
+            if self._late is None:
+                self.remove(name)
+            else:
+                self.require_own()
+                path = self._folder / name
+                self._remove_others(path, manifests.read(path))
 
     def remove(self, name: str) -> None:
         self.require_own()
@@ -240,6 +286,17 @@ class RemoteFolder(CheckpointFolder):
 
     def free_bytes(self) -> int | None:
         return None
+
+
+def _state_of(manifest: Manifest) -> Manifest:
+    """Return what two manifests share if they describe the same state, saved by two attempts.
+
+    The metadata name the files of tensors, and these begin with the number of the attempt.
+    """
+    files = {
+        _ATTEMPT.sub("", name): entry for name, entry in manifest.files.items() if name != METADATA
+    }
+    return replace(manifest, files=files)
 
 
 @cache
@@ -300,12 +357,17 @@ class Writer(dcp.FileSystemWriter):
 
 
 class RemoteWriter(Writer):
-    """A writer to an object store: files go there as they are made, and nothing to a disk."""
+    """A writer to an object store: files go there as they are made, and nothing to a disk.
 
-    def __init__(self, place: RemotePath) -> None:
+    Args:
+        place: the folder that gets the files.
+        late: as in ``_RemoteFiles``.
+    """
+
+    def __init__(self, place: RemotePath, late: dict[str, bytes] | None = None) -> None:
         super().__init__(place)
         # The base class has a path on a disk, and the files of a disk.
-        self.__dict__ |= {"path": place, "fs": _RemoteFiles(self.entries)}
+        self.__dict__ |= {"path": place, "fs": _RemoteFiles(self.entries, late)}
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give the files of this save names of their own. Only rank 0 plans.
@@ -335,14 +397,23 @@ class _RemoteFiles(FileSystemBase):
 
     Args:
         entries: gets an entry for each file that is made.
+        late: gets the content of the metadata, by their name, in place of the store. None: the
+            store gets them.
     """
 
-    def __init__(self, entries: dict[str, FileEntry]) -> None:
-        self._entries = entries
+    def __init__(self, entries: dict[str, FileEntry], late: dict[str, bytes] | None) -> None:
+        self._entries, self._late = entries, late
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
         assert mode == "wb"
+        if self._late is not None and path.name == METADATA + _METADATA_DRAFT:
+            content = io.BytesIO()
+            yield content
+            self._late[METADATA] = content.getvalue()
+            digest_of_late = xxhash.xxh3_128_hexdigest(self._late[METADATA])
+            self._entries[METADATA] = FileEntry(content.tell(), digest_of_late)
+            return
         # An object appears whole, so it needs no other name before that.
         path = path.parent / path.name.removesuffix(_METADATA_DRAFT)
         digest = xxhash.xxh3_128()
@@ -369,7 +440,7 @@ class _RemoteFiles(FileSystemBase):
         return isinstance(checkpoint_id, RemotePath)
 
     def exists(self, path: Any) -> bool:
-        """Return False: ``RemoteFolder.begin`` has removed what was there."""
+        """Return False: what ``RemoteFolder.begin`` has left has other names, or is replaced."""
         return False
 
     def rm_file(self, path: Any) -> None:

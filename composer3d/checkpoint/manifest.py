@@ -11,11 +11,13 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
 import xxhash
 
@@ -25,6 +27,7 @@ from composer3d.facts.remote import Place, RemotePath
 from composer3d.facts.text import in_quotes, short_json
 from composer3d.models.registry import DEFAULT, is_ours
 from composer3d.models.shape import DecoderShape
+from composer3d.recipe.changes import TEXT_LIMIT
 from composer3d.recipe.schema import MODEL_KEYS
 from composer3d.runtime.files import sync
 
@@ -37,10 +40,30 @@ FORMAT = 1
 _MAX_BYTES = 32 * MIB
 _MAX_VALUES = 1_500_000
 
+# Values, also those in lists, and characters of texts that describe a model, or the position in the
+# data. A pickle can name one list or text many times.
+_MAX_DESCRIPTION = 2**20
+
 _MAX_COUNT = 2**53  # every JSON reader represents integers up to this one exactly
 _MAX_DIMS = 64
 _SHOWN_FILES = 8  # how many unexpected files are named
 _SHOWN_DIFFERENCES = 8
+
+# Errors that say of a file that it is missing, or that no checkpoint has one of its kind or size.
+_DAMAGE = frozenset(
+    {
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.EINVAL,
+        errno.EFBIG,
+        errno.ENAMETOOLONG,
+    }
+)
+_PAUSE_S = 1.0  # before a file is read once more
+
+T = TypeVar("T")
 
 
 class FileEntry(NamedTuple):
@@ -69,9 +92,10 @@ class Manifest:
         world_size: ranks of the job that saved it.
         layout: the size of each mesh axis in that job. It is information for the user only: the
             checkpoint can be loaded on any layout.
-        model: the values of ``model_of``.
+        model: the values of ``model_of``: numbers, texts and so on, and tuples of them.
         recipe: the resolved recipe in TOML; empty if no run of composer3d made the checkpoint.
-        data: the state of the data loader; None for a checkpoint of weights alone.
+        data: the state of the data loader, of values like those of ``model``, but with lists in
+            place of tuples when it is read; None for a checkpoint of weights alone.
         lr: the learning rate of the last step, if there was one.
         history: the state of ``StepHistory``; empty, and not written, if it remembers nothing.
         files: all other files of the folder, by their paths within it.
@@ -167,8 +191,37 @@ def require_known_fields(
 def write(folder: Place, manifest: Manifest) -> None:
     """Write ``manifest`` into ``folder``, and wait until it is kept.
 
-    Raises CheckpointError, and writes nothing, if the manifest exceeds the limits of ``read``.
+    Raises CheckpointError, and writes nothing, if ``read`` would refuse it.
     """
+    content = _content_of(manifest, str(folder / FILE))
+    if isinstance(folder, RemotePath):
+        (folder / FILE).write(content)
+    else:
+        (folder / FILE).write_bytes(content)
+        sync(folder / FILE)
+
+
+def require_readable(manifest: Manifest) -> None:
+    """Raise CheckpointError if ``read`` would refuse a manifest, so that nothing is written.
+
+    It may lack the files and the tensors: so it is known before the first step of a run.
+    """
+    _content_of(manifest, "the manifest of a checkpoint")
+
+
+def _content_of(manifest: Manifest, place: str) -> bytes:
+    """Return what ``write`` writes. ``place`` names the file.
+
+    Raises CheckpointError if ``read`` would refuse it.
+    """
+    lines = [
+        f"a checkpoint cannot keep {in_quotes(name)} = {short_json(value)} of {what}: {_ALLOWED}"
+        for what, values in (("the model", manifest.model), ("the batches' state", manifest.data))
+        for name, value in (values if isinstance(values, dict) else {}).items()
+        if type(name) is not str or not _comes_back(value)
+    ]
+    if lines:
+        raise CheckpointError(lines)
     fields_of_manifest = asdict(manifest)
     for key in _OPTIONAL:
         if not fields_of_manifest[key]:
@@ -177,15 +230,23 @@ def write(folder: Place, manifest: Manifest) -> None:
     n_values = _count_values(content)
     if len(content) > _MAX_BYTES or n_values > _MAX_VALUES:
         raise CheckpointError(
-            f"{folder / FILE} would be too large to be read: it has {len(content):,} bytes and "
+            f"{place} would be too large to be read: it has {len(content):,} bytes and "
             f"{n_values:,} values, and at most {_MAX_BYTES:,} and {_MAX_VALUES:,} are allowed; "
             "save a model with fewer tensors, or from fewer ranks"
         )
-    if isinstance(folder, RemotePath):
-        (folder / FILE).write(content)
-    else:
-        (folder / FILE).write_bytes(content)
-        sync(folder / FILE)
+    try:
+        _decode(content, place)
+    except ValueError as error:
+        raise CheckpointError(f"{place} could not be read again: {error}") from None
+    return content
+
+
+def _comes_back(value: Any) -> bool:
+    """Whether a value of a model or of a loader's state is plain when it is read from a file."""
+    try:
+        return _is_description({"": parse_json(json.dumps(value))})
+    except (TypeError, ValueError, RecursionError):
+        return False
 
 
 def _encode(content: dict[str, Any]) -> bytes:
@@ -203,10 +264,11 @@ def read(folder: Place) -> Manifest:
         CheckpointError: the manifest is missing, damaged or wrong.
         UserError: a later version of composer3d wrote the manifest. It is not damaged, so a resume
             must stop here. It must not skip this checkpoint as it skips a damaged one.
+        OSError: the file cannot be read, which says nothing of its content.
     """
     place = folder / FILE
     try:
-        return _read(place)
+        return _try_twice(folder, lambda: _read(place))
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"{folder} is not a checkpoint: it has no {FILE}; name a step-* folder"
@@ -214,7 +276,7 @@ def read(folder: Place) -> Manifest:
     except RefusedFileError as error:
         problem = f"it {error.strerror}"
     except OSError as error:
-        _require_damage(place, error)
+        _require_damage(folder, FILE, error)
         problem = error.strerror or str(error)
     except ValueError as error:
         problem = str(error)
@@ -227,6 +289,11 @@ def _read(place: Place) -> Manifest:
         written = place.read(_MAX_BYTES)
     else:
         written = read_plain(place, limit=_MAX_BYTES, follow_links=False)
+    return _decode(written, str(place))
+
+
+def _decode(written: bytes, place: str) -> Manifest:
+    """Return the manifest that a file says. ``place`` names it. Raises ValueError or UserError."""
     if _count_values(written) > _MAX_VALUES:
         raise ValueError(f"it holds more than {_MAX_VALUES:,} values")
     content = parse_json(written)
@@ -279,7 +346,12 @@ def parse(content: Any) -> Manifest:
     tensors = {
         name: TensorSpec(tuple(shape), dtype) for name, (shape, dtype) in content["tensors"].items()
     }
-    return Manifest(**{**content, "files": files, "tensors": tensors})
+    # A shape has tuples, and JSON lists.
+    model = {
+        name: tuple(value) if type(value) is list else value
+        for name, value in content["model"].items()
+    }
+    return Manifest(**{**content, "model": model, "files": files, "tensors": tensors})
 
 
 def _describe_wrong_value(key: str, value: Any, allowed: str) -> str:
@@ -287,6 +359,17 @@ def _describe_wrong_value(key: str, value: Any, allowed: str) -> str:
         return f"the content of {key} is wrong; it must be {allowed}"
     return f"{key} is {in_quotes(value, 60)}, but must be {allowed}"
 
+
+# The names that each state of our loader has, and those of its integers.
+_OF_OUR_LOADER = frozenset({"next_step", "digest"})
+_COUNTS_OF_OUR_LOADER = ("next_step", "seq_len", "global_batch")
+
+# What a model or a loader's state may consist of.
+_IN_ALL = "with at most 2^20 values and characters in all"
+_ALLOWED = (
+    "it must be a finite number (an integer of at most 64 bits), a text, true, false or null, or "
+    f"a list of these, {_IN_ALL}; make a text of anything else, such as with json.dumps"
+)
 
 # Checks of single values. Each compares types exactly, because isinstance accepts True as an int.
 
@@ -303,10 +386,25 @@ def _is_finite_float(value: Any) -> bool:
     return type(value) is float and math.isfinite(value)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_single(value: Any) -> bool:
     if type(value) is int:
         return abs(value) <= 2**63
-    return value is None or type(value) is bool or _is_text(value) or _is_finite_float(value)
+    is_text = _is_text(value, longest=_MAX_DESCRIPTION)
+    return value is None or type(value) is bool or is_text or _is_finite_float(value)
+
+
+def _is_description(value: Any) -> bool:
+    """Whether ``value`` is an object of single values and lists of them, not too large in all."""
+    if type(value) is not dict:
+        return False
+    left = _MAX_DESCRIPTION
+    for name, item in value.items():
+        parts = item if type(item) in (list, tuple) else (item,)
+        left -= len(parts)
+        if left < 0 or not _is_text(name) or not all(map(_is_single, parts)):
+            return False
+        left -= sum(len(part) for part in parts if type(part) is str)
+    return left >= 0
 
 
 def _is_object(
@@ -354,19 +452,16 @@ def _is_shape(value: Any) -> bool:
 def _is_data(value: Any) -> bool:
     """Whether ``value`` can be the state of a data loader.
 
-    The fields of today's loader are checked one by one. Other fields may belong to a later loader,
-    so they only have to be plain values.
+    The fields of our loader are checked one by one, if the state is its own: it has both of
+    ``_OF_OUR_LOADER``, and requires them. Others may belong to a later one, or to a user's batches.
     """
     if value is None:
         return True
-    return (
-        _is_object(value, _is_plain)
-        and all(
-            _is_count(value[key])
-            for key in ("next_step", "seq_len", "global_batch")
-            if key in value
-        )
-        and _is_text(value.get("digest", ""))
+    if not _is_description(value):
+        return False
+    return not value.keys() >= _OF_OUR_LOADER or (
+        all(_is_count(value[key]) for key in _COUNTS_OF_OUR_LOADER if key in value)
+        and _is_text(value["digest"])
         and type(value.get("seed", 0)) is int
         and type(value.get("order_seed", 0)) is int
         and _is_text(value.get("order", ""))
@@ -407,16 +502,17 @@ _RULES = {
         "an object of integers from 0 to 2^53",
     ),
     "model": _Rule(
-        lambda value: _is_object(value, _is_plain),
-        "an object of numbers, texts, true, false or null",
+        _is_description,
+        f"an object of numbers, texts, true, false or null, and of lists of them, {_IN_ALL}",
     ),
     "recipe": _Rule(
-        lambda value: _is_text(value, longest=MIB),
+        lambda value: _is_text(value, longest=TEXT_LIMIT),
         "a text of at most 2^20 characters",
     ),
     "data": _Rule(
         _is_data,
-        "null, or an object of numbers and texts in which next_step is an integer from 0 to 2^53",
+        "null, or an object of numbers and texts in which next_step is an integer from 0 to 2^53, "
+        f"and of lists of them, {_IN_ALL}",
     ),
     "lr": _Rule(
         lambda value: value is None or _is_finite_float(value),
@@ -461,9 +557,11 @@ def find_damage(
         report: is called with the number of bytes after each piece of a file.
 
     Returns:
-        One line for each file that is missing, cannot be read, or has another size or digest. At
+        One line for each file that is missing, is no plain file, or has another size or digest. At
         most eight files that are not in the manifest are named, and the others are counted. The
         list is empty if nothing is wrong.
+
+    Raises OSError if a file cannot be read, which says nothing of its content.
     """
     entries = manifest.files
     if names is not None:
@@ -471,16 +569,12 @@ def find_damage(
 
     lines = []
     for name, entry in sorted(entries.items()):
-        path = f"{folder}/{name}"
         try:
-            with _opened(folder, name) as (size, pieces):
-                if size != entry.size:
-                    lines.append(f"{path} has {size} bytes, but the manifest says {entry.size}")
-                elif _digest_of(pieces, report) != entry.digest:
-                    lines.append(f"{path} has another digest than the manifest says")
+            compare = partial(_compare, folder, name, entry, report)
+            lines += _try_twice(folder, compare)
         except OSError as error:
-            _require_damage(folder, error)
-            lines.append(f"{path} cannot be read ({error.strerror})")
+            _require_damage(folder, name, error)
+            lines.append(f"{folder}/{name} cannot be read ({error.strerror})")
 
     # In an object store, files of a save that was cut off may lie beside those of the checkpoint.
     if not list_folder or isinstance(folder, RemotePath):
@@ -493,14 +587,44 @@ def find_damage(
     return lines
 
 
-def _require_damage(place: Place, error: OSError) -> None:
-    """Raise an error of an object store again, unless it says that a file is missing or refused.
+def _compare(
+    folder: Place, name: str, entry: FileEntry, report: Callable[[int], None]
+) -> list[str]:
+    """Return a line if a file has another size or digest than its entry. Raises OSError."""
+    with _opened(folder, name) as (size, pieces):
+        if size != entry.size:
+            return [f"{folder}/{name} has {size} bytes, but the manifest says {entry.size}"]
+        if _digest_of(pieces, report) != entry.digest:
+            return [f"{folder}/{name} has another digest than the manifest says"]
+    return []
 
-    A connection that fails, or a key that has expired, says nothing of the checkpoint.
+
+def _try_twice(folder: Place, function: Callable[[], T]) -> T:
+    """Return what ``function`` returns, which reads a file of ``folder``. Raises what it raises.
+
+    After an error of input and output on a disk it is called once more: a network file system may
+    have lost its server for a moment. The libraries of object stores try again themselves.
     """
-    is_damage = error.errno in (errno.ENOENT, errno.EINVAL, errno.EFBIG)
-    if isinstance(place, RemotePath) and not is_damage:
-        raise error
+    try:
+        return function()
+    except OSError as error:
+        if error.errno != errno.EIO or isinstance(folder, RemotePath):
+            raise
+    time.sleep(_PAUSE_S)
+    return function()
+
+
+def _require_damage(folder: Place, name: str, error: OSError) -> None:
+    """Raise an error again, with the path of its file, unless it says something of the file itself.
+
+    A connection that fails, a key that has expired, a right that is lacking or a stale handle say
+    nothing of the checkpoint: a run that took an older one would replace a healthy one.
+    """
+    # A sector of a disk that cannot be read twice is damage.
+    is_of_disk = error.errno == errno.EIO and not isinstance(folder, RemotePath)
+    if not (is_of_disk or error.errno in _DAMAGE or isinstance(error, RefusedFileError)):
+        reason = error.strerror or str(error)
+        raise OSError(error.errno, reason, f"{folder}/{name}") from error
 
 
 @contextmanager

@@ -180,12 +180,16 @@ class Store:
             optimizer: the optimizer of these parameters.
 
         Raises:
+            CheckpointError: the manifest has what no manifest may have. Every rank raises it.
             SaveError: a rank cannot write. Every rank raises it. If the save is in the background,
                 the next ``wait`` or ``save`` raises it.
             TrainingError: another job has taken the run's folder. It is raised in the same way.
         """
         began = time.perf_counter()
         self.wait()
+        # First, and not only when it is written: what cannot be read again must not be saved.
+        require_readable = partial(manifests.require_readable, manifest)
+        distributed.on_main("checkpoint", require_readable, self._group)
         state = gather_state(stages, optimizer)
         if not self._background:
             shards = {name: local_shard(tensor) for name, tensor in state.items()}
@@ -366,7 +370,8 @@ class Store:
 
         Raises:
             CheckpointError: the checkpoint is damaged. There is one line for each problem.
-            UserError: a later version of composer3d wrote the manifest.
+            UserError: a later version of composer3d wrote the manifest, or a rank cannot read a
+                file, which says nothing of its content.
         """
         manifest = distributed.on_main("checkpoint", lambda: manifests.read(path), self._group)
         rank = dist.get_rank()
@@ -402,8 +407,8 @@ class Store:
 
         Raises:
             CheckpointError: all checkpoints are damaged. Every rank raises it.
-            UserError: a later version of composer3d wrote a manifest, or the folder cannot be read.
-                Every rank raises it.
+            UserError: a later version of composer3d wrote a manifest, or the folder or a file in it
+                cannot be read, which is no damage. Every rank raises it.
         """
         place = folder or self.folder
         if dist.get_rank() == 0:

@@ -21,8 +21,13 @@ def list_steps(place: Place) -> list[Place]:
     if isinstance(place, RemotePath):
         return [place / name for name in place.folders() if STEP_FOLDER.fullmatch(name)]
     try:
-        names = os.listdir(place)
+        with os.scandir(place) as entries:
+            # ``Path.is_dir`` of newer Pythons says no if it cannot be found out.
+            names = [
+                entry.name
+                for entry in entries
+                if STEP_FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            ]
     except FileNotFoundError:
         return []
-    paths = [place / name for name in sorted(names) if STEP_FOLDER.fullmatch(name)]
-    return [path for path in paths if path.is_dir() and not path.is_symlink()]
+    return [place / name for name in sorted(names)]

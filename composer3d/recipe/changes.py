@@ -20,7 +20,8 @@ from composer3d.recipe.values import (
     value_of,
 )
 
-_TEXT_LIMIT = 256 << 10  # characters; a resolved recipe has about 10,000
+# Characters of a resolved recipe, which says the origin of each value. One has about 10,000.
+TEXT_LIMIT = 1 << 20
 _SHOWN_LIMIT = 60  # characters of a value
 
 
@@ -53,9 +54,9 @@ def values_of(text: str, entries: Entries = FIELDS) -> dict[str, Any]:
     Raises:
         ValueError: the text is longer than any recipe, or ``parse_toml`` refuses it.
     """
-    if len(text) > _TEXT_LIMIT:
+    if len(text) > TEXT_LIMIT:
         raise ValueError(
-            f"it has {len(text):,} characters, more than the {_TEXT_LIMIT:,} of any recipe"
+            f"it has {len(text):,} characters, more than the {TEXT_LIMIT:,} of any recipe"
         )
     document = parse_toml(text)
     values: dict[str, Any] = {}

@@ -84,7 +84,8 @@ def build(
 
     Raises:
         UserError: the data or a checkpoint do not fit the recipe, or another job uses the folder;
-            or the recipe or the software differs between ranks.
+            or the recipe or the software differs between ranks; or a checkpoint of this run could
+            not be read again.
         ExchangeError: a group has wrong ranks, or a collective of an axis gives wrong values.
     """
     with log.phase("checks of ranks and groups"):
@@ -133,6 +134,8 @@ def build(
     find_assets = partial(make_assets, recipe, corpus.end_of_document, store.loaded)
     store.assets = process_group.on_all("assets", find_assets if is_main else dict)
     store.warm_up(stages, optimizer)
+    saver = Saver(recipe, resolved_toml, store, claim)
+    process_group.on_main("checkpoint", partial(saver.require_readable, loader, history))
 
     # Written only after resuming: a recipe that cannot resume must not replace the run's recipe.
     keep_recipe = partial(write_recipe, folder, resolved_toml, steps_done=steps_done or 0)
@@ -154,7 +157,7 @@ def build(
         optimizer=optimizer,
         loader=loader,
         validation=Validation(recipe, stages, held_out, store.loaded, loader.order),
-        saver=Saver(recipe, resolved_toml, store, claim),
+        saver=saver,
         recovery=Recovery(recipe.reliability, history, ledger, store, stages, optimizer, observers),
         observers=observers,
         step=steps_done or 0,

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from composer3d.checkpoint import Store
-from composer3d.checkpoint.manifest import Manifest, model_of
+from composer3d.checkpoint.manifest import Manifest, model_of, require_readable
 from composer3d.convert.assets import make_assets
 from composer3d.convert.start import load_hf
 from composer3d.data import BatchesAhead
@@ -100,6 +100,7 @@ class Checkpoints:
     Raises:
         UserError: on every rank: another job has locked the folder, it cannot be written, or the
             nodes do not share it.
+        CheckpointError: the model has a field that no checkpoint can keep.
     """
 
     def __init__(
@@ -110,7 +111,10 @@ class Checkpoints:
         batches: BatchState | None = None,
     ) -> None:
         self._recipe, self._stages, self._optimizer = recipe, stages, optimizer
-        self._batches: BatchState = batches or _NoState()
+        # A loader of one's own may have a length, and be empty now.
+        self._batches: BatchState = _NoState() if batches is None else batches
+        # A loader need not have a state before its first batch: the first save looks at that.
+        require_readable(self._manifest(0, {}))
         claim = claim_for_process(recipe.run.folder)
         self._store = Store(
             recipe.checkpoint_folder,
@@ -129,7 +133,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: all checkpoints are damaged, or they belong to another model, seed or
-                optimizer.
+                optimizer, or stand in another place.
             DataError: the checkpoint was made with other data, or another order of samples.
         """
         # A loop of its own judges its steps itself: nothing is remembered of them.
@@ -144,6 +148,8 @@ class Checkpoints:
         end.
 
         Raises:
+            CheckpointError: the state of the batches has what no checkpoint can keep. Every rank
+                raises it, and nothing is written.
             SaveError: a rank cannot write. Every rank raises it; of a save in the background, the
                 next ``save`` or ``wait`` does.
             TrainingError: likewise, if the folder was removed or replaced.
@@ -154,15 +160,9 @@ class Checkpoints:
             find = partial(make_assets, recipe, end, self._store.loaded)
             is_main = self._stages.mesh.rank == 0
             self._store.assets = process_group.on_all("assets", find if is_main else dict)
-        manifest = Manifest(
-            step=step,
-            world_size=recipe.world_size,
-            layout=asdict(recipe.mesh),
-            model=model_of(recipe.model, recipe.precision.params),
-            recipe=as_document(recipe),
-            data=self._batches.state_dict(),
+        self._store.save(
+            self._manifest(step, self._batches.state_dict()), self._stages, self._optimizer
         )
-        self._store.save(manifest, self._stages, self._optimizer)
 
     def wait(self) -> None:
         """Wait for a save in the background.
@@ -171,3 +171,14 @@ class Checkpoints:
             SaveError: on every rank, if a rank could not write.
         """
         self._store.wait()
+
+    def _manifest(self, step: int, data: dict[str, Any]) -> Manifest:
+        recipe = self._recipe
+        return Manifest(
+            step=step,
+            world_size=recipe.world_size,
+            layout=asdict(recipe.mesh),
+            model=model_of(recipe.model, recipe.precision.params),
+            recipe=as_document(recipe),
+            data=data,
+        )

@@ -1,6 +1,7 @@
 """Resume a run: choose its checkpoint, compare it with the recipe, and load it."""
 
 import os
+from pathlib import Path
 from typing import Any, Protocol
 
 from composer3d.checkpoint import Store
@@ -11,18 +12,23 @@ from composer3d.checkpoint.manifest import (
     require_known_fields,
     with_later_fields,
 )
+from composer3d.checkpoint.steps import published
 from composer3d.convert.assets import FOLDER as ASSETS
+from composer3d.facts import events
 from composer3d.facts.errors import CheckpointError, DataError
+from composer3d.facts.files import MIB, read_plain
 from composer3d.facts.remote import Place, RemotePath, local_copy, place_of, same_folder
+from composer3d.facts.text import one_line
 from composer3d.models.registry import DEFAULT
 from composer3d.parallel import Stages
 from composer3d.recipe.advice import decays_over_run, refuses_newer_checkpoints, way_to_go_on
-from composer3d.recipe.changes import Change, changes
+from composer3d.recipe.changes import Change, changes, values_of
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.tokenizers import find_difference
 from composer3d.recipe.values import as_toml
 from composer3d.reliability.bad_steps import StepHistory
 from composer3d.runtime import environment, log, process_group
+from composer3d.runtime.run_files import WRITER
 from composer3d.training.optim import learning_rate
 from composer3d.training.optimizers import Optimizer
 
@@ -33,8 +39,10 @@ _KEYS_OF_STATE = ("optim.name", "optim.matrices", "optim.train")
 class BatchState(Protocol):
     """What a checkpoint needs of batches: plain values from which they go on.
 
-    ``open_batches`` has it. A loader of your own may have it: a dict from names to numbers and
-    texts, the same on every rank and on every layout.
+    ``open_batches`` has it. A loader of your own may have it: a dict from names to numbers, texts,
+    and lists of these, the same on every rank and on every layout. An integer has at most 64 bits,
+    and all texts and lists have at most 2^20 characters and values. A save refuses anything else;
+    make a text of it, such as with ``json.dumps``.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,7 +81,8 @@ def resume(
         CheckpointError: the checkpoint is damaged, or belongs to another model; the run would
             resume its own checkpoint with another ``run.seed``; or ``checkpoint.resume`` would
             discard newer checkpoints of the run; or another ``run.steps`` would raise the learning
-            rate, and ``optim.decay`` is not set.
+            rate, and ``optim.decay`` is not set; or there is none, but the run's folder shows that
+            they stand in another place.
         DataError: the checkpoint was made with other data, or another order of samples.
         UserError: a later version of composer3d wrote the checkpoint.
     """
@@ -84,6 +93,8 @@ def resume(
         _start_from_weights(recipe, place_of(recipe.checkpoint.init), store, stages)
         return 0
     if found is None:
+        if recipe.checkpoint.resume == "auto":
+            process_group.on_main("checkpoint", lambda: _refuse_to_forget(recipe))
         log.get().info(f"no checkpoint in {store.folder}: starting from the beginning")
         if stages.mesh.rank == 0 and environment.restart_count():
             log.get().warning(
@@ -216,6 +227,57 @@ def _is_own(path: Place, store: Store) -> bool:
     return same_folder(path.parent, store.folder)
 
 
+def _refuse_to_forget(recipe: Recipe) -> None:
+    """Raise CheckpointError if the run's folder shows that it has checkpoints in another place.
+
+    A run that begins anew empties its metrics and replaces its recipe, and nobody would learn of
+    the checkpoints. Before its first one, a run may begin anew anywhere. Raises OSError.
+    """
+    folder, place = recipe.run.folder, recipe.checkpoint_folder
+    on_disk = folder / "checkpoints"
+    newest = None if same_folder(on_disk, place) else next(reversed(published(on_disk)), None)
+    if newest is not None:
+        found, origin = f"{newest} is one of this run", as_toml(str(newest))
+    else:
+        # It is not looked into: a file of the run names it, which may be a stranger's.
+        then = _place_of_last_start(folder)
+        is_gone = then == str(place) and _may_be_unmounted(place)
+        if then is None or (then == str(place) and not is_gone) or not _has_saved(folder):
+            return  # it has none, or they were removed
+        found, origin = f"the run in {folder} has saved into {one_line(then, 200)}", "one of them"
+        found += ", where nothing is now: mount it again" if is_gone else ""
+    raise CheckpointError(
+        f"there is no checkpoint in {place}, but {found}; set checkpoint.folder back, or copy the "
+        f"checkpoints; or set checkpoint.resume = {origin} to go on from it, or "
+        f'checkpoint.resume = "none" to begin anew and replace the metrics in {folder}; or give '
+        "the run another run.name"
+    )
+
+
+def _place_of_last_start(folder: Path) -> str | None:
+    """Return where a run had its checkpoints when it last started: a URL; None: on its disk.
+
+    The recipe in its folder says that, and may be a stranger's. None as well if there is none.
+    """
+    try:
+        text = read_plain(folder / "recipe.toml", limit=MIB, follow_links=False).decode()
+        values = values_of(text)
+    except (OSError, ValueError):
+        return None
+    place = values.get("checkpoint.folder")
+    return f"{place}/{values.get('run.name')}" if isinstance(place, str) else None
+
+
+def _has_saved(folder: Path) -> bool:
+    """Return whether the events of a run have a checkpoint. Raises OSError."""
+    return any(event is not None and event.kind == "save" for event in events.read(folder))
+
+
+def _may_be_unmounted(place: Place) -> bool:
+    """Return whether ``place`` is on a disk that may be gone: each job leaves a note there."""
+    return isinstance(place, RemotePath) and place.kind == "file" and not (place / WRITER).exists()
+
+
 def _would_discard(recipe: Recipe, store: Store, newest: Place, discarded: str) -> str:
     return (
         f'checkpoint.resume = "{recipe.checkpoint.resume}", but the newest checkpoint in '
@@ -245,7 +307,8 @@ def _require_same_model(path: Place, manifest: Manifest, recipe: Recipe) -> None
     then = {"model.architecture": DEFAULT} | with_later_fields(manifest.model, recipe.model)
     training_fields = recipe.model.training_fields
     lines = [
-        f"{path} was made with {key} = {then.get(key)}, but the recipe says {value}"
+        f"{path} was made with {key} = {one_line(str(then.get(key)), 200)}, but the recipe says "
+        f"{one_line(str(value), 200)}"
         for key, value in now.items()
         if then.get(key) != value and key.removeprefix("model.") not in training_fields
     ]

@@ -4,6 +4,7 @@ import time
 from dataclasses import asdict
 
 from composer3d.checkpoint import Store
+from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint.manifest import Manifest, model_of
 from composer3d.data import BatchesAhead
 from composer3d.parallel import Stages
@@ -55,8 +56,16 @@ class Saver:
 
         Raises what ``Store.save`` raises.
         """
+        self.store.save(self._manifest(step, loader, history), stages, optimizer)
+        self._saved_at_s = time.monotonic()
+
+    def require_readable(self, loader: BatchesAhead, history: StepHistory) -> None:
+        """Raise CheckpointError if a checkpoint of this run could not be read. No collective."""
+        manifests.require_readable(self._manifest(1, loader, history))
+
+    def _manifest(self, step: int, loader: BatchesAhead, history: StepHistory) -> Manifest:
         recipe = self._recipe
-        manifest = Manifest(
+        return Manifest(
             step=step,
             world_size=recipe.world_size,
             layout=asdict(recipe.mesh),
@@ -66,8 +75,6 @@ class Saver:
             lr=learning_rate(step - 1, recipe.optim, recipe.run.steps),
             history=history.state_dict(),
         )
-        self.store.save(manifest, stages, optimizer)
-        self._saved_at_s = time.monotonic()
 
     def release_folder(self) -> None:
         """Let another job use the run's folder. Without it, the end of this process does."""

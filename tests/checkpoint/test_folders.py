@@ -258,6 +258,92 @@ def test_a_bucket_that_is_missing_is_found_before_the_first_save(workers: Worker
         assert "The specified bucket does not exist: 's3://nobody/a/writer'" in str(error)
 
 
+def save_twice(folder: RemotePath, change: bool) -> list[Any]:
+    """Save a step again, and notice on rank 0 after each request whether one of it is whole.
+
+    Return whether it always was, which files came and went, and how the folder is left.
+    """
+    import torch
+    import torch.distributed as dist
+
+    place = folder / "step-00000001"
+
+    def is_whole() -> bool:
+        saved = manifest.read(place)
+        return manifest.find_damage(place, saved) == []
+
+    with pool_world(), pytest.MonkeyPatch.context() as patch:
+        stages, optimizer = make_job(seed=0)
+        store = Store(folder, keep=1)
+        store.assets = {"config.json": b"{}"}
+        store.save(make_manifest(1), stages, optimizer)
+        before = place.files()
+        if change:
+            with torch.no_grad():
+                for _, parameter in stages.named_parameters():
+                    parameter.add_(1.0)
+        moments: list[tuple[str, bool]] = []
+        for name in ("write", "remove", "remove_tree"):
+            right = getattr(RemotePath, name)
+
+            def watched(
+                path: RemotePath, *arguments: Any, right: Any = right, name: str = name
+            ) -> Any:
+                result = right(path, *arguments)
+                moments.append((f"{name} {path.name}", is_whole()))
+                return result
+
+            if dist.get_rank() == 0:
+                patch.setattr(RemotePath, name, watched)
+        store.save(make_manifest(1), stages, optimizer)
+        return [moments, place.files() == before, is_whole(), full_state(stages, optimizer)]
+
+
+@pytest.mark.parametrize("change", [False, True])
+def test_a_step_that_is_saved_twice_is_there_all_the_time(
+    workers: Workers, folder: RemotePath, change: bool
+) -> None:
+    """A loop may save its last step every so many steps, and at its end."""
+    (moments, is_same, is_whole, state), _ = workers.run(
+        save_twice, {"folder": folder, "change": change}, world_size=2
+    )
+    torn = [what for what, was_whole in moments if not was_whole]
+    # Another state has one request between its metadata and its manifest.
+    assert torn == (["write .metadata"] if change else [])
+    assert moments
+    assert is_whole
+    assert is_same is not change
+    assert set((folder / "step-00000001").files()) == {
+        *manifest.read(folder / "step-00000001").files,
+        "manifest.json",
+    }
+    assert workers.run(load_newest, {"folder": folder}, world_size=2) == 2 * [(1, state)]
+
+
+def fail_to_save_again(folder: RemotePath) -> None:
+    from composer3d.facts.remote import Upload
+
+    with pool_world(), pytest.MonkeyPatch.context() as patch:
+        stages, optimizer = make_job(seed=0)
+        store = Store(folder, keep=1)
+        store.save(make_manifest(1), stages, optimizer)
+
+        def fail(self: Upload, content: object) -> int:
+            raise OSError(5, "it is gone", "s3://it")
+
+        patch.setattr(Upload, "write", fail)
+        with pytest.raises(CheckpointError, match=r"the newest checkpoint is .*step-00000001"):
+            store.save(make_manifest(1), stages, optimizer)
+
+
+def test_a_second_save_of_a_step_that_fails_leaves_the_first(
+    workers: Workers, folder: RemotePath
+) -> None:
+    workers.run(fail_to_save_again, {"folder": folder}, world_size=2)
+    found = workers.run(load_newest, {"folder": folder}, world_size=2)
+    assert [step for step, _ in found] == [1, 1]
+
+
 def fail_to_upload(folder: RemotePath) -> tuple[str, ...]:
     """Save on ranks of which the last one loses its connection; return the lines of the error."""
     import torch.distributed as dist

@@ -1,12 +1,14 @@
 """The manifest: every flipped bit in it, and in the files that it lists, is found."""
 
+import errno
 import json
 import math
 import os
+import re
 import time
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,15 @@ from composer3d.checkpoint.manifest import (
     find_damage,
     model_of,
     read,
+    require_readable,
     require_same_tensors,
     write,
 )
+from composer3d.facts import files
 from composer3d.facts.errors import CheckpointError, UserError
 from composer3d.models.llama.shape import PRESETS
+from composer3d.models.shape import DecoderShape, key
+from composer3d.recipe.changes import TEXT_LIMIT, values_of
 from composer3d.recipe.schema import Model
 from tests.checkpoint.odd_files import NO_PLAIN_FILE, replace_by
 
@@ -164,13 +170,16 @@ WRONG: dict[str, tuple[bytes, str]] = {
     ),
     **{
         f"next step {value!r:.20}": (
-            field(data={"next_step": value}),
+            field(data={"next_step": value, "digest": ""}),
             "next_step is an integer from 0 to 2^53",
         )
         for value in (-1, 2**53 + 1, True)
     },
-    "data digest": (field(data={"digest": 5}), WRONG_DATA),
-    "data seed": (field(data={"seed": "0"}), WRONG_DATA),
+    "data digest": (field(data={"digest": 5, "next_step": 0}), WRONG_DATA),
+    "data seed": (field(data={"seed": "0", "digest": "", "next_step": 0}), WRONG_DATA),
+    "data long": (field(data={"a": "x" * 2**20}), WRONG_DATA),
+    "data of lists": (field(data={"a": [[1]]}), WRONG_DATA),
+    "model of lists": (field(model={"model.a": [1, [2]]}), WRONG_MODEL),
     "data nested": (field(data={"extra": {"a": 1}}), WRONG_DATA),
     "lr text": (field(lr="1e-5"), "lr is '1e-5', but must be null or a finite number"),
     "files list": (field(files=[]), WRONG_FILES),
@@ -232,6 +241,59 @@ def test_a_manifest_that_is_too_large_is_not_written(
         assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_model_and_batches_of_a_user_say_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """A shape with a field of several values, and names that our loader gives other types."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Wide(DecoderShape):
+        widths: tuple[int, ...] = key((64, 128), "widths")
+        note: str = key("x" * 5000, "note")
+
+    sizes = {"dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 4, "ffn": 32, "vocab": 256}
+    model = model_of(Wide(**sizes, widths=(32, 64)), "float32")
+    data = {"rng": "f" * 5056, "order": 7, "seed": None, "next_step": -1, "buffer": [1, "a", 0.5]}
+    written = replace(FULL, model=model, data=data)
+    require_readable(written)
+    write(tmp_path, written)
+    assert read(tmp_path) == written
+    assert read(tmp_path).model["model.widths"] == (32, 64)
+
+
+UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "wide": ({"data": {"state": 2**100}}, "cannot keep 'state' = 1267650600228229401496703205376 "),
+    "nan": ({"data": {"epoch": math.nan}}, "cannot keep 'epoch' = NaN of the batches' state: it"),
+    "nested": ({"data": {"rng": {"a": 1}}}, """cannot keep 'rng' = {"a": 1} of the batches'"""),
+    "lists": ({"data": {"rng": (3, (1, 2), None)}}, "cannot keep 'rng' = [3, [1, 2], null] of"),
+    "object": ({"data": {"rng": object()}}, "cannot keep 'rng' = (object) of the batches' state"),
+    "number": ({"data": {0: 5}}, "cannot keep 0 = 5 of the batches' state: it must be a finite"),
+    "no dict": ({"data": 7}, "could not be read again: data is 7, but must be null, or an object"),
+    "digest": ({"data": {"next_step": 0, "digest": 0}}, "the content of data is wrong"),
+    "model": ({"model": {"model.a": ({"b": 1},)}}, "cannot keep 'model.a' = [{\"b\": 1}] of the m"),
+    "recipe": ({"recipe": "x" * (TEXT_LIMIT + 1)}, "but must be a text of at most 2^20 characters"),
+    "rate": ({"lr": math.inf}, "could not be read again: it holds Infinity"),
+}
+
+
+@pytest.mark.parametrize(("values", "message"), UNREADABLE.values(), ids=UNREADABLE)
+def test_a_manifest_that_would_be_refused_is_not_written(
+    tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
+    """A run would save for weeks what no one can load."""
+    for refuse in (lambda manifest: write(tmp_path, manifest), require_readable):
+        with pytest.raises(CheckpointError) as caught:
+            refuse(replace(FULL, **values))
+        (line,) = caught.value.lines
+        assert message in line
+        assert len(line) < len(str(tmp_path)) + 400
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recipe_of_any_length_that_is_saved_can_be_compared(tmp_path: Path) -> None:
+    text = "[run]\n" + "#" * (TEXT_LIMIT - 6)
+    write(tmp_path, replace(FULL, recipe=text))
+    assert values_of(read(tmp_path).recipe) == {}
+
+
 @pytest.mark.parametrize("kind", NO_PLAIN_FILE)
 def test_manifest_is_a_plain_file(folder: Path, kind: str) -> None:
     replace_by(kind, folder / FILE)
@@ -244,6 +306,54 @@ def test_error_of_the_system_is_quoted(tmp_path: Path) -> None:
     assert refusal(folder) == (
         f"{folder / FILE} cannot be used: File name too long; copy the checkpoint again"
     )
+
+
+def fail_to_open(
+    monkeypatch: pytest.MonkeyPatch, path: Path, number: int, times: int = 1 << 20
+) -> None:
+    """Let the first so many times that a file is opened fail."""
+    left = [times]
+
+    def opened(opening: Any, **keywords: Any) -> Any:
+        if Path(opening) == path and left[0]:
+            left[0] -= 1
+            raise OSError(number, os.strerror(number))
+        return files.open_plain(opening, **keywords)
+
+    def read_whole(opening: Any, **keywords: Any) -> bytes:
+        with opened(opening, follow_links=False):
+            return files.read_plain(opening, **keywords)
+
+    monkeypatch.setattr(manifests, "open_plain", opened)
+    monkeypatch.setattr(manifests, "read_plain", read_whole)
+    monkeypatch.setattr(manifests, "_PAUSE_S", 0.0)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EMFILE])
+def test_a_file_that_this_process_cannot_read_is_no_damage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A run would take an older checkpoint, and replace or remove this one, which is healthy."""
+    manifest = read(folder)
+    calls = {"b": lambda: find_damage(folder, manifest), FILE: lambda: read(folder)}
+    for name, call in calls.items():
+        fail_to_open(monkeypatch, folder / name, number)
+        with pytest.raises(OSError, match=re.escape(os.strerror(number))) as caught:
+            call()
+        assert (caught.value.errno, caught.value.filename) == (number, f"{folder}/{name}")
+
+
+def test_a_disk_that_fails_is_asked_once_more(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = read(folder)
+    for name in ("b", FILE):
+        fail_to_open(monkeypatch, folder / name, errno.EIO, times=1)
+        assert (read(folder), find_damage(folder, manifest)) == (manifest, [])
+    fail_to_open(monkeypatch, folder / "b", errno.EIO, times=2)
+    assert find_damage(folder, manifest) == [f"{folder}/b cannot be read (Input/output error)"]
+    fail_to_open(monkeypatch, folder / FILE, errno.EIO, times=2)
+    assert "cannot be used: Input/output error" in refusal(folder)
 
 
 def test_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:

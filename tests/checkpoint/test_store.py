@@ -23,6 +23,7 @@ from composer3d.checkpoint.folders import DiskFolder
 from composer3d.checkpoint.manifest import file_entry, read
 from composer3d.checkpoint.store import gather_state
 from composer3d.facts.errors import CheckpointError, TrainingError, UserError
+from composer3d.facts.files import open_plain
 from composer3d.reliability.lock import Claim
 from composer3d.runtime import log
 from composer3d.runtime.launch import Pool, WorkerError
@@ -347,6 +348,38 @@ def search(folder: Path) -> None:
         Store(folder, keep=1).newest_whole()
 
 
+def search_without_a_right(folder: Path) -> list[tuple[str, ...]]:
+    """Return the lines of two searches while the last rank may not read a file of its share."""
+    lines = []
+    with pool_world(), pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == dist.get_world_size() - 1:
+
+            def refuse(path: Any, **keywords: Any) -> Any:
+                if Path(path).name == "__0_0.distcp":
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+                return open_plain(path, **keywords)
+
+            patch.setattr(manifest, "open_plain", refuse)
+        looking = Store(folder, keep=1)
+        for before in (None, 3):
+            with pytest.raises(UserError) as caught:
+                looking.newest_whole(before=before)
+            assert not isinstance(caught.value, CheckpointError)
+            lines.append(caught.value.lines)
+        assert looking.newest() == folder / "step-00000002"  # it is not taken for a damaged one
+    return lines
+
+
+def test_a_file_that_one_rank_may_not_read_is_no_damage(
+    pool: Pool, tmp_path: Path, saved: Path
+) -> None:
+    place_copies(saved, tmp_path, 1, 2)
+    path = tmp_path / "step-00000002/__0_0.distcp"
+    line = f"rank 1: checkpoint: [Errno {errno.EACCES}] Permission denied: '{path}'"
+    found = pool.run(search_without_a_right, {"folder": tmp_path}, world_size=2)
+    assert found == [[(line,)] * 2] * 2
+
+
 def test_if_all_are_damaged_no_run_starts_anew(pool: Pool, tmp_path: Path, saved: Path) -> None:
     place_copies(saved, tmp_path, 1, 2)
     for path in tmp_path.iterdir():
@@ -460,6 +493,20 @@ def test_save_that_fails_on_one_rank_fails_on_all(
     ]
     assert names(tmp_path) == ["step-00000001"]
     assert contents(tmp_path / "step-00000001") == contents(saved)
+
+
+def save_what_cannot_be_read(folder: Path) -> None:
+    with pool_world():
+        manifest = replace(make_manifest(1), data={"epoch": float("nan")})
+        Store(folder, keep=2, background=True).save(manifest, *make_job(seed=0))
+
+
+def test_what_could_not_be_read_again_is_refused_before_it_is_written(
+    pool: Pool, tmp_path: Path
+) -> None:
+    for (line,) in refused(pool, save_what_cannot_be_read, 2, folder=tmp_path / "run"):
+        assert line.startswith("a checkpoint cannot keep 'epoch' = NaN of the batches' state: ")
+    assert list(tmp_path.iterdir()) == []
 
 
 def save_while_the_folder_is_replaced(folder: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from composer3d.recipe.changes import Change, changes, values_of
+from composer3d.recipe.changes import TEXT_LIMIT, Change, changes, values_of
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.values import FIELDS
 from tools.prove.paths import ROOT
@@ -81,7 +81,7 @@ def test_any_old_value_is_shown_on_one_short_line(
         "[[",
         "run = 3\nrun = 4",
         "[run]\nname = " + "[" * 20_000,
-        "[run]\n" + "#" * 300_000,
+        "[run]\n" + "#" * TEXT_LIMIT,
         "a." * 50_000 + "a = 1",
     ],
     ids=["not TOML", "twice", "deep", "long", "dotted"],

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from composer3d.facts.errors import PlanError
+from composer3d.facts.errors import CheckpointError, PlanError
 from composer3d.models.registry import architecture
+from composer3d.recipe.changes import TEXT_LIMIT
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool, WorkerError
+from composer3d.runtime.process_group import pool_world
 from composer3d.training import build
 from composer3d.training.build import describe_attention, doubtful_choices
 from tests.training.jobs import DATA, RECIPE, build_and_train, train
@@ -69,6 +71,23 @@ def test_a_folder_that_is_wrong_ends_every_rank_with_one_line(
     assert caught.value.user_error is not None
     (line,) = caught.value.user_error.lines
     assert message in line
+
+
+def build_with_a_long_recipe(folder: str) -> None:
+    os.chdir(folder)
+    with pool_world() as device:
+        resolved = load("recipe.toml", ["run.name=long"], world_size=1)
+        build.build(resolved.recipe, device, resolved.to_toml() + "#" * TEXT_LIMIT)
+
+
+def test_a_run_whose_checkpoints_could_not_be_read_ends_before_it_trains(
+    pool: Pool, trained: Path
+) -> None:
+    with pytest.raises(WorkerError) as caught:
+        pool.run(build_with_a_long_recipe, {"folder": str(trained)}, world_size=1)
+    assert isinstance(caught.value.user_error, CheckpointError)
+    assert "could not be read again: recipe is " in str(caught.value.user_error)
+    assert not (trained / "runs/long/recipe.toml").exists()
 
 
 def test_folder_that_cannot_be_made_is_refused(pool: Pool, folder: Path) -> None:

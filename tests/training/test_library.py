@@ -69,6 +69,13 @@ class CountedBatches:
         self.next = state["next"]
 
 
+class EmptyBatches(CountedBatches):
+    """The same with a buffer that is empty, so that the object is false."""
+
+    def __len__(self) -> int:
+        return 0
+
+
 def loop(recipe: Recipe, last: int, counted: bool = False) -> dict[str, Any]:
     """Go on to the step ``last``, and save it; return what a rank has then."""
     with pool_world() as device:
@@ -187,6 +194,24 @@ def save_into_a_folder_that_was_replaced(recipe: Recipe) -> int:
             second.save(2)
         assert list(recipe.run.folder.iterdir()) == []
         return done
+
+
+def state_of_empty_batches(recipe: Recipe) -> int:
+    """Save batches that are false, and return the number of the next one after a load."""
+    with pool_world() as device:
+        stages = build_model(recipe, Mesh.build(recipe.mesh, device))
+        optimizer = build_stages_optimizer(stages, recipe)
+        batches = EmptyBatches(recipe)
+        checkpoints = Checkpoints(recipe, stages, optimizer, batches)
+        batches.next = 7
+        checkpoints.save(1)
+        batches.next = 0
+        checkpoints.load()
+        return batches.next
+
+
+def test_batches_that_are_empty_when_they_are_given_keep_their_state(pool: Pool) -> None:
+    assert pool.run(state_of_empty_batches, {"recipe": recipe_of(ALONE)}, world_size=1) == [7]
 
 
 def test_the_lock_is_of_the_process_and_of_the_folder_that_it_was(pool: Pool) -> None:

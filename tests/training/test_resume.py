@@ -16,7 +16,7 @@ from composer3d.checkpoint.manifest import Manifest
 from composer3d.commands import train as command
 from composer3d.facts import events
 from composer3d.facts.errors import CheckpointError
-from composer3d.recipe.changes import Change
+from composer3d.recipe.changes import TEXT_LIMIT, Change
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from composer3d.training import resume
@@ -253,6 +253,104 @@ def test_another_runs_checkpoint_starts_a_run_only_once(pool: Pool, trained: Pat
     assert "; or give the run another run.name, or remove the newer ones\n" in back.stderr
 
 
+def test_a_run_does_not_begin_anew_because_it_looks_for_its_checkpoints_elsewhere(
+    pool: Pool, trained: Path
+) -> None:
+    run, store = trained / "runs/small", trained / "store"
+    before = {name: (run / name).read_bytes() for name in ("metrics.jsonl", "recipe.toml")}
+    moved = f"checkpoint.folder=file://{store}"
+    refused = train(pool, trained, "run.steps=6", moved)
+    assert refused.returncode == 2
+    assert (
+        f"there is no checkpoint in file://{store}/small, but runs/small/checkpoints/step-00000005 "
+        "is one of this run; set checkpoint.folder back, or copy the checkpoints; or set "
+        'checkpoint.resume = "runs/small/checkpoints/step-00000005" to go on from it, or '
+        'checkpoint.resume = "none" to begin anew and replace the metrics in runs/small; or give '
+        "the run another run.name" in refused.stderr
+    )
+    assert {name: (run / name).read_bytes() for name in before} == before
+    assert not store.exists()
+    # What the error says goes on.
+    origin = "checkpoint.resume=runs/small/checkpoints/step-00000005"
+    assert train(pool, trained, "run.steps=6", moved, origin).returncode == 0
+    assert list(losses(trained, "runs")) == [1, 2, 3, 4, 5, 6]
+    assert train(pool, trained, "run.steps=7", moved).returncode == 0
+    assert list(losses(trained, "runs")) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def mark_saved(run: Path) -> None:
+    saved = events.Event(5, 1.0, "save", "checkpoint of step 5")
+    (run / events.FILE).write_bytes(events.line(saved))
+
+
+def start_in(run: Path, place: str) -> None:
+    (run / "recipe.toml").write_text(f'[run]\nname = "small"\n[checkpoint]\nfolder = "{place}"\n')
+
+
+# The files of the run, the overrides of a start that finds no checkpoint, and its error if it has.
+ANEW: dict[str, tuple[Callable[[Path, str], object], str, str]] = {
+    "new": (lambda run, store: None, "{}", ""),
+    "ended before its first checkpoint": (lambda run, store: start_in(run, "s3://b/a"), "{}", ""),
+    "its checkpoints were removed": (
+        lambda run, store: [mark_saved(run), start_in(run, "s3://b/a")],
+        "s3://b/a",
+        "",
+    ),
+    "of a disk, which were removed": (
+        lambda run, store: [mark_saved(run), (run / "recipe.toml").write_text("[checkpoint]")],
+        "{}",
+        "",
+    ),
+    "another bucket": (
+        lambda run, store: [mark_saved(run), start_in(run, "s3://b/a")],
+        "s3://b/c",
+        "the run in runs/small has saved into s3://b/a/small; set checkpoint.folder back",
+    ),
+    "no bucket any more": (
+        lambda run, store: [mark_saved(run), start_in(run, "s3://b/a")],
+        "",
+        "the run in runs/small has saved into s3://b/a/small; set checkpoint.folder back",
+    ),
+    "not mounted": (
+        lambda run, store: [mark_saved(run), start_in(run, store)],
+        "{}",
+        "store/small, where nothing is now: mount it again; set checkpoint.folder back",
+    ),
+    "mounted, and removed": (
+        lambda run, store: [
+            mark_saved(run),
+            start_in(run, store),
+            Path("store/small").mkdir(parents=True),
+            Path("store/small/writer").touch(),
+        ],
+        "{}",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "place", "message"), ANEW.values(), ids=ANEW)
+def test_a_run_begins_anew_only_if_its_folder_knows_of_no_checkpoint(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[Path, str], object],
+    place: str,
+    message: str,
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "recipe.toml").write_text(RECIPE.format(mesh=SINGLE))
+    store = f"file://{folder}/store"
+    Path("runs/small").mkdir(parents=True)
+    make(Path("runs/small"), store)
+    sets = [f"checkpoint.folder={place.format(store)}"] if place else []
+    recipe = load("recipe.toml", sets, check_files=False).recipe
+    if not message:
+        resume._refuse_to_forget(recipe)
+        return
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        resume._refuse_to_forget(recipe)
+
+
 def test_restarts_by_torchrun_that_would_be_refused_are_announced(
     pool: Pool, trained: Path
 ) -> None:
@@ -312,7 +410,9 @@ def test_changes_of_the_recipe_are_logged_and_the_former_recipe_is_kept(
 
 
 @pytest.mark.parametrize(
-    "text", ["[[", "a = " + "[" * 20_000, "#" * 300_000], ids=["not TOML", "deep", "long"]
+    "text",
+    ["[[", "a = " + "[" * 20_000, "#" * (TEXT_LIMIT + 1)],
+    ids=["not TOML", "deep", "long"],
 )
 def test_a_recipe_in_a_manifest_that_cannot_be_read_is_one_line(folder: Path, text: str) -> None:
     (folder / "recipe.toml").write_text(RECIPE.format(mesh=SINGLE))
