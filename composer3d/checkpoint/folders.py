@@ -53,12 +53,13 @@ class CheckpointFolder(Protocol):
     def owner(self) -> str:
         """Return what says which job writes here, for ranks to compare; empty on a disk."""
 
-    def begin(self, name: str, assets: Mapping[str, bytes]) -> None:
+    def begin(self, name: str, assets: Mapping[str, bytes], *, is_damaged: bool) -> None:
         """On rank 0: make room for a checkpoint, without leftovers of killed saves.
 
         Args:
             name: the checkpoint.
             assets: the files that belong to the model besides its tensors, by file name.
+            is_damaged: whether a checkpoint of this name is known to be damaged.
 
         Raises:
             TrainingError: another job writes here.
@@ -118,7 +119,7 @@ class DiskFolder(CheckpointFolder):
     def owner(self) -> str:
         return ""
 
-    def begin(self, name: str, assets: Mapping[str, bytes]) -> None:
+    def begin(self, name: str, assets: Mapping[str, bytes], *, is_damaged: bool) -> None:
         for path in self._folder.glob("step-*.tmp"):
             # Other names are left alone: an export may be writing beside the checkpoints.
             if _LEFTOVER.fullmatch(path.name):
@@ -201,14 +202,16 @@ class RemoteFolder(CheckpointFolder):
     def owner(self) -> str:
         return (self._folder / WRITER).read(_NOTE_BYTES).decode(errors="replace")
 
-    def begin(self, name: str, assets: Mapping[str, bytes]) -> None:
+    def begin(self, name: str, assets: Mapping[str, bytes], *, is_damaged: bool) -> None:
+        # Until it is known that there is no whole checkpoint of this step, none is removed.
+        self._late = {}
         self.claim()
         path = self._folder / name
-        # A checkpoint of this step stays until the new one has all of its tensors, whose files have
-        # names of their own. Those of other files are the same, so they are sent last.
-        self._late = {} if (path / manifests.FILE).exists() else None
-        if self._late is None:
+        # A whole one stays until the new one has all of its tensors, whose files have names of
+        # their own. Those of other files are the same, so they are sent last.
+        if is_damaged or not (path / manifests.FILE).exists():
             self.remove(name)
+            self._late = None
         else:
             self.require_own()
         self._assets = {}
@@ -238,9 +241,12 @@ class RemoteFolder(CheckpointFolder):
             manifests.write(path, manifest)
             self._last = {name: manifest}
             return
-        # A loop may save its last step twice: then the first checkpoint stays as it is.
-        kept = self._last.get(name)
-        if kept is None or _state_of(kept) != _state_of(manifest):
+        # A loop may save its last step twice: then the first checkpoint stays, if it is there.
+        kept, sizes = self._last.get(name), path.files()
+        is_there = kept is not None and all(
+            sizes.get(file_name) == entry.size for file_name, entry in kept.files.items()
+        )
+        if kept is None or not is_there or _state_of(kept) != _state_of(manifest):
             kept = manifest
             # A job that is killed between these requests leaves what counts as damaged.
             for file_name, content in self._late.items():

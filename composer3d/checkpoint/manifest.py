@@ -242,7 +242,7 @@ def _content_of(manifest: Manifest, place: str) -> bytes:
 
 
 def _comes_back(value: Any) -> bool:
-    """Whether a value of a model or of a loader's state is plain when it is read from a file."""
+    """Return whether a value is still allowed after it was written as JSON and read again."""
     try:
         return _is_description({"": parse_json(json.dumps(value))})
     except (TypeError, ValueError, RecursionError):
@@ -367,8 +367,8 @@ _COUNTS_OF_OUR_LOADER = ("next_step", "seq_len", "global_batch")
 # What a model or a loader's state may consist of.
 _IN_ALL = "with at most 2^20 values and characters in all"
 _ALLOWED = (
-    "it must be a finite number (an integer of at most 64 bits), a text, true, false or null, or "
-    f"a list of these, {_IN_ALL}; make a text of anything else, such as with json.dumps"
+    "it must be a finite number (an integer from -2^63 to 2^64 - 1), a text, true, false or null, "
+    f"or a list of these, {_IN_ALL}; make a text of anything else, such as with json.dumps"
 )
 
 # Checks of single values. Each compares types exactly, because isinstance accepts True as an int.
@@ -388,7 +388,7 @@ def _is_finite_float(value: Any) -> bool:
 
 def _is_single(value: Any) -> bool:
     if type(value) is int:
-        return abs(value) <= 2**63
+        return -(2**63) <= value < 2**64
     is_text = _is_text(value, longest=_MAX_DESCRIPTION)
     return value is None or type(value) is bool or is_text or _is_finite_float(value)
 

@@ -189,7 +189,7 @@ class Store:
         self.wait()
         # First, and not only when it is written: what cannot be read again must not be saved.
         require_readable = partial(manifests.require_readable, manifest)
-        distributed.on_main("checkpoint", require_readable, self._group)
+        distributed.on_main("checkpoint", require_readable)
         state = gather_state(stages, optimizer)
         if not self._background:
             shards = {name: local_shard(tensor) for name, tensor in state.items()}
@@ -223,18 +223,19 @@ class Store:
             save.result()
 
     def finish(self, limit_s: float) -> None:
-        """Wait for the save in the background after an error of something else.
+        """Wait, after an error that is not the save's own, until the save in the background ends.
 
-        If the save fails, or has not ended after ``limit_s`` seconds, a warning says so. There is
-        no collective: the ranks end at about the same time, because their parts wait for each
-        other.
+        If it fails, or has not ended after ``limit_s`` seconds, rank 0 warns of that. There is no
+        collective: the ranks end at about the same time, because their parts wait for each other.
         """
         save, self._pending_save = self._pending_save, None
         if save is None:
             return
         futures.wait([save], limit_s)
+        if dist.get_rank():
+            return
         if not save.done():
-            log.get().warning(f"a save in {self.folder} is cut off: {limit_s:.0f} s have passed")
+            log.get().warning(f"a save in {self.folder} has not ended after {limit_s:.0f} s")
         elif isinstance(error := save.exception(), Exception):
             log.get().warning(f"a save has failed as well: {reason_in_one_line(error)}")
 
@@ -323,7 +324,8 @@ class Store:
     def _begin(self, name: str) -> None:
         """Make room for a checkpoint, and write the assets."""
         self.guard()
-        self._files.begin(name, self.assets)
+        is_damaged = self.folder / name in self._known_damaged
+        self._files.begin(name, self.assets, is_damaged=is_damaged)
 
     def _publish(self, name: str, manifest: Manifest) -> None:
         """Publish a checkpoint of which all other files are kept, and remove old ones."""

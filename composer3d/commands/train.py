@@ -250,7 +250,8 @@ def describe_failures(
             # NCCL aborts the ranks that waited too long, so a rank that still ran is the cause.
             lines.append(f"{names} {were} still running: look for the cause there first")
         elif result.reason:
-            lines.append(f"{names} {were} killed: still running after another rank had its error")
+            waited = f"{launch.CLOSE_S:.0f} s after the error of another rank"
+            lines.append(f"{names} {were} killed: {waited}, still running")
     return lines
 
 

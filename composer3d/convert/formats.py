@@ -38,7 +38,7 @@ from composer3d.checkpoint.torchfile import StoredTensor, load_torch
 from composer3d.convert import mxfp4
 from composer3d.convert.carried import read_carried_files, select_carried_texts
 from composer3d.convert.tensors import Box, ReadableTensor
-from composer3d.facts.errors import CheckpointError
+from composer3d.facts.errors import CheckpointError, of_os_error
 from composer3d.facts.files import MIB, open_plain, parse_json, read_json
 from composer3d.facts.step_folders import STEP_FOLDER
 from composer3d.facts.text import in_quotes, short_json
@@ -1043,11 +1043,19 @@ def facts_digest(facts: Any, texts: Any, specs: Mapping[str, TensorSpec]) -> str
 
 
 def _open_dcp(source: Source) -> None:
-    """Open a checkpoint of a training run, and compare all of its files with their digests."""
+    """Open a checkpoint of a training run, and compare all of its files with their digests.
+
+    Raises UserError if the machine cannot read a file, which says nothing of the checkpoint.
+    """
     folder = source.path
-    manifest = source.attempt(manifests.read, folder)
-    if manifest is not None:
+    try:
+        manifest = manifests.read(folder)
         source.problems += manifests.find_damage(folder, manifest)
+    except CheckpointError as error:
+        manifest = None
+        source.problems += error.lines
+    except OSError as error:
+        raise of_os_error("a checkpoint cannot be read", error) from None
     metadata = read_metadata(folder)
     for name, spec in tensor_specs(metadata, str(folder)).items():
         source.tensors[name] = ReadableTensor(spec, partial(read_whole, folder, metadata, name))

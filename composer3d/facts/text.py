@@ -93,7 +93,7 @@ def short_json(value: Any, most: int = 80) -> str:
         # A list may have millions of values: only the first ones become text.
         for part in _JSON.iterencode(value):
             text += part
-            if len(text) > most and isinstance(value, list | dict):
+            if len(text) > most and isinstance(value, list | tuple | dict):
                 return one_line(text[:most]) + "..."
     except (TypeError, ValueError, RecursionError):
         text = f"({type(value).__name__})"

@@ -163,15 +163,12 @@ def apply_to_loss(stage: nn.Module, plan: ShardingPlan, table: CompileTable) -> 
         plan: the plan of the model.
         table: the recipe's ``[compile]``.
     """
-    heads = [
-        module
-        for name, module in stage.named_modules()
-        if plan.style_of(name) == "head" and getattr(module, "cross_entropy", None) is cross_entropy
-    ]
     if not table.enabled:
         return
-    for head in heads:
-        head.cross_entropy = torch.compile(cross_entropy, dynamic=False)
+    for name, module in stage.named_modules():
+        is_head = plan.style_of(name) == "head"
+        if is_head and getattr(module, "cross_entropy", None) is cross_entropy:
+            module.cross_entropy = torch.compile(cross_entropy, dynamic=False)
 
 
 def check_toolchain(device: torch.device) -> None:

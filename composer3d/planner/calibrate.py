@@ -144,10 +144,10 @@ def problem_of(recipe: Recipe) -> str:
     Such a run does less than is predicted, so that the machine would look faster than it is.
     """
     if has_frozen(recipe):
-        return "optim.train leaves parameters out, and predicted is the time of training all"
+        return "optim.train leaves parameters out, but the prediction is for training all of them"
     packing = recipe.data.packing
     if packing != "none":
-        words = "attention then sees single documents, and predicted is that of whole samples"
+        words = "attention then stays within documents, but the prediction is for whole samples"
         return f'data.packing = "{packing}": {words}'
     return ""
 

@@ -79,8 +79,8 @@ class Sizes:
             has one.
         expert_blocks: the number of blocks with experts, depths of multi-token prediction among
             them, which always have experts if any block does.
-        expert_every: the distance between two of the others; they are the last ones that fit, so
-            that with 1 all dense blocks come first.
+        expert_every: among the other blocks, every so many-th has experts, and of these the last
+            ones: with 1 all dense blocks come first.
         mtp_layers: the last so many blocks are depths of multi-token prediction. Each has another
             norm and another projection before it, and its own pass of the head after it. They read
             the embedding on the last stage.

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from composer3d.facts.errors import RankLogError
+from composer3d.facts.errors import RankLogError, UserError
 from composer3d.facts.files import refuse_foreign_link
 from composer3d.runtime import environment
 from composer3d.runtime.files import append_whole, open_own
@@ -71,8 +71,10 @@ def kept(run_folder: Path) -> Iterator[None]:
             ) from None
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         text = traceback.format_exc()
+        if isinstance(error, UserError):
+            text = "".join(f"{line}\n" for line in error.lines)
         copier.end()
         # Whoever started this rank prints it on the console.
         with suppress(OSError):

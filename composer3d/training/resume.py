@@ -40,9 +40,9 @@ class BatchState(Protocol):
     """What a checkpoint needs of batches: plain values from which they go on.
 
     ``open_batches`` has it. A loader of your own may have it: a dict from names to numbers, texts,
-    and lists of these, the same on every rank and on every layout. An integer has at most 64 bits,
-    and all texts and lists have at most 2^20 characters and values. A save refuses anything else;
-    make a text of it, such as with ``json.dumps``.
+    and lists of these, the same on every rank and on every layout. An integer is from -2^63 to
+    2^64 - 1, and all texts and lists have at most 2^20 characters and values. A save refuses
+    anything else; make a text of it, such as with ``json.dumps``.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,8 +93,6 @@ def resume(
         _start_from_weights(recipe, place_of(recipe.checkpoint.init), store, stages)
         return 0
     if found is None:
-        if recipe.checkpoint.resume == "auto":
-            process_group.on_main("checkpoint", lambda: _refuse_to_forget(recipe))
         log.get().info(f"no checkpoint in {store.folder}: starting from the beginning")
         if stages.mesh.rank == 0 and environment.restart_count():
             log.get().warning(
@@ -172,6 +170,8 @@ def _choose(recipe: Recipe, store: Store) -> tuple[Place, Manifest] | None:
     """
     wanted = recipe.checkpoint.resume
     newest = store.newest_whole()
+    if newest is None and wanted != "none":
+        process_group.on_main("checkpoint", lambda: _refuse_to_forget(recipe))
     if wanted == "auto":
         return newest
     if wanted == "none":
@@ -231,24 +231,29 @@ def _refuse_to_forget(recipe: Recipe) -> None:
     """Raise CheckpointError if the run's folder shows that it has checkpoints in another place.
 
     A run that begins anew empties its metrics and replaces its recipe, and nobody would learn of
-    the checkpoints. Before its first one, a run may begin anew anywhere. Raises OSError.
+    the checkpoints. Before its first one, a run may begin anew anywhere. So may one that goes on
+    from these checkpoints (``checkpoint.resume``). Raises OSError.
     """
     folder, place = recipe.run.folder, recipe.checkpoint_folder
     on_disk = folder / "checkpoints"
     newest = None if same_folder(on_disk, place) else next(reversed(published(on_disk)), None)
     if newest is not None:
-        found, origin = f"{newest} is one of this run", as_toml(str(newest))
+        there, found, origin = str(folder), f"{newest} is one of this run", str(newest)
     else:
         # It is not looked into: a file of the run names it, which may be a stranger's.
         then = _place_of_last_start(folder)
         is_gone = then == str(place) and _may_be_unmounted(place)
         if then is None or (then == str(place) and not is_gone) or not _has_saved(folder):
             return  # it has none, or they were removed
-        found, origin = f"the run in {folder} has saved into {one_line(then, 200)}", "one of them"
+        there, origin = then, one_line(then, 200)
+        found = f"the run in {folder} has saved into {origin}"
         found += ", where nothing is now: mount it again" if is_gone else ""
+    wanted = recipe.checkpoint.resume
+    if wanted != "auto" and _lies_in(place_of(wanted), there):
+        return
     raise CheckpointError(
         f"there is no checkpoint in {place}, but {found}; set checkpoint.folder back, or copy the "
-        f"checkpoints; or set checkpoint.resume = {origin} to go on from it, or "
+        f"checkpoints; or set checkpoint.resume = {as_toml(origin)} to go on from there, or "
         f'checkpoint.resume = "none" to begin anew and replace the metrics in {folder}; or give '
         "the run another run.name"
     )
@@ -265,12 +270,25 @@ def _place_of_last_start(folder: Path) -> str | None:
     except (OSError, ValueError):
         return None
     place = values.get("checkpoint.folder")
-    return f"{place}/{values.get('run.name')}" if isinstance(place, str) else None
+    return f"{place.rstrip('/')}/{values.get('run.name')}" if isinstance(place, str) else None
 
 
 def _has_saved(folder: Path) -> bool:
-    """Return whether the events of a run have a checkpoint. Raises OSError."""
-    return any(event is not None and event.kind == "save" for event in events.read(folder))
+    """Return whether the events of a run have a save, since it last began. Raises OSError."""
+    has_saved = False
+    for event in events.read(folder):
+        if event is not None and event.kind == "start" and not event.step:
+            has_saved = False
+        elif event is not None and event.kind == "save":
+            has_saved = True
+    return has_saved
+
+
+def _lies_in(path: Place, folder: str) -> bool:
+    """Return whether ``path`` is ``folder``, or something in it; both may be URLs."""
+    if isinstance(path, RemotePath):
+        return f"{path}/".startswith(f"{folder}/")
+    return path.resolve().is_relative_to(Path(folder).resolve())
 
 
 def _may_be_unmounted(place: Place) -> bool:

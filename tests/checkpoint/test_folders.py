@@ -320,7 +320,38 @@ def test_a_step_that_is_saved_twice_is_there_all_the_time(
     assert workers.run(load_newest, {"folder": folder}, world_size=2) == 2 * [(1, state)]
 
 
-def fail_to_save_again(folder: RemotePath) -> None:
+def save_over_damage(folder: RemotePath, damage: str) -> bool:
+    """Damage a checkpoint, and save its step again; return whether it is whole then."""
+    import torch.distributed as dist
+
+    place = folder / "step-00000001"
+    with pool_world():
+        stages, optimizer = make_job(seed=0)
+        store = Store(folder, keep=1)
+        store.save(make_manifest(1), stages, optimizer)
+        if dist.get_rank() == 0:
+            saved = place.files()
+            largest = max(saved, key=lambda name: saved[name])
+            content = (place / largest).read(saved[largest])
+            (place / largest).write(content[:-1] if damage == "cut" else content[::-1])
+        if damage == "turned":
+            with pytest.raises(CheckpointError, match="damaged: step-00000001"):
+                store.newest_whole()
+        store.save(make_manifest(1), stages, optimizer)
+        return manifest.find_damage(place, manifest.read(place)) == []
+
+
+@pytest.mark.parametrize("damage", ["cut", "turned"])
+def test_a_damaged_checkpoint_is_replaced(
+    workers: Workers, folder: RemotePath, damage: str
+) -> None:
+    """One file was cut off, which its size shows, or turned round, which the job has noticed."""
+    arguments = {"folder": folder, "damage": damage}
+    assert workers.run(save_over_damage, arguments, world_size=2) == [True, True]
+
+
+def fail_to_save_again(folder: RemotePath, what: str) -> None:
+    """Save a step a second time; the store fails when it gets a file, or is asked for one."""
     from composer3d.facts.remote import Upload
 
     with pool_world(), pytest.MonkeyPatch.context() as patch:
@@ -328,18 +359,22 @@ def fail_to_save_again(folder: RemotePath) -> None:
         store = Store(folder, keep=1)
         store.save(make_manifest(1), stages, optimizer)
 
-        def fail(self: Upload, content: object) -> int:
+        def fail(self: object, *content: object) -> int:
             raise OSError(5, "it is gone", "s3://it")
 
-        patch.setattr(Upload, "write", fail)
-        with pytest.raises(CheckpointError, match=r"the newest checkpoint is .*step-00000001"):
+        if what == "write":
+            patch.setattr(Upload, "write", fail)
+        else:
+            patch.setattr(RemotePath, "exists", fail)
+        with pytest.raises(CheckpointError, match="could not be saved"):
             store.save(make_manifest(1), stages, optimizer)
 
 
+@pytest.mark.parametrize("what", ["write", "exists"])
 def test_a_second_save_of_a_step_that_fails_leaves_the_first(
-    workers: Workers, folder: RemotePath
+    workers: Workers, folder: RemotePath, what: str
 ) -> None:
-    workers.run(fail_to_save_again, {"folder": folder}, world_size=2)
+    workers.run(fail_to_save_again, {"folder": folder, "what": what}, world_size=2)
     found = workers.run(load_newest, {"folder": folder}, world_size=2)
     assert [step for step, _ in found] == [1, 1]
 

@@ -287,7 +287,7 @@ def test_a_run_calibrates_the_plans_of_its_machine(
         (("--calibrate", "nan"), "above 0"),
         (("--calibrate", "1e9"), "of all devices together"),
         (("--calibrate", speed, "--set", "optim.train=['blocks.*']"), "optim.train leaves"),
-        (("--calibrate", speed, "--set", "data.packing=documents"), "single documents"),
+        (("--calibrate", speed, "--set", "data.packing=documents"), "stays within documents"),
         (("--keep", str(second)), "give both"),
         (("--calibrate", speed, "--keep", str(first)), "cannot be made"),
     ):

@@ -77,7 +77,7 @@ def test_the_report_of_the_other_ranks_is_named_once(tmp_path: Path) -> None:
         ),
         (
             launch.JobResult(1, stuck=[0], gave_reason=True, reason=("rank 1: a disk is full",)),
-            [f"{name} was killed: still running after another rank had its error"],
+            [f"{name} was killed: 120 s after the error of another rank, still running"],
         ),
         # A rank has named it already, or the error is the user's.
         (launch.JobResult(1, lost_peers=True), []),

@@ -1,5 +1,6 @@
 """Conversion between all formats keeps every bit of the tensors, and the files of the model."""
 
+import errno
 import json
 import runpy
 import shutil
@@ -29,6 +30,7 @@ from composer3d.models.llama.shape import ModelShape
 from composer3d.models.moe.shape import MoeShape
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
+from tests.checkpoint.test_manifest import fail_to_open
 from tests.convert.changes import flip, peaks_of_converts, refusal, rewrite_torch
 from tests.convert.sample_checkpoints import (
     CARRIED,
@@ -381,6 +383,19 @@ def make_run(folder: Path) -> list[Path]:
     (folder / "checkpoints/step-00000110.tmp").mkdir()  # a save that was interrupted
     (folder / "checkpoints/step-9999999999").mkdir()  # not a name that composer3d gives
     return steps
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "manifest.json"])
+def test_a_checkpoint_that_may_not_be_read_is_not_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    steps = make_run(tmp_path / "run")
+    fail_to_open(monkeypatch, steps[2] / name, errno.EACCES)
+    assert main(["inspect", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    problem = f"a checkpoint cannot be read: [Errno 13] Permission denied: '{steps[2]}/{name}'"
+    assert problem in said.err
 
 
 def test_a_run_stands_for_its_newest_whole_checkpoint(

@@ -264,10 +264,12 @@ def test_a_run_does_not_begin_anew_because_it_looks_for_its_checkpoints_elsewher
     assert (
         f"there is no checkpoint in file://{store}/small, but runs/small/checkpoints/step-00000005 "
         "is one of this run; set checkpoint.folder back, or copy the checkpoints; or set "
-        'checkpoint.resume = "runs/small/checkpoints/step-00000005" to go on from it, or '
+        'checkpoint.resume = "runs/small/checkpoints/step-00000005" to go on from there, or '
         'checkpoint.resume = "none" to begin anew and replace the metrics in runs/small; or give '
         "the run another run.name" in refused.stderr
     )
+    tuned = train(pool, trained, "run.steps=6", moved, "checkpoint.init=runs/small")
+    assert (tuned.returncode, tuned.stderr) == (2, refused.stderr)
     assert {name: (run / name).read_bytes() for name in before} == before
     assert not store.exists()
     # What the error says goes on.
@@ -281,6 +283,11 @@ def test_a_run_does_not_begin_anew_because_it_looks_for_its_checkpoints_elsewher
 def mark_saved(run: Path) -> None:
     saved = events.Event(5, 1.0, "save", "checkpoint of step 5")
     (run / events.FILE).write_bytes(events.line(saved))
+
+
+def mark_begun(run: Path) -> None:
+    with (run / events.FILE).open("ab") as file:
+        file.write(events.line(events.Event(0, 2.0, "start", "from the beginning")))
 
 
 def start_in(run: Path, place: str) -> None:
@@ -310,6 +317,26 @@ ANEW: dict[str, tuple[Callable[[Path, str], object], str, str]] = {
         lambda run, store: [mark_saved(run), start_in(run, "s3://b/a")],
         "",
         "the run in runs/small has saved into s3://b/a/small; set checkpoint.folder back",
+    ),
+    "a bucket with a slash at its end": (
+        lambda run, store: [mark_saved(run), start_in(run, "s3://b/a/")],
+        "s3://b/a",
+        "",
+    ),
+    "ended before its first checkpoint, in its second life": (
+        lambda run, store: [mark_saved(run), start_in(run, "s3://b/a"), mark_begun(run)],
+        "s3://b/c",
+        "",
+    ),
+    "from another run": (
+        lambda run, store: [mark_saved(run), start_in(run, "s3://b/a")],
+        "s3://b/c checkpoint.resume=s3://b/a/other",
+        'set checkpoint.resume = "s3://b/a/small" to go on from there',
+    ),
+    "from its former place": (
+        lambda run, store: [mark_saved(run), start_in(run, "s3://b/a")],
+        "s3://b/c checkpoint.resume=s3://b/a/small/step-00000005",
+        "",
     ),
     "not mounted": (
         lambda run, store: [mark_saved(run), start_in(run, store)],
@@ -342,7 +369,7 @@ def test_a_run_begins_anew_only_if_its_folder_knows_of_no_checkpoint(
     store = f"file://{folder}/store"
     Path("runs/small").mkdir(parents=True)
     make(Path("runs/small"), store)
-    sets = [f"checkpoint.folder={place.format(store)}"] if place else []
+    sets = f"checkpoint.folder={place.format(store)}".split() if place else []
     recipe = load("recipe.toml", sets, check_files=False).recipe
     if not message:
         resume._refuse_to_forget(recipe)
