@@ -17,9 +17,9 @@ module checks that claim, with the real code on tensors without data:
 
 Checks 3 to 6 look at the first rank of each distinct pipeline rank, with the full-size model, in a
 step of as few micro-batches as have every kind of action of the job's step.
-Whether a rank receives what another one sends, and check 7, use a small model on the full-size
-mesh: the first rank of each pipeline rank, and of three of them also the middle and the last rank
-on the other axes.
+Whether a rank receives what another one sends, and check 7, use such a step of a small model on the
+full-size mesh: the first rank of each pipeline rank, and of three of them also the middle and the
+last rank on the other axes.
 
 This module does not import torch; worker processes do.
 """
@@ -307,6 +307,7 @@ def _problem_of_path(full: Recipe, rank: int, ranks: tuple[int, ...], path: "Gra
 def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Plant) -> None:
     """Check that ranks of a group make the same calls, and that every message is received."""
     small = _with_fewer_micro_batches(shrink_to(full, full.mesh), full.micro_batches)
+    small = _with_every_action(small)
     sizes, pp = small.mesh, small.mesh.pp
     corners = {pp_rank: places.corner(sizes, pp_rank, 0) for pp_rank in range(pp)}
     others = [
