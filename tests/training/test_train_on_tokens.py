@@ -14,6 +14,7 @@ from composer3d.facts.errors import DataError
 from composer3d.runtime.launch import Pool
 from composer3d.training import loop
 from composer3d.training.build import Run
+from composer3d.training.ending import Tell
 from tests.training.jobs import DATA, TrainEnd, train, train_as_rank
 from tests.training.jobs import RECIPE as SMALL
 
@@ -108,11 +109,11 @@ def train_and_lose_the_data(folder: str) -> TrainEnd:
     """A task: train as a rank; rank 1 finds no shard any more once training has begun."""
     train_all = loop.train
 
-    def train_without_data(run: Run) -> int:
+    def train_without_data(run: Run, tell: Tell) -> int:
         corpus = run.loader.loader.corpus
         if os.environ["RANK"] == "1" and isinstance(corpus, Corpus) and corpus.manifest is not None:
             object.__setattr__(corpus.manifest, "folder", Path("gone"))
-        return train_all(run)
+        return train_all(run, tell)
 
     loop.train = train_without_data
     return train_as_rank(folder, (), {})
