@@ -17,9 +17,9 @@ module checks that claim, with the real code on tensors without data:
 
 Checks 3 to 6 look at the first rank of each distinct pipeline rank, with the full-size model, in a
 step of as few micro-batches as have every kind of action of the job's step.
-Whether a rank receives what another one sends, and check 7, use such a step of a small model on the
-full-size mesh: the first rank of each pipeline rank, and of three of them also the middle and the
-last rank on the other axes.
+Check 7 uses such a step of a small model on the full-size mesh: of three pipeline ranks, the first,
+the middle and the last rank on the other axes. So does the check whether a rank receives what
+another one sends: the first rank of each pipeline rank, with one block a stage.
 
 This module does not import torch; worker processes do.
 """
@@ -41,6 +41,8 @@ from composer3d.full.predicates import PREDICATES, LostPredicate, differences
 from composer3d.planner.trained import has_frozen
 from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import Recipe
+from composer3d.recipe.stages import n_stages_of
+from composer3d.recipe.values import variant
 from composer3d.runtime.launch import Pool
 from composer3d.verify.shrink import shrink_to
 
@@ -309,26 +311,41 @@ def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Plant) -
     small = _with_fewer_micro_batches(shrink_to(full, full.mesh), full.micro_batches)
     small = _with_every_action(small)
     sizes, pp = small.mesh, small.mesh.pp
-    corners = {pp_rank: places.corner(sizes, pp_rank, 0) for pp_rank in range(pp)}
-    others = [
-        (pp_rank, rank)
+    # The first of each pipeline rank is the one that others are compared with.
+    ranks = {
+        pp_rank: dict.fromkeys(places.corner(sizes, pp_rank, number) for number in (0, 2, -1))
         for pp_rank in sorted({0, pp // 2, pp - 1})
-        for rank in {places.corner(sizes, pp_rank, 2), places.corner(sizes, pp_rank, -1)}
-        if rank != corners[pp_rank]
-    ]
-    jobs = [(small, pp_rank, rank) for pp_rank, rank in [*corners.items(), *others]]
-    witnesses = {(w.taped.stage, w.rank): w for w in _witnesses(pool, jobs, plant)}
-    first = {pp_rank: witnesses[pp_rank, rank] for pp_rank, rank in corners.items()}
-    for pp_rank, rank in others:
-        one, other = first[pp_rank], witnesses[pp_rank, rank]
-        structure.add("peers", _unlike(one, other, sizes.tp), len(one.calls))
-    for witness in witnesses.values():
-        structure.add("gradients", _wrong_gradients(small, witness), len(witness.gradients))
+    }
+    jobs = [(small, pp_rank, rank) for pp_rank, own in ranks.items() for rank in own]
+    # What stages send each other does not depend on their blocks.
+    thin = small if pp == len(ranks) else _with_one_block_a_stage(small)
+    missing = [pp_rank for pp_rank in range(pp) if thin is not small or pp_rank not in ranks]
+    jobs += [(thin, pp_rank, places.corner(sizes, pp_rank, 0)) for pp_rank in missing]
+
+    first: dict[int, Witness] = {}
+    others: list[Witness] = []
+    first_thin: dict[int, Witness] = {}
+    for (recipe, pp_rank, _), witness in zip(jobs, _witnesses(pool, jobs, plant), strict=True):
+        if recipe is thin:
+            first_thin.setdefault(pp_rank, witness)
+        if recipe is small and first.setdefault(pp_rank, witness) is not witness:
+            others.append(witness)
+        structure.add("gradients", _wrong_gradients(recipe, witness), len(witness.gradients))
         structure.add("seams", witness.unmet, witness.seams)
-        structure.add("groups", _wrong_group_of_axis(small, witness), 0)
-        structure.add("collectives", _wrong_reductions(small, witness), 0)
-        structure.add("messages", messages.unmet_in_ring(small, witness), 0)
-    structure.add("messages", messages.wrong_messages(small, first), 0)
+        structure.add("groups", _wrong_group_of_axis(recipe, witness), 0)
+        structure.add("collectives", _wrong_reductions(recipe, witness), 0)
+        structure.add("messages", messages.unmet_in_ring(recipe, witness), 0)
+    for other in others:
+        one = first[other.taped.stage]
+        structure.add("peers", _unlike(one, other, sizes.tp), len(one.calls))
+    structure.add("messages", messages.wrong_messages(thin, first_thin), 0)
+
+
+def _with_one_block_a_stage(small: Recipe) -> Recipe:
+    """Return the recipe with one block on each stage, if its rules allow that; else itself."""
+    values = {"model.n_layers": n_stages_of(small), "parallel.stages": None}
+    thin = variant(small, values)
+    return small if violations(thin) else thin
 
 
 def _with_fewer_micro_batches(small: Recipe, most: int) -> Recipe:
