@@ -19,7 +19,8 @@ Checks 3 to 6 look at the first rank of each distinct pipeline rank, with the fu
 step of as few micro-batches as have every kind of action of the job's step.
 Check 7 uses such a step of a small model on the full-size mesh: of three pipeline ranks, the first,
 the middle and the last rank on the other axes. So does the check whether a rank receives what
-another one sends: the first rank of each pipeline rank, with one block a stage.
+another one sends: the first rank of each pipeline rank, with one block a stage; and that of the
+middle one with all micro-batches of the job.
 
 This module does not import torch; worker processes do.
 """
@@ -311,34 +312,46 @@ def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Plant) -
     small = _with_fewer_micro_batches(shrink_to(full, full.mesh), full.micro_batches)
     small = _with_every_action(small)
     sizes, pp = small.mesh, small.mesh.pp
-    # The first of each pipeline rank is the one that others are compared with.
-    ranks = {
-        pp_rank: dict.fromkeys(places.corner(sizes, pp_rank, number) for number in (0, 2, -1))
-        for pp_rank in sorted({0, pp // 2, pp - 1})
-    }
-    jobs = [(small, pp_rank, rank) for pp_rank, own in ranks.items() for rank in own]
-    # What stages send each other does not depend on their blocks.
-    thin = small if pp == len(ranks) else _with_one_block_a_stage(small)
-    missing = [pp_rank for pp_rank in range(pp) if thin is not small or pp_rank not in ranks]
-    jobs += [(thin, pp_rank, places.corner(sizes, pp_rank, 0)) for pp_rank in missing]
 
-    first: dict[int, Witness] = {}
-    others: list[Witness] = []
-    first_thin: dict[int, Witness] = {}
-    for (recipe, pp_rank, _), witness in zip(jobs, _witnesses(pool, jobs, plant), strict=True):
-        if recipe is thin:
-            first_thin.setdefault(pp_rank, witness)
-        if recipe is small and first.setdefault(pp_rank, witness) is not witness:
-            others.append(witness)
-        structure.add("gradients", _wrong_gradients(recipe, witness), len(witness.gradients))
-        structure.add("seams", witness.unmet, witness.seams)
-        structure.add("groups", _wrong_group_of_axis(recipe, witness), 0)
-        structure.add("collectives", _wrong_reductions(recipe, witness), 0)
-        structure.add("messages", messages.unmet_in_ring(recipe, witness), 0)
-    for other in others:
-        one = first[other.taped.stage]
-        structure.add("peers", _unlike(one, other, sizes.tp), len(one.calls))
-    structure.add("messages", messages.wrong_messages(thin, first_thin), 0)
+    def see(
+        recipe: Recipe, pp_ranks: Iterable[int], numbers: Sequence[int] = (0,)
+    ) -> "dict[int, list[Witness]]":
+        """Return what the ranks of ``places.corner`` did on some pipeline ranks, and check each."""
+        jobs = [
+            (recipe, pp_rank, rank)
+            for pp_rank in pp_ranks
+            for rank in dict.fromkeys(places.corner(sizes, pp_rank, number) for number in numbers)
+        ]
+        found: dict[int, list[Witness]] = {}
+        for witness in _witnesses(pool, jobs, plant):
+            found.setdefault(witness.taped.stage, []).append(witness)
+            structure.add("gradients", _wrong_gradients(recipe, witness), len(witness.gradients))
+            structure.add("seams", witness.unmet, witness.seams)
+            structure.add("groups", _wrong_group_of_axis(recipe, witness), 0)
+            structure.add("collectives", _wrong_reductions(recipe, witness), 0)
+            structure.add("messages", messages.unmet_in_ring(recipe, witness), 0)
+        return found
+
+    def see_messages(recipe: Recipe, found: "dict[int, list[Witness]]") -> None:
+        first = {pp_rank: witnesses[0] for pp_rank, witnesses in found.items()}
+        structure.add("messages", messages.wrong_messages(recipe, first), 0)
+
+    chosen = sorted({0, pp // 2, pp - 1})
+    of_small = see(small, chosen, (0, 2, -1))
+    for one, *others in of_small.values():
+        for other in others:
+            structure.add("peers", _unlike(one, other, sizes.tp), len(one.calls))
+
+    # What stages send each other does not depend on their blocks.
+    thin = _with_one_block_a_stage(small)
+    if pp == len(chosen):
+        see_messages(small, of_small)
+    else:
+        see_messages(thin, see(thin, range(pp)))
+    whole = thin.with_micro_batches(full.micro_batches)
+    if pp > 1 and whole.micro_batches > thin.micro_batches and not violations(whole):
+        # A rank between two others sends and receives of both kinds.
+        see_messages(whole, see(whole, (0, 1) if pp == 2 else (pp // 2,)))
 
 
 def _with_one_block_a_stage(small: Recipe) -> Recipe:

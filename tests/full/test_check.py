@@ -20,7 +20,11 @@ from tools.prove.faults.exchanges import (
     lose_the_hop_of_keys,
 )
 from tools.prove.faults.pipeline import lose_a_gradient_between_stages
-from tools.prove.full.at_scale import pair_ranks_of_cp, send_to_the_rank_before
+from tools.prove.full.at_scale import (
+    lose_the_seventeenth_message,
+    pair_ranks_of_cp,
+    send_to_the_rank_before,
+)
 from tools.prove.full.run import _nothing
 from tools.prove.full.spoil import Spoil
 from tools.prove.paths import RECIPE, ROOT
@@ -66,6 +70,12 @@ def _spoil(way: str, call: str) -> Any:
             "mesh.pp=2",
             lose_a_gradient_between_stages,
             "seams: the gradients that stage 0 takes for micro-batch 1 are not those",
+        ),
+        # More than have every kind of action.
+        (
+            "mesh.pp=2 data.global_batch=40",
+            lose_the_seventeenth_message,
+            "messages: activations of stage 0, micro-batch 16: sent 0 times",
         ),
         ("mesh.cp=4 data.global_batch=4", pair_ranks_of_cp, "groups: rank 0 sends over cp to"),
         (
