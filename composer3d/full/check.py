@@ -15,12 +15,13 @@ module checks that claim, with the real code on tensors without data:
    ranks divide by is the same on all (``varying``);
 7. peers: ranks at other coordinates call the same collectives in the same order.
 
-Checks 3 to 6 look at the first rank of each distinct pipeline rank, with the full-size model, in a
-step of as few micro-batches as have every kind of action of the job's step.
-Check 7 uses such a step of a small model on the full-size mesh: of three pipeline ranks, the first,
-the middle and the last rank on the other axes. So does the check whether a rank receives what
-another one sends: the first rank of each pipeline rank, with one block a stage; and that of the
-middle one with all micro-batches of the job.
+Checks 3 to 6 run the full-size model, on the first rank of each distinct pipeline rank. A step has
+only as many micro-batches as are needed to show every kind of action of the job's step. Two further
+runs use a small model on the full-size mesh, and steps of as few micro-batches:
+
+- For check 7, three pipeline ranks run: each on its first, middle and last rank on the other axes.
+- For messages, the first rank of every pipeline rank runs, with one block a stage. The middle
+  pipeline rank also runs all micro-batches of the job.
 
 This module does not import torch; worker processes do.
 """
