@@ -1,9 +1,15 @@
-"""The numbers of proofs in the README and in ``docs/``: those of the proofs' own tables."""
+"""The numbers of proofs in the README and in ``docs/``: those of the proofs' own tables.
+
+The line of a proof that pages show has the layout that ``verify`` proves for the recipe.
+"""
 
 import re
 
 import pytest
 
+from composer3d.recipe.resolve import load
+from composer3d.verify.proof import describe
+from composer3d.verify.shrink import shrink
 from tools.prove.faults.table import FAULTS
 from tools.prove.fuzz.run import KINDS
 from tools.prove.hostile.cases import CASES
@@ -32,3 +38,11 @@ def test_pages_have_the_numbers_of_the_proofs(page: str, sentence: str, numbers:
     found = re.search(sentence, (ROOT / page).read_text())
     assert found is not None, f"{page} lacks {sentence!r}"
     assert [int(number.replace(",", "")) for number in found.groups()] == numbers
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/proofs.md"])
+def test_the_line_of_a_proof_has_the_layout_that_runs(page: str) -> None:
+    text = (ROOT / page).read_text()
+    (recipe,) = set(re.findall(r"^composer3d verify (recipes/llama3-70b\S+)", text, re.MULTILINE))
+    (small,) = shrink(load(str(ROOT / recipe), check_files=False).recipe)
+    assert f"\nexact   {describe(small)}  (float64)  loss " in text
