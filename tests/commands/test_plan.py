@@ -335,6 +335,52 @@ def test_the_goodput_of_the_page_is_what_the_command_prints(
 
 
 @pytest.mark.parametrize(
+    ("page", "sentence", "recipe", "sets"),
+    [
+        ("performance", "`composer3d plan` predicts {:.0%} more", "llama3-8b-8-float8", []),
+        ("performance", "it predicts {:.1%} more tokens", RECIPE, ["precision.reduce=bfloat16"]),
+        ("axis-dp", "{:.1%} fewer tokens per second with 4", RECIPE, ["parallel.fsdp_blocks=4"]),
+    ],
+)
+def test_pages_have_the_speeds_that_are_predicted(
+    page: str, sentence: str, recipe: str, sets: list[str]
+) -> None:
+    """Each sentence compares a layout on H100 with the one of ``RECIPE``."""
+    row = hardware.by_name("H100")
+    assert row is not None
+    device = Device(hardware=row)
+    before, after = (
+        price(load(path, overrides, check_files=False).recipe, device).prediction.tokens_s
+        for path, overrides in (
+            (ROOT / "recipes" / f"{RECIPE}.toml", []),
+            (ROOT / "recipes" / f"{recipe}.toml", sets),
+        )
+    )
+    assert sentence.format(abs(after / before - 1)) in words_of(page)
+
+
+def test_the_memory_of_muon_on_the_page_is_what_the_command_says(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page is of torch 2.13."""
+    monkeypatch.setattr(predict, "is_since_2_15", lambda: False)
+    gib = []
+    for recipe in (RECIPE, "llama3-8b-8-muon", "qwen3-30b-a3b-16-ep-pp", "qwen3-30b-a3b-16-muon"):
+        _, answer = ask("plan", recipe, "--memory", "--gpu", "H100")
+        gib.append(sum(answer["ranks"][answer["largest_rank"]].values()))
+    sentence = (
+        "{:.1f} GiB become {:.1f} on each GPU for the first, "
+        "{:.1f} become {:.1f} on the GPUs that need most for the second."
+    )
+    assert sentence.format(*gib) in words_of("optimizers")
+
+
+def words_of(page: str) -> str:
+    """The text of a page, in one line."""
+    return " ".join((ROOT / "docs" / f"{page}.md").read_text().split())
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--goodput", "often"], "--goodput often: give the hours between two failures"),
