@@ -86,6 +86,8 @@ TABLES = [
         "pp",
         ("mesh.pp=2", "parallel.schedule=Interleaved1F1B", "parallel.virtual_stages=3"),
     ),
+    ("axis-pp.md", "pp, a V", "pp", ("mesh.pp=2", "parallel.schedule=ZBVZeroBubble", *BF16)),
+    ("axis-pp.md", "pp, a V", "pp", ("mesh.pp=3", "parallel.schedule=DualPipeV")),
     ("axis-dp.md", "dp, zero 3", "fsdp", ("mesh.dp_shard=2", "parallel.zero=3", *BF16)),
     ("axis-dp.md", "dp, zero 1", "fsdp", ("mesh.dp_shard=2", "mesh.cp=2", "parallel.zero=1")),
 ]
@@ -98,8 +100,7 @@ def test_a_table_says_what_a_recipe_sends(
     recipe = load(str(ROOT / "recipes" / "debug-1-single.toml"), [*SIZES, *sets]).recipe
     sent: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for flow in flows(recipe):
-        is_of_forward_only = axis == "pp" and flow.phase == "backward"
-        if flow.axis == axis and flow.phase != "step" and not is_of_forward_only:
+        if flow.axis == axis and flow.phase != "step":
             total = sent[f"{flow.phase}: {flow.purpose}", flow.operation]
             total[0] += flow.count
             total[1] += flow.sent_bytes
@@ -112,6 +113,8 @@ def test_a_table_says_what_a_recipe_sends(
         size *= 1 if "in all calls" in heads else calls
         printed[row.name, OPERATIONS[row.operation]] = [calls, size]
     assert len(printed) == len(rows) > 0
+    # With one stage on a rank, the first pipeline rank sends no gradients.
+    printed = {key: numbers for key, numbers in printed.items() if numbers[0]}
     assert printed == {key: pytest.approx(numbers) for key, numbers in sent.items()}
 
 
