@@ -24,7 +24,7 @@ CUTS: dict[str, Cut] = {
 
 
 def states(_: argparse.Namespace) -> int:
-    """Print how far each cut is from the whole matrix, and the states from those in float32."""
+    """Print by how much a cut, and the states, change the weights, relative to the update."""
     try:
         from torchao.optim import AdamW8bit, AdamWFp8
     except ImportError:
@@ -37,7 +37,8 @@ def states(_: argparse.Namespace) -> int:
 
     exact = _train(torch.optim.AdamW, weight, gradients, lambda whole: [whole])
     moved = (exact - weight).norm()
-    print_head("states", "cut", "from the whole matrix, of the update", "from float32 states")
+    uncut, float32 = "difference from the uncut matrix", "difference from float32 states"
+    print_head("states", "cut", uncut, float32)
     for optimizer in (torch.optim.AdamW, AdamW8bit, AdamWFp8):
         whole = _train(optimizer, weight, gradients, lambda whole: [whole])
         for name, cut in CUTS.items():
