@@ -72,7 +72,8 @@ COMMANDS = {
     ),
     "import": _Command(
         _CHOOSE,
-        "make a recipe of a configuration of Megatron-LM, DeepSpeed, torchtitan or nanotron",
+        "make a recipe of a configuration of Megatron-LM, Megatron-Bridge, DeepSpeed, torchtitan, "
+        "nanotron or NeMo Automodel",
     ),
     "report": _Command(_KEEP, "write one page about a run, or about several that it compares"),
     "sweep": _Command(_TRAIN, "train with several values of keys in turn, and compare the runs"),
