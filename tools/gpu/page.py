@@ -17,13 +17,13 @@ repeated. What is below was measured once for each card. Its files are in
 [tools/gpu/results](../tools/gpu/results), and `python -m tools.gpu page` writes this page from
 them. Columns that begin with `planned` are what `composer3d plan` says of the same recipe today.
 
-A profiled step is slower than the others. Its columns in ms are the time of the kernels, copies
-and fills that are for one thing; `idle` is the share of the step in which no kernel ran; `waits` is
-how often the host waited for an event or a stream.
+A profiled step is slower than the others. Each column in ms adds up the kernels, copies and fills
+of one category; `idle` is the share of the step in which no kernel ran; `waits` is how often the
+host waited for an event or a stream.
 
 When the H100 was measured, `compile.enabled` did not compile the loss, and blocks of the ring ran
-FlashAttention 2. On the H200, Triton could not start: whatever needs it is left out, as 9 of 28
-layouts.
+FlashAttention 2. On the H200, Triton could not start: everything that needs it was skipped,
+including 9 of the 28 layouts.
 """
 
 
