@@ -37,6 +37,9 @@ from composer3d.recipe.schema import (
 from composer3d.recipe.tokenizers import find_difference
 from composer3d.recipe.values import as_short_toml, as_toml, mention, nearest_multiples
 
+# What ``Recipe.checkpoint_folder`` is made of.
+_KEYS_OF_OWN_CHECKPOINTS = frozenset({"run.out_dir", "run.name", "checkpoint.folder"})
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -396,7 +399,7 @@ def _check_weights(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
     """
     key, hf = "model.hf", recipe.model.hf
     # ``_resolve_shape`` marks "model.preset" where it has reported the folder already.
-    keys = {key, "model.preset", "run.name", "checkpoint.folder", "checkpoint.resume"}
+    keys = {key, "model.preset", "checkpoint.resume"} | _KEYS_OF_OWN_CHECKPOINTS
     if hf is None or wrong_keys & keys:
         return
     if _may_have_checkpoints(recipe) or recipe.checkpoint.resume not in ("auto", "none"):
@@ -421,10 +424,8 @@ def _check_tokenizer(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None
         "data.path",
         "data.sources",
         "data.other_tokenizer",
-        "run.name",
-        "checkpoint.folder",
     }
-    if hf is None or wrong_keys & keys or _has_checkpoints(recipe):
+    if hf is None or wrong_keys & (keys | _KEYS_OF_OWN_CHECKPOINTS) or _has_checkpoints(recipe):
         return
     if not draft.may_import and any(map(is_url, data.paths)):
         return  # ``_data_problem`` refuses it
@@ -482,7 +483,7 @@ def _may_have_checkpoints(recipe: Recipe) -> bool:
 
 def _check_checkpoint(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
     # A run that has checkpoints of its own resumes from them, and does not need these folders.
-    if wrong_keys & {"run.name", "checkpoint.folder", "checkpoint.resume", "checkpoint.init"}:
+    if wrong_keys & ({"checkpoint.resume", "checkpoint.init"} | _KEYS_OF_OWN_CHECKPOINTS):
         return
     if _may_have_checkpoints(recipe):
         return

@@ -70,6 +70,7 @@ MODEL = [
     ),
     Wrong("small vocab", shape(vocab=255)),
     Wrong("preset too small", TINY + "[mesh]\npp = 5\n"),
+    Wrong("NUL in a folder", TINY + '[run]\nout_dir = "a\\u0000b"\n'),
     Wrong("no hf folder", '[run]\nsteps = 1\n[model]\nhf = "none"\n'),
     Wrong("hf is no JSON", {"x.toml": '[model]\nhf = "m"\n', "m/config.json": "hidden_size: 64"}),
     Wrong(
