@@ -1,4 +1,4 @@
-"""A Hugging Face Hub on this machine, with repositories of one folder each."""
+"""A Hugging Face Hub on this machine, whose repositories are folders."""
 
 import hashlib
 import json
@@ -27,6 +27,9 @@ class Hub:
         asked: list[str] = []
         hub = self
 
+        def files(name: str) -> list[Path]:
+            return sorted(path for path in repositories[name].rglob("*") if path.is_file())
+
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
@@ -43,7 +46,7 @@ class Hub:
                     return self._info(*match.groups())
                 if match := re.fullmatch(r"/api/models/(\w+/\w+)/tree/(\w+)", path):
                     return self._tree(*match.groups())
-                if match := re.fullmatch(r"/(\w+/\w+)/resolve/(\w+)/([^/]+)", path):
+                if match := re.fullmatch(r"/(\w+/\w+)/resolve/(\w+)/(.+)", path):
                     return self._file(*match.groups())
                 return self._answer(404, b"{}")
 
@@ -51,23 +54,23 @@ class Hub:
                 if name not in repositories or revision not in ("main", COMMIT, hub.commit):
                     word = "RepoNotFound" if name not in repositories else "RevisionNotFound"
                     return self._answer(404, b"{}", {"X-Error-Code": word})
-                names = sorted(path.name for path in repositories[name].iterdir())
+                names = [file.relative_to(repositories[name]).as_posix() for file in files(name)]
                 siblings = [{"rfilename": each} for each in names]
                 commit = hub.commit if revision == "main" else revision
                 info = {"id": name, "sha": commit, "siblings": siblings}
                 return self._answer(200, json.dumps(info).encode())
 
             def _tree(self, name: str, revision: str) -> None:
-                files = [
+                entries = [
                     {
                         "type": "file",
-                        "path": path.name,
-                        "size": path.stat().st_size,
-                        "oid": hashlib.sha1(path.read_bytes()).hexdigest(),
+                        "path": file.relative_to(repositories[name]).as_posix(),
+                        "size": file.stat().st_size,
+                        "oid": hashlib.sha1(file.read_bytes()).hexdigest(),
                     }
-                    for path in sorted(repositories[name].iterdir())
+                    for file in files(name)
                 ]
-                return self._answer(200, json.dumps(files).encode())
+                return self._answer(200, json.dumps(entries).encode())
 
             def _file(self, name: str, revision: str, file: str) -> None:
                 path = repositories[name] / file

@@ -58,7 +58,7 @@ class CheckpointFolder(Protocol):
 
         Args:
             name: the checkpoint.
-            assets: the files that belong to the model besides its tensors, by file name.
+            assets: the files that belong to the model besides its tensors, by their paths.
             is_damaged: whether a checkpoint of this name is known to be damaged.
 
         Raises:
@@ -127,8 +127,9 @@ class DiskFolder(CheckpointFolder):
         staging = self._staging(name)
         staging.mkdir(parents=True)
         for file_name, content in assets.items():
-            (staging / ASSETS).mkdir(exist_ok=True)
-            (staging / ASSETS / file_name).write_bytes(content)
+            path = staging / ASSETS / file_name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
         sync(self._folder.parent)
 
     def writer(self, name: str) -> "Writer":
@@ -138,10 +139,10 @@ class DiskFolder(CheckpointFolder):
         staging, rank = self._staging(name), dist.get_rank()
         own = [*staging.glob(f"__{rank}_*")]
         if rank == 0:
-            assets = [*staging.glob(f"{ASSETS}/*")]
-            own += [staging / METADATA, *assets]
-            if assets:
-                sync(staging / ASSETS)
+            assets = [*staging.glob(f"{ASSETS}/**/*")]
+            own += [staging / METADATA, *(path for path in assets if path.is_file())]
+            for folder in {path.parent for path in assets}:
+                sync(folder)
         for path in own:
             sync(path)
         entries = {path.relative_to(staging).as_posix(): manifests.file_entry(path) for path in own}

@@ -16,7 +16,7 @@ from composer3d.checkpoint.manifest import ASSETS
 from composer3d.convert.carried import read_carried_files
 from composer3d.facts.errors import CheckpointError
 from composer3d.facts.files import parse_json
-from composer3d.facts.model_files import TOKENIZER_NAMES
+from composer3d.facts.model_files import is_of_tokenizer
 from composer3d.facts.remote import Place, RemotePath, local_copy
 from composer3d.facts.token_manifest import TOKENIZER, read_manifest
 from composer3d.facts.tokenizer_file import is_same, token_names
@@ -53,8 +53,8 @@ def make_assets(recipe: Recipe, end_of_document: int, earlier: Place | None) -> 
         earlier: the checkpoint that was loaded, or None.
 
     Returns:
-        The contents by file name. The dict is empty if the architecture is not one of ours: such a
-        model cannot be exported.
+        The contents by their paths in the folder. The dict is empty if the architecture is not one
+        of ours: such a model cannot be exported.
 
     Raises:
         DataError: the tokenizer of the data cannot be read, or is a link.
@@ -68,7 +68,7 @@ def make_assets(recipe: Recipe, end_of_document: int, earlier: Place | None) -> 
     if not is_same(tokenizer, files.get(TOKENIZER, b"")):
         ids = sorted(key for key in config if key.endswith("_token_id"))
         _say_left_out(files, ids)
-        files = {name: content for name, content in files.items() if name not in TOKENIZER_NAMES}
+        files = {path: content for path, content in files.items() if not is_of_tokenizer(path)}
         files[TOKENIZER] = tokenizer
         config = {key: value for key, value in config.items() if key not in ids}
         generation = {}
@@ -109,7 +109,8 @@ def make_assets(recipe: Recipe, end_of_document: int, earlier: Place | None) -> 
 
 def _say_left_out(files: Mapping[str, bytes], ids: Sequence[str]) -> None:
     """Log what of the model's files is not carried, as its tokenizer is not that of the data."""
-    left_out = [name for name in (*TOKENIZER_NAMES, _GENERATION) if name in files]
+    left_out = [path for path in files if is_of_tokenizer(path)]
+    left_out += [_GENERATION] if _GENERATION in files else []
     if ids:
         left_out.append(f"{', '.join(ids)} in {_CONFIG}")
     if left_out:

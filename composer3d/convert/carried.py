@@ -1,7 +1,7 @@
 """Read the files that belong to a model but hold no weights: tokenizer, configuration, licence.
 
 A conversion copies these files into the new checkpoint, although the old one is untrusted. So it
-copies only files named in ``CARRIED_NAMES``, only plain files in the checkpoint's own folder, and
+copies only files that ``is_carried`` knows, only plain files in the checkpoint's own folder, and
 only up to a size limit. Otherwise a link ``tokenizer.json -> ~/.ssh/id_rsa`` would copy a secret
 into the files that the user publishes.
 
@@ -17,7 +17,8 @@ from os.path import realpath
 from pathlib import Path
 
 from composer3d.facts.files import MIB, FileTooLargeError, read_plain
-from composer3d.facts.model_files import CARRIED_NAMES
+from composer3d.facts.model_files import CARRIED_NAMES, CHAT_TEMPLATES, is_carried
+from composer3d.facts.text import one_line
 
 FILE_LIMIT = 64 * MIB  # the largest known tokenizer.json has 33 MB
 TOTAL_LIMIT = 128 * MIB
@@ -28,13 +29,13 @@ def read_carried_files(folder: Path) -> tuple[dict[str, bytes], list[str]]:
     """Read the files of ``folder`` that belong to its model.
 
     Returns:
-        The contents by file name, and one line for each file in ``CARRIED_NAMES`` that is refused.
+        The contents by the paths in ``folder``, and one line for each file that is refused.
         A file is refused if it is a link (other than a link of the Hugging Face hub), is not a
         plain file, is too large, or cannot be read. Missing files are left out.
     """
     contents: dict[str, bytes] = {}
-    refusals = []
-    for name in CARRIED_NAMES:
+    templates, refusals = _find_templates(folder)
+    for name in (*CARRIED_NAMES, *templates):
         path = folder / name
         limit = min(FILE_LIMIT, TOTAL_LIMIT - sum(map(len, contents.values())))
         try:
@@ -49,23 +50,39 @@ def read_carried_files(folder: Path) -> tuple[dict[str, bytes], list[str]]:
 
 
 def select_carried_texts(contents: object) -> dict[str, bytes]:
-    """Return the contents of the files that a torch file carries, by file name.
+    """Return the contents of the files that a torch file carries, by their paths.
 
-    Files that are not in ``CARRIED_NAMES``, or that exceed a size limit, are left out.
+    Files that ``is_carried`` does not know, or that exceed a size limit, are left out.
 
     Args:
-        contents: the untrusted value in the torch file. It should be a dict from file names to
-            texts, each of which is the bytes of a file decoded as latin-1.
+        contents: the untrusted value in the torch file. It should be a dict from paths to texts,
+            each of which is the bytes of a file decoded as latin-1.
     """
     selected: dict[str, bytes] = {}
     if not isinstance(contents, dict):
         return selected
-    for name in CARRIED_NAMES:
+    templates = [name for name in contents if isinstance(name, str) and name not in CARRIED_NAMES]
+    for name in (*CARRIED_NAMES, *filter(is_carried, templates)):
         text = contents.get(name)
         limit = min(FILE_LIMIT, TOTAL_LIMIT - sum(map(len, selected.values())))
         if isinstance(text, str) and len(text) <= limit:
             selected[name] = text.encode("latin-1")
     return selected
+
+
+def _find_templates(folder: Path) -> tuple[list[str], list[str]]:
+    """Return the paths of the chat templates in a folder of their own, and lines of refusals."""
+    templates = folder / CHAT_TEMPLATES
+    if templates.is_symlink():
+        return [], [f"{templates} is not copied: it is a link, which is not followed here"]
+    paths = [f"{CHAT_TEMPLATES}/{path.name}" for path in sorted(templates.glob("*.jinja"))]
+    refusals = [
+        f"{one_line(folder / path)} is not copied: its name has other characters than letters, "
+        "digits, _, - and ."
+        for path in paths
+        if not is_carried(path)
+    ]
+    return list(filter(is_carried, paths)), refusals
 
 
 def _read(folder: Path, name: str, limit: int) -> bytes:

@@ -105,6 +105,7 @@ def write(
     carried_folder = path / "assets" if to == "dcp" and source.carried else path
     carried_folder.mkdir(exist_ok=True)
     for name, content in source.carried.items():
+        (carried_folder / name).parent.mkdir(exist_ok=True)
         (carried_folder / name).write_bytes(content)
 
     if to == "dcp":

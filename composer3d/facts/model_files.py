@@ -1,6 +1,12 @@
 """The names of the files that belong to a model in Hugging Face format but hold no weights."""
 
-# The files of a tokenizer.
+import re
+
+# The default chat template of a tokenizer, and the folder of further ones: NAME.jinja.
+CHAT_TEMPLATE = "chat_template.jinja"
+CHAT_TEMPLATES = "additional_chat_templates"
+
+# The files of a tokenizer, besides further chat templates.
 TOKENIZER_NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -12,14 +18,14 @@ TOKENIZER_NAMES = (
     "vocab.json",
     "vocab.txt",
     "merges.txt",
+    CHAT_TEMPLATE,
+    "chat_template.json",
 )
 # The files in the repositories of Llama, Mistral and Qwen at Hugging Face and at Meta.
 CARRIED_NAMES = (
     "config.json",
     "generation_config.json",
     *TOKENIZER_NAMES,
-    "chat_template.jinja",
-    "chat_template.json",
     "README.md",
     "LICENSE",
     "LICENSE.md",
@@ -28,3 +34,15 @@ CARRIED_NAMES = (
     "NOTICE.txt",
     "USE_POLICY.md",
 )
+
+_CHAT_TEMPLATE_PATH = re.compile(rf"{CHAT_TEMPLATES}/[A-Za-z0-9_][A-Za-z0-9_.-]{{0,99}}\.jinja")
+
+
+def is_of_tokenizer(path: str) -> bool:
+    """Return whether a path in the folder of a model is that of a file of its tokenizer."""
+    return path in TOKENIZER_NAMES or _CHAT_TEMPLATE_PATH.fullmatch(path) is not None
+
+
+def is_carried(path: str) -> bool:
+    """Return whether a path in the folder of a model is that of a file that belongs to it."""
+    return path in CARRIED_NAMES or is_of_tokenizer(path)

@@ -13,7 +13,11 @@ from tqdm import tqdm
 
 from composer3d.facts.bars import share_bars_by_threads
 from composer3d.facts.errors import CheckpointError
-from composer3d.facts.model_files import CARRIED_NAMES, TOKENIZER_NAMES
+from composer3d.facts.model_files import (
+    CARRIED_NAMES,
+    CHAT_TEMPLATES,
+    TOKENIZER_NAMES,
+)
 from composer3d.facts.text import one_line
 
 _PREFIX = "hf://"
@@ -21,17 +25,18 @@ _WORD = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
 _PLACE = re.compile(rf"{_PREFIX}({_WORD}/{_WORD})(?:@({_WORD}(?:/{_WORD})*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
-# Which files to load. All are at the top of a repository.
+# Which files to load. All but these templates are at the top of a repository.
+_CHAT_TEMPLATES = f"{CHAT_TEMPLATES}/*.jinja"
 CONFIG = ("config.json",)
 # With those that say which token ends a text.
 TOKENIZER = (
     *TOKENIZER_NAMES,
     *CONFIG,
     "generation_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
+    _CHAT_TEMPLATES,
 )
-WEIGHTS = (*CARRIED_NAMES, "*.safetensors", "*.safetensors.index.json")
+_TENSORS = ("*.safetensors", "*.safetensors.index.json")
+WEIGHTS = (*CARRIED_NAMES, _CHAT_TEMPLATES, *_TENSORS)
 
 
 class _Place(NamedTuple):
@@ -109,7 +114,8 @@ def folder(text: str, files: tuple[str, ...] = WEIGHTS, *, shows_progress: bool 
             place.repository,
             revision=place.revision,
             allow_patterns=list(files),
-            ignore_patterns=["*/*"],
+            # In patterns, * stands for / too.
+            ignore_patterns=[f"*/{name}" for name in _TENSORS],
             tqdm_class=None if shows_progress else _NoBar,
         )
     except Exception as error:

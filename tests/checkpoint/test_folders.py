@@ -39,6 +39,9 @@ def know_the_server(
     return job(**arguments)
 
 
+ASSETS = {"config.json": b"{}", "additional_chat_templates/rag.jinja": b"x"}
+
+
 @pytest.fixture(scope="module")
 def workers(pool: Pool) -> Workers:
     return Workers(pool)
@@ -53,7 +56,7 @@ def save(folder: Place, steps: list[int], *, keep: int = 9, background: bool = F
     with pool_world():
         stages, optimizer = make_job(seed=0)
         store = Store(folder, keep=keep, background=background)
-        store.assets = {"config.json": b"{}"}
+        store.assets = ASSETS
         for step in steps:
             store.save(make_manifest(step), stages, optimizer)
         store.wait()
@@ -275,7 +278,7 @@ def save_twice(folder: RemotePath, change: bool) -> list[Any]:
     with pool_world(), pytest.MonkeyPatch.context() as patch:
         stages, optimizer = make_job(seed=0)
         store = Store(folder, keep=1)
-        store.assets = {"config.json": b"{}"}
+        store.assets = ASSETS
         store.save(make_manifest(1), stages, optimizer)
         before = place.files()
         if change:

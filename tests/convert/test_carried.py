@@ -42,6 +42,31 @@ def test_only_names_on_the_list_are_carried(tmp_path: Path) -> None:
     assert files_with(tmp_path / "b", SECRET) == []
 
 
+MORE = "additional_chat_templates"
+
+
+def test_further_chat_templates_are_carried(tmp_path: Path) -> None:
+    folder = make_hf(tmp_path / "a")
+    (folder / MORE / "x").mkdir(parents=True)
+    names = ("tool_use.jinja", "rag.jinja", "x.txt", "x/y.jinja", ".z.jinja")
+    for name in names:
+        (folder / MORE / name).write_bytes(name.encode())
+    carried_names = {f"{MORE}/{name}" for name in names[:2]}
+    path = folder
+    for to in ("dcp", "torch", "hf"):
+        report = convert(path, tmp_path / to, to)
+        path = tmp_path / to
+        assert set(report["carried"]) == {"config.json", *CARRIED, *carried_names}
+    assert {file.name for file in (path / MORE).iterdir()} == {*names[:2]}
+    assert (path / MORE / "rag.jinja").read_bytes() == b"rag.jinja"
+
+    (folder / MORE).rename(tmp_path / "private")
+    (folder / MORE).symlink_to(tmp_path / "private")
+    files, refusals = carried.read_carried_files(folder)
+    assert not carried_names & files.keys()
+    assert refusals == [f"{folder / MORE} is not copied: it is a link, which is not followed here"]
+
+
 def test_pipes_folders_sockets_and_cycles_of_links_are_not_copied(tmp_path: Path) -> None:
     folder = make_hf(tmp_path / "a")
     for name in CARRIED:

@@ -310,9 +310,12 @@ def test_the_tokenizer_of_the_data_replaces_that_of_the_folder(
     tmp_path: Path, prepared: Path, told: pytest.LogCaptureFixture
 ) -> None:
     folder = start_folder(tmp_path, make_byte_tokenizer())
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/rag.jinja").write_text("x")
     data = f'source = "tokens"\npath = "{prepared}"'
     recipe = recipe_of(tmp_path, data, model=f'hf = "{folder}"')
     assets = make_assets(recipe, 2, None)
+    assert not [name for name in assets if "jinja" in name]
     assert assets["tokenizer.json"] == (prepared / "tokenizer.json").read_bytes()
     assert "chat_template" not in json.loads(assets["tokenizer_config.json"])
     assert not {"tokenizer.model", "special_tokens_map.json"} & assets.keys()
@@ -321,7 +324,8 @@ def test_the_tokenizer_of_the_data_replaces_that_of_the_folder(
     assert told.messages == [
         "the data has another tokenizer than the model's files: checkpoints carry that of the "
         "data; left out of the model's files: tokenizer.json, tokenizer_config.json, "
-        "tokenizer.model, special_tokens_map.json, generation_config.json, "
+        "tokenizer.model, special_tokens_map.json, additional_chat_templates/rag.jinja, "
+        "generation_config.json, "
         "bos_token_id, eos_token_id, pad_token_id in config.json"
     ]
 

@@ -48,6 +48,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert cli.main(["convert", f"{folder}/runs/made", f"{folder}/hf", "--to", "hf"]) == 0
     (folder / "hf" / "pytorch_model.bin").write_bytes(b"not read")
     (folder / "hf" / "LICENSE").write_text("as you like")
+    for name in ("additional_chat_templates/rag.jinja", "original/model.safetensors"):
+        (folder / "hf" / name).parent.mkdir()
+        (folder / "hf" / name).write_text("x")
     # So that the numbers in config.json say which token ends a text.
     (folder / "hf" / "tokenizer_config.json").unlink()
     for name in ("config.json", "generation_config.json"):
@@ -79,7 +82,8 @@ def test_a_name_is_pinned_to_a_commit_and_loaded_once(server: Hub) -> None:
     folder = hub.folder(PINNED)
     names = {path.name for path in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
-    assert "pytorch_model.bin" not in names
+    assert not {"pytorch_model.bin", "original"} & names
+    assert (folder / "additional_chat_templates/rag.jinja").read_text() == "x"
     server.asked.clear()
     assert hub.folder(PINNED) == folder
     assert server.asked == []
@@ -144,9 +148,12 @@ def test_a_run_starts_from_the_commit_that_it_keeps(
     assert f'hf = "{PINNED}"' in (tmp_path / "runs/hub/recipe.toml").read_text()
     # Its checkpoints have the files of the model, as those of a run from a folder.
     assets = [tmp_path / "runs" / name / "checkpoints/step-00000002/assets" for name in NAMES]
-    contents = [{file.name: file.read_bytes() for file in each.iterdir()} for each in assets]
+    contents = [
+        {file.name: file.read_bytes() for file in each.rglob("*") if file.is_file()}
+        for each in assets
+    ]
     assert contents[0] == contents[1]
-    assert "LICENSE" in contents[0]
+    assert {"LICENSE", "rag.jinja"} <= contents[0].keys()
 
 
 def test_a_resumed_run_keeps_its_commit(
