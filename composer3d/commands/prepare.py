@@ -101,9 +101,9 @@ class Options:
     )
     chat_template: str | None = argument(
         "--chat-template",
-        metavar="FILE",
-        help="with --kind chat: the chat template; default: the one of the tokenizer, in "
-        "chat_template.jinja or tokenizer_config.json beside it",
+        metavar="FILE|NAME",
+        help="with --kind chat: the chat template, or the name of one of the tokenizer's; default: "
+        "those of the tokenizer, in chat_template.jinja or tokenizer_config.json beside it",
     )
     eod: str | None = argument(
         "--eod",

@@ -126,9 +126,9 @@ class ChatTemplate:
         asks_for_answer: bool = False,
     ) -> str:
         variables = {
+            **self._tokens,
             "tools": None,
             "documents": None,
-            **self._tokens,
             **conversation,
             "messages": messages,
             "add_generation_prompt": asks_for_answer,
@@ -247,6 +247,33 @@ class ChatTemplate:
                 "{% generation %} around what is learned, by --chat-template"
             )
         return spans
+
+
+class ChatTemplates:
+    """The chat templates of a tokenizer, of which each conversation gets one, as in transformers.
+
+    Args:
+        default: the template.
+        tokens: as for ``ChatTemplate``.
+        tool_use: the template of conversations with tools, also with an empty list of them; None:
+            the same one.
+
+    Raises:
+        jinja2.TemplateError: as ``ChatTemplate``.
+    """
+
+    def __init__(self, default: str, tokens: dict[str, str], tool_use: str | None) -> None:
+        self._default = ChatTemplate(default, tokens)
+        self._tool_use = self._default if tool_use is None else ChatTemplate(tool_use, tokens)
+
+    def render(self, conversation: dict[str, Any]) -> tuple[str, Spans]:
+        """Render a conversation as ``ChatTemplate.render``."""
+        has_tools = conversation.get("tools") is not None
+        return (self._tool_use if has_tools else self._default).render(conversation)
+
+    def ask(self, messages: list[Any]) -> str:
+        """Render messages as ``ChatTemplate.ask``."""
+        return self._default.ask(messages)
 
 
 def _change(message: dict[str, Any]) -> dict[str, Any]:

@@ -129,7 +129,12 @@ def open_example_tokenizer(name: str, end: str | None, examples: Examples) -> To
     shown, ends = one_line(file), ends_of(file, end)
     if isinstance(examples, Answers):
         return _AnswerTokenizer(shown, content, ends)
-    chat = read_chat_settings(Path(name), examples.template, option="--kind chat")
+    chat = read_chat_settings(
+        Path(name),
+        examples.template,
+        option="--kind chat",
+        way_out="give one by --chat-template",
+    )
     # Many models end turns with the token that ends a text. Then another one ends documents.
     candidates = ends if end is not None else tuple(dict.fromkeys((*ends, *USUAL_ENDS)))
     return _ChatTokenizer(shown, content, candidates, chat)
@@ -211,7 +216,8 @@ class _ChatTokenizer(FileTokenizer):
         self, name: str, content: bytes, ends: Sequence[str | int], chat: ChatSettings
     ) -> None:
         super().__init__(name, content, ends, chat)
-        self.settings = chat._asdict()
+        # A key without a value is left out: an interrupted prepare that had no such key goes on.
+        self.settings = {key: value for key, value in chat._asdict().items() if value is not None}
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             if len(self._ends) > 1:

@@ -27,6 +27,9 @@ from composer3d.data.tokenizer import (
 from composer3d.facts.errors import DataError
 from composer3d.facts.text import one_line
 
+# What to do if --chat finds no template.
+NO_TEMPLATE = "leave --chat out, or give a folder that has one by --tokenizer"
+
 
 class PromptTokenizer:
     """A tokenizer that makes each byte of UTF-8 a token. Its subclass runs a tokenizer.json.
@@ -195,7 +198,9 @@ def open_prompt_tokenizer(
         ends=ends_of(file, None),
         begins=read_own_begins(file),
         adds_special_tokens=adds_special_tokens,
-        chat=read_chat_settings(Path(path), None, option="--chat") if has_chat else None,
+        chat=read_chat_settings(Path(path), None, option="--chat", way_out=NO_TEMPLATE)
+        if has_chat
+        else None,
     )
 
 

@@ -1,4 +1,7 @@
-"""The special tokens that the files beside a tokenizer.json name: which begin and end a text."""
+"""The special tokens that the files beside a tokenizer.json name: which begin and end a text.
+
+Templates of chats call them by the same names.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,11 +13,15 @@ from composer3d.facts.text import one_line
 from composer3d.facts.token_manifest import TOKENIZER
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 
 # The files that name the token that ends a text, best first: by a name, then by its number.
-BY_NAME = (TOKENIZER_CONFIG, "special_tokens_map.json")
+BY_NAME = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)
 BY_NUMBER = ("generation_config.json", "config.json")
 _FILE_BYTES = 64 << 20
+
+# Keys whose value may be an object of special tokens by their names.
+_NAMED_APART = ("model_specific_special_tokens", "extra_special_tokens")
 
 
 def read_own_ends(path: Path) -> tuple[str | int, ...]:
@@ -71,6 +78,28 @@ def own_begins(files: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
     As in transformers, only the files of the tokenizer count, not the number in a config.json.
     """
     return tuple(dict.fromkeys(_names(files, "bos_token")))
+
+
+def named_tokens(files: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the special tokens by their names, such as ``bos_token``, as transformers does.
+
+    ``files`` is that of ``own_ends``. special_tokens_map.json comes first, and is not read if
+    tokenizer_config.json has ``added_tokens_decoder``. Tokens of an object such as
+    ``extra_special_tokens`` come before those of equal names outside of it.
+    """
+    config = files.get(TOKENIZER_CONFIG, {})
+    in_use = [config]
+    if "added_tokens_decoder" not in config:
+        in_use.append(files.get(SPECIAL_TOKENS_MAP, {}))
+    values: dict[str, Any] = {}
+    for file in in_use:
+        values |= {key: value for key, value in file.items() if key.endswith("_token")}
+    for file in in_use:
+        for key in _NAMED_APART:
+            apart = file.get(key)
+            values |= apart if isinstance(apart, dict) else {}
+    names = {key: token_name(value) for key, value in values.items()}
+    return {key: name for key, name in names.items() if name is not None}
 
 
 def _names(files: Mapping[str, Mapping[str, Any]], key: str) -> list[str]:

@@ -464,15 +464,17 @@ class ChatFailure(Exception):
 
 
 class ChatSettings(NamedTuple):
-    """A chat template, and what it may read besides a conversation.
+    """Chat templates, and what they may read besides a conversation.
 
     Attributes:
         template: the template, in the language of Jinja.
         tokens: the special tokens by their names in a template, such as ``bos_token``.
+        tool_use: the template of conversations with tools; None: the same one.
     """
 
     template: str
     tokens: dict[str, str]
+    tool_use: str | None = None
 
 
 class End(NamedTuple):
@@ -524,7 +526,7 @@ class TokenizerProcess:
         special_as_text: whether the name of a special token in a text is ordinary text.
         adds_special_tokens: whether texts get the special tokens that the tokenizer adds to them,
             such as the one that begins a text.
-        chat: the template that renders conversations, if there are any.
+        chat: the templates that render conversations, if there are any.
     """
 
     def __init__(

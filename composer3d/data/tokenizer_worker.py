@@ -272,7 +272,7 @@ def _unpack(batch: bytes) -> list[str]:
 
 
 def _load_template(chat: dict[str, Any]) -> Any:
-    """Compile the chat template of the settings, and forbid this process to write files."""
+    """Compile the chat templates of the settings, and forbid this process to write files."""
     # -P keeps this folder out of sys.path, so the file beside this one is loaded by its path.
     path = Path(__file__).with_name("chat_template.py")
     spec = importlib.util.spec_from_file_location("chat_template", path)
@@ -280,7 +280,7 @@ def _load_template(chat: dict[str, Any]) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    template = module.ChatTemplate(chat["template"], chat["tokens"])
+    template = module.ChatTemplates(chat["template"], chat["tokens"], chat["tool_use"])
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     return template
 

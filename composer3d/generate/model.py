@@ -6,8 +6,9 @@ import torch
 
 from composer3d.convert.formats import Source
 from composer3d.convert.start import read_shards
-from composer3d.data.chat_settings import TEMPLATE, make_chat_settings, require_jinja
+from composer3d.data.chat_settings import make_chat_settings, require_jinja
 from composer3d.data.prompt_tokenizer import (
+    NO_TEMPLATE,
     PromptTokenizer,
     make_prompt_tokenizer,
     open_prompt_tokenizer,
@@ -15,13 +16,11 @@ from composer3d.data.prompt_tokenizer import (
 from composer3d.data.special_tokens import (
     BY_NAME,
     BY_NUMBER,
-    TOKENIZER_CONFIG,
     own_begins,
     own_ends,
 )
 from composer3d.data.tokenizer import OTHER_TOKENIZERS, ChatSettings
 from composer3d.facts.errors import DataError
-from composer3d.facts.text import one_line
 from composer3d.generate.generator import Generator
 from composer3d.generate.load import Checkpoint, build_model, carried_json, load_model
 from composer3d.parallel import compose_for_generation
@@ -80,20 +79,9 @@ def no_tokenizer(checkpoint: Checkpoint) -> DataError:
 
 
 def _carried_chat_settings(source: Source) -> ChatSettings:
-    """Return the chat template that came with a model. Raises DataError if there is none."""
+    """Return the chat templates that came with a model. Raises DataError if there are none."""
     require_jinja("--chat")
-    settings = make_chat_settings(
-        source.carried.get(TEMPLATE),
-        source.carried.get(TOKENIZER_CONFIG),
-        template_file=source.path / TEMPLATE,
-        folder=source.path,
-    )
-    if settings is None:
-        raise DataError(
-            f"--chat: {one_line(source.path)} has no chat template, neither {TEMPLATE} nor in "
-            f"{TOKENIZER_CONFIG}; leave --chat out, or give a folder that has one by --tokenizer"
-        )
-    return settings
+    return make_chat_settings(source.carried, source.path, place="--chat", way_out=NO_TEMPLATE)
 
 
 def dtype_of(checkpoint: Checkpoint, wanted: str | None) -> torch.dtype:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from jinja2 import TemplateError
+from tokenizers import Tokenizer
 
 from composer3d import cli
 from composer3d.data import chat_settings, chat_template, examples, prepare, tokenizer
@@ -319,6 +320,105 @@ def test_tools_and_several_templates(chats: Examples, tmp_path: Path) -> None:
     (tmp_path / "tok/tokenizer_config.json").write_text(json.dumps(config))
     ids, _ = chats.read([{"messages": CHATS[2], "tools": [{"a": "<é>"}]}])
     assert coder.decode(ids).startswith('[{"a": "<é>"}]')
+
+
+# The files of a tokenizer without tokens and templates of its own.
+NAMING = "[{{ bos_token }}|{{ eos_token }}|{{ image_token }}|{{ think_token }}]"
+OBJECT = {"content": "<|im_end|>", "lstrip": False}
+TYPED = OBJECT | {"__type": "AddedToken"}
+NAMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "in the map alone": ({}, {"bos_token": "<s>", "eos_token": OBJECT}),
+    "in both": ({"bos_token": END}, {"bos_token": "<s>"}),
+    "null in the configuration": ({"bos_token": None}, {"bos_token": "<s>"}),
+    "null in the map": ({"bos_token": "<s>"}, {"bos_token": None}),
+    "a map that is not read": ({"added_tokens_decoder": {}}, {"bos_token": "<s>"}),
+    "objects": ({"bos_token": TYPED, "think_token": TYPED}, {}),
+    "names of a model": ({"image_token": "<s>", "add_bos_token": True}, {"think_token": OBJECT}),
+    "extra ones": ({"extra_special_tokens": {"image_token": "<s>", "think_token": TYPED}}, {}),
+    "extra ones in both": (
+        {"extra_special_tokens": {"image_token": "<s>"}, "image_token": END},
+        {"extra_special_tokens": {"think_token": END}, "image_token": "<|im_start|>"},
+    ),
+    "a list of extra ones": ({"extra_special_tokens": ["<s>"]}, {}),
+    "specific ones": ({"model_specific_special_tokens": {"image_token": "<s>"}}, {}),
+}
+DEFAULT, TOOL_USE = ({"name": name, "template": name} for name in ("default", "tool_use"))
+FILE, MORE = "chat_template.jinja", "additional_chat_templates"
+TEMPLATES: dict[str, tuple[Any, dict[str, str]]] = {
+    "a text": ("x", {}),
+    "a list": ([TOOL_USE, DEFAULT], {}),
+    "a list with a name twice": ([DEFAULT, DEFAULT | {"template": "x"}], {}),
+    "an object": ({"default": "x", "tool_use": "y"}, {}),
+    "a file": ([TOOL_USE, DEFAULT], {FILE: "file"}),
+    "a folder": ([TOOL_USE, DEFAULT], {FILE: "file", f"{MORE}/tool_use.jinja": "more"}),
+    "a default in the folder": ("x", {FILE: "file", f"{MORE}/default.jinja": "more"}),
+}
+
+
+def rendered_by_both(folder: Path, tools: list[list[Any] | None]) -> tuple[list[str], list[str]]:
+    """Return what we and transformers make of a message, with each of ``tools``."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    settings = chat_settings.read_chat_settings(folder, None, option="", way_out="")
+    ours = chat_template.ChatTemplates(*settings)
+    messages = [{"role": "user", "content": "a"}]
+    return (
+        [ours.render({"messages": messages, "tools": each, "silent": [0]})[0] for each in tools],
+        [theirs.apply_chat_template(messages, tools=each, tokenize=False) for each in tools],
+    )
+
+
+def write_settings(folder: Path, config: dict[str, Any], files: dict[str, str]) -> None:
+    """Write a tokenizer with these files beside it, and no others."""
+    write_tokenizer(folder)
+    files = {"tokenizer_config.json": json.dumps(config), **files}
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
+
+
+@pytest.mark.parametrize(("config", "tokens"), NAMED.values(), ids=NAMED)
+def test_templates_name_the_special_tokens_of_transformers(
+    tmp_path: Path, config: dict[str, Any], tokens: dict[str, Any]
+) -> None:
+    files = {"special_tokens_map.json": json.dumps(tokens)}
+    write_settings(tmp_path, config | {"chat_template": NAMING}, files)
+    ours, theirs = rendered_by_both(tmp_path, [None])
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(("template", "files"), TEMPLATES.values(), ids=TEMPLATES)
+def test_a_conversation_gets_the_template_of_transformers(
+    tmp_path: Path, template: Any, files: dict[str, str]
+) -> None:
+    write_settings(tmp_path, {"chat_template": template}, files)
+    ours, theirs = rendered_by_both(tmp_path, [None, [{"a": 1}], []])
+    assert ours == theirs
+
+
+def test_a_template_may_be_named(chats: Examples, tmp_path: Path) -> None:
+    """As in transformers, it then renders conversations with tools too."""
+    named = [{"name": name, "template": name + MARKED} for name in ("rag", "tool_use")]
+    config = {"eos_token": "<|im_end|>", "chat_template": named}
+    write_settings(tmp_path / "tok", config, {})
+    entries = [{"messages": CHATS[2], "tools": [{"a": 1}]}]
+    line = chats.refusal(entries)
+    assert "has chat templates of the names rag, tool_use, and no default one; give one" in line
+    line = chats.refusal(entries, "--chat-template", "agr")
+    assert line.startswith("--chat-template agr: there is no such file, and ")
+    assert "has chat templates of the names rag, tool_use; give the path" in line
+    ids, _ = chats.read(entries, "--chat-template", "rag")
+    coder = Tokenizer.from_file(str(tmp_path / "tok/tokenizer.json"))
+    assert coder.decode(ids, skip_special_tokens=False).startswith("rag<|im_start|>")
+
+
+@pytest.mark.parametrize("value", [7, [7], [{"name": "default"}], [{"name": [], "template": ""}]])
+def test_templates_that_are_not_understood_are_refused(
+    chats: Examples, tmp_path: Path, value: Any
+) -> None:
+    write_settings(tmp_path / "tok", {"chat_template": value}, {})
+    line = chats.refusal(CHAT_LINES)
+    assert "tokenizer_config.json: its chat_template must be a text, or a list" in line
 
 
 def test_an_interrupted_prepare_of_examples_goes_on(

@@ -546,9 +546,14 @@ def test_chat_needs_text_and_a_template_that_works(
     write_tokenizer(tmp_path / "none", None)
     write_tokenizer(tmp_path / "fails", "{{ raise_exception('no user, please') }}")
     (tmp_path / "tokens.jsonl").write_text('{"prompt": [1, 2]}\n')
+    write_tokenizer(tmp_path / "named", None)
+    (tmp_path / "named/additional_chat_templates").mkdir()
+    (tmp_path / "named/additional_chat_templates/rag.jinja").write_text("x")
     prompt = ["--prompt", "hello"]
     assert "has no chat template, neither chat_template.jinja nor in" in error_of(*prompt)
     assert "has no chat template" in error_of(*prompt, "--tokenizer", str(tmp_path / "none"))
+    named = error_of(*prompt, "--tokenizer", str(tmp_path / "named"))
+    assert "has chat templates of the names rag, and no default one; leave --chat out, or" in named
     assert "no user, please" in error_of(*prompt, "--tokenizer", str(tmp_path / "fails"))
     assert "a tokenizer of bytes does not have" in error_of(*prompt, "--tokenizer", "bytes")
     assert "given as tokens; give text" in error_of("--prompts", str(tmp_path / "tokens.jsonl"))
