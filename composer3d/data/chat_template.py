@@ -24,6 +24,9 @@ ASSISTANT = "assistant"
 _CHARACTERS_PER_CHARACTER = 64
 _LEAST_LIMIT = 1 << 20
 
+# The keys of a message with its reasoning, best first: a template may read any of them.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
 Spans = list[tuple[int, int]]
 
 
@@ -61,7 +64,7 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         has_tag: bool = environment.has_generation_tag  # type: ignore[attr-defined]
         self._has_generation_tag = has_tag
-        self._tokens = tokens
+        self._source, self._tokens = source, tokens
 
     def render(self, conversation: dict[str, Any]) -> tuple[str, Spans]:
         """Render a conversation, and find what the assistant says in it.
@@ -78,18 +81,19 @@ class ChatTemplate:
             The text, and the ranges of its characters that are learned, in order.
 
         Raises:
-            ValueError: the turns of the assistant cannot be found, there are none, or the text is
-                too long.
+            ValueError: the turns of the assistant cannot be found, there are none, the template
+                leaves out a part of the conversation, or the text is too long.
             Exception: whatever the template raises.
         """
         silent = frozenset(conversation.get("silent", ()))
         conversation = {key: value for key, value in conversation.items() if key != "silent"}
-        messages = conversation["messages"]
+        messages = conversation["messages"] = _name_reasoning(conversation["messages"])
         turns = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
         is_silent = bool(silent) and silent.issuperset(turns)
         allowed = _CHARACTERS_PER_CHARACTER * len(json.dumps(conversation))
         limit = max(_LEAST_LIMIT, allowed)
         marked = self._render(conversation, messages, limit)
+        self._refuse_losses(conversation, marked, limit)
         if self._has_generation_tag:
             text, spans = self._find_marks(marked)
             if silent and not is_silent:
@@ -151,6 +155,36 @@ class ChatTemplate:
                 "give a template with {% generation %} around what is learned, by --chat-template"
             ) from None
         return "".join(pieces)
+
+    def _refuse_losses(self, conversation: dict[str, Any], text: str, limit: int) -> None:
+        """Raise ValueError if the template leaves out reasoning, calls of tools, or all tools.
+
+        A template that names their keys may do so, as some do with the reasoning of earlier turns.
+
+        Args:
+            conversation: the conversation.
+            text: what ``_render`` makes of it.
+            limit: as in ``_render``.
+        """
+        for keys in (_REASONING, ("tool_calls",), ("tools",)):
+            if any(key in self._source for key in keys):
+                continue
+            without, *messages = [
+                {key: value for key, value in each.items() if key not in keys or not value}
+                for each in (conversation, *conversation["messages"])
+            ]
+            if without | {"messages": messages} == conversation:
+                continue
+            try:
+                is_lost = self._render(without, messages, limit) == text
+            except ValueError:  # it fails without them
+                is_lost = False
+            if is_lost:
+                raise ValueError(
+                    f"the chat template does not read {' or '.join(keys)}, so a part of the "
+                    "conversation would be lost; remove the key, or give another template by "
+                    "--chat-template"
+                )
 
     def _find_marks(self, marked: str) -> tuple[str, Spans]:
         """Return the text without marks, and the ranges between them."""
@@ -274,6 +308,17 @@ class ChatTemplates:
     def ask(self, messages: list[Any]) -> str:
         """Render messages as ``ChatTemplate.ask``."""
         return self._default.ask(messages)
+
+
+def _name_reasoning(messages: list[Any]) -> list[Any]:
+    """Return messages whose reasoning has all names that templates read, as transformers does."""
+    named = []
+    for message in messages:
+        found = [message[key] for key in _REASONING if message.get(key) is not None]
+        if found:
+            message = {"thinking": found[0], **message, "reasoning_content": found[0]}
+        named.append(message)
+    return named
 
 
 def _change(message: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,9 @@ ASSISTANT = "assistant"  # chat_template has it too: it imports nothing
 # The key that ``prepare`` adds to a conversation: the numbers of messages that are not learned.
 SILENT = "silent"
 
+# The key of a line with further variables of the chat template, such as enable_thinking.
+_VARIABLES = "chat_template_kwargs"
+
 # The roles of ShareGPT, in the words of chat templates.
 _ROLES = {
     "human": "user",
@@ -59,11 +62,13 @@ class Conversation(NamedTuple):
         tools: for the template; None if there are none.
         silent: the numbers of the assistant's messages that are not learned, from 0; those of all
             messages if the line says that it is not learned.
+        variables: others for the template.
     """
 
     messages: list[dict[str, Any]]
     tools: Any
     silent: list[int]
+    variables: dict[str, Any]
 
 
 def read_object(line: bytes, place: str, wanted: str) -> dict[str, Any]:
@@ -159,7 +164,8 @@ def read_conversation(entry: dict[str, Any], key: str, place: str) -> Conversati
     _refuse_media(entry, place, (key,))
     if _is_learned(entry, place, "it", own=(key,), is_line=True) is False:
         silent = list(range(len(messages)))
-    return Conversation(messages, _read_tools(entry.get("tools"), place), silent)
+    tools, variables = _read_tools(entry.get("tools"), place), _read_variables(entry, place)
+    return Conversation(messages, tools, silent, variables)
 
 
 def turns_of(messages: list[dict[str, Any]]) -> list[int]:
@@ -364,6 +370,23 @@ def _read_tools(tools: Any, place: str) -> Any:
     if not isinstance(found, list):
         _refuse(place, f'its "tools" is {short_json(tools)}, and must be a list')
     return found
+
+
+def _read_variables(entry: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return the variables that a line has for the chat template, besides the usual ones."""
+    variables = entry.get(_VARIABLES)
+    if variables is None:
+        return {}
+    if not isinstance(variables, dict):
+        _refuse(place, f"its {short_json(_VARIABLES)} must be an object; correct or remove it")
+    for name in ("messages", "tools", "add_generation_prompt", SILENT):
+        if name in variables:
+            _refuse(
+                place,
+                f"its {short_json(_VARIABLES)} has {short_json(name)}, which prepare sets; "
+                "remove it there",
+            )
+    return variables
 
 
 def _refuse_media(

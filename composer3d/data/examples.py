@@ -92,7 +92,7 @@ class Chat:
         """Return the conversation on a line, as JSON. Raises DataError, which names ``place``."""
         wanted = f'{{"{one_line(self.messages)}": [{{"role": "...", "content": "..."}}, ...]}}'
         read = read_conversation(read_object(line, place, wanted), self.messages, place)
-        conversation: dict[str, Any] = {"messages": read.messages}
+        conversation: dict[str, Any] = {**read.variables, "messages": read.messages}
         if read.tools is not None:
             conversation["tools"] = read.tools
         # The text of a document decides its split, so a learned one has no further entry.

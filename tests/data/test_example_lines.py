@@ -94,7 +94,7 @@ CONVERSATIONS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[int]]]
 def test_conversations(
     line: dict[str, Any], messages: list[dict[str, Any]], silent: list[int]
 ) -> None:
-    assert read_conversation(line, "messages", "x:1") == (messages, None, silent)
+    assert read_conversation(line, "messages", "x:1") == (messages, None, silent, {})
 
 
 @pytest.mark.parametrize("key", ["weight", "train", "training", "trainable", "loss", "learn"])
@@ -105,7 +105,7 @@ def test_a_turn_or_a_line_that_says_so_is_not_learned(key: str, value: Any) -> N
         of_a_line = {"messages": [user(), assistant()], name: no}
         for line, silent in ((of_a_turn, [1]), (of_a_line, [0, 1])):
             found = read_conversation(line, "messages", "x:1")
-            assert found == ([user(), assistant()], None, silent)
+            assert found == ([user(), assistant()], None, silent, {})
 
 
 # The chosen conversation of a line of preferences, by --field chosen.
@@ -180,6 +180,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tools that are none": (
         {"messages": [user()], "tools": "x"},
         'its "tools" is "x", and must be',
+    ),
+    "variables that are none": (
+        {"messages": [user()], "chat_template_kwargs": [1]},
+        'its "chat_template_kwargs" must be an object',
+    ),
+    "a variable that is set": (
+        {"messages": [user()], "chat_template_kwargs": {"tools": []}},
+        'its "chat_template_kwargs" has "tools", which prepare sets; remove it there',
     ),
     "Alpaca of numbers": (ALPACA | {"output": 7}, 'its "output" is 7, and must be a text'),
     "Alpaca's history": (ALPACA | {"history": [["a"]]}, 'its "history" must be a list of pairs'),

@@ -342,16 +342,23 @@ NAMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a list of extra ones": ({"extra_special_tokens": ["<s>"]}, {}),
     "specific ones": ({"model_specific_special_tokens": {"image_token": "<s>"}}, {}),
 }
-DEFAULT, TOOL_USE = ({"name": name, "template": name} for name in ("default", "tool_use"))
+NOTED = "{# It knows of tools. #}"
+DEFAULT, TOOL_USE = ({"name": name, "template": name + NOTED} for name in ("default", "tool_use"))
 FILE, MORE = "chat_template.jinja", "additional_chat_templates"
 TEMPLATES: dict[str, tuple[Any, dict[str, str]]] = {
-    "a text": ("x", {}),
+    "a text": ("x" + NOTED, {}),
     "a list": ([TOOL_USE, DEFAULT], {}),
-    "a list with a name twice": ([DEFAULT, DEFAULT | {"template": "x"}], {}),
-    "an object": ({"default": "x", "tool_use": "y"}, {}),
-    "a file": ([TOOL_USE, DEFAULT], {FILE: "file"}),
-    "a folder": ([TOOL_USE, DEFAULT], {FILE: "file", f"{MORE}/tool_use.jinja": "more"}),
-    "a default in the folder": ("x", {FILE: "file", f"{MORE}/default.jinja": "more"}),
+    "a list with a name twice": ([DEFAULT, DEFAULT | {"template": "x" + NOTED}], {}),
+    "an object": ({"default": "x" + NOTED, "tool_use": "y" + NOTED}, {}),
+    "a file": ([TOOL_USE, DEFAULT], {FILE: "file" + NOTED}),
+    "a folder": (
+        [TOOL_USE, DEFAULT],
+        {FILE: "file" + NOTED, f"{MORE}/tool_use.jinja": "more" + NOTED},
+    ),
+    "a default in the folder": (
+        "x" + NOTED,
+        {FILE: "file" + NOTED, f"{MORE}/default.jinja": "more" + NOTED},
+    ),
 }
 
 
@@ -398,7 +405,7 @@ def test_a_conversation_gets_the_template_of_transformers(
 
 def test_a_template_may_be_named(chats: Examples, tmp_path: Path) -> None:
     """As in transformers, it then renders conversations with tools too."""
-    named = [{"name": name, "template": name + MARKED} for name in ("rag", "tool_use")]
+    named = [{"name": name, "template": name + NOTED + MARKED} for name in ("rag", "tool_use")]
     config = {"eos_token": "<|im_end|>", "chat_template": named}
     write_settings(tmp_path / "tok", config, {})
     entries = [{"messages": CHATS[2], "tools": [{"a": 1}]}]
@@ -419,6 +426,75 @@ def test_templates_that_are_not_understood_are_refused(
     write_settings(tmp_path / "tok", {"chat_template": value}, {})
     line = chats.refusal(CHAT_LINES)
     assert "tokenizer_config.json: its chat_template must be a text, or a list" in line
+
+
+# With a reasoning and calls of tools before each content.
+CALLING = MARKED.replace(
+    "{% generation %}",
+    "{% generation %}{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
+    "{% endif %}{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}",
+).replace("{{ bos_token }}", "{{ bos_token }}{{ tools | tojson }}{{ mood }}")
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"day": "today"}}}
+CALLS: list[list[dict[str, Any]]] = [
+    [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "thinking": "hello"},
+        {"role": "tool", "content": "warm", "name": "weather"},
+        {"role": "assistant", "content": "sunny", "reasoning": "it is warm"},
+    ],
+    [{"role": "assistant", "content": "a", "reasoning_content": "b", "thinking": "c"}],
+]
+
+
+def test_reasoning_and_calls_of_tools_are_learned_as_in_transformers(
+    chats: Examples, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    coder = write_tokenizer(tmp_path / "tok", CALLING)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "tok")
+    ids, mask = [], []
+    for chat in CALLS:
+        encoded = theirs.apply_chat_template(
+            chat, tools=[CALL], mood="x", return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids += [*encoded["input_ids"], coder.token_to_id(END)]
+        mask += [*encoded["assistant_masks"], 0]
+    entries = [
+        {"messages": chat, "tools": [CALL], "chat_template_kwargs": {"mood": "x"}} for chat in CALLS
+    ]
+    assert chats.read(entries) == (ids, mask)
+    learned = coder.decode([token for token, bit in zip(ids, mask, strict=True) if bit])
+    assert learned.startswith('<think>hello</think>{"name": "weather", "arg')
+    assert learned.endswith("<think>it is warm</think>sunny<think>b</think>a")
+
+    plain = CALLING.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    write_tokenizer(tmp_path / "tok", plain)
+    found_ids, found_mask = chats.read(entries, out="plain")
+    assert found_ids == ids
+    # The line break after each of the turns is learned too.
+    assert np.flatnonzero(np.array(found_mask) != mask).size == 3
+    assert sum(found_mask) == sum(mask) + 3
+
+
+DUMPED = "{% generation %}{% for key in m %}{{ m[key] | tojson }}{% endfor %}{% endgeneration %}"
+LOST: dict[str, dict[str, Any]] = {
+    "reasoning_content or thinking or reasoning": {"messages": [*CALLS[1], CALLS[0][0]]},
+    "tool_calls": {"messages": [{**CALLS[0][1], "thinking": ""}]},
+    "tools": {"messages": CHATS[0], "tools": [CALL]},
+}
+
+
+@pytest.mark.parametrize(("keys", "entry"), LOST.items(), ids=LOST)
+def test_what_a_template_would_leave_out_is_refused(
+    chats: Examples, tmp_path: Path, keys: str, entry: dict[str, Any]
+) -> None:
+    write_tokenizer(tmp_path / "tok")
+    line = chats.refusal([entry])
+    assert f"x.jsonl:1: the chat template does not read {keys}, so a part of the" in line
+    # A template that reads all keys of a message, without their names.
+    write_tokenizer(tmp_path / "tok", "{% for m in messages %}" + DUMPED + "{% endfor %}")
+    if keys != "tools":
+        chats.read([entry])
 
 
 def test_an_interrupted_prepare_of_examples_goes_on(
