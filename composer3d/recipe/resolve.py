@@ -364,16 +364,47 @@ def _check_data(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
     source = recipe.data.source
     # Each folder of token files, read once: one in an object store is far away.
     manifests: list[TokenManifest] = []
+    # The parts of a blend, by what identifies their text.
+    parts: dict[str, str] = {}
     for key, path in _data_paths(recipe, wrong_keys):
         has_path = (
             path is not None and source in PATHS and wrong_keys.isdisjoint((key, "data.source"))
         )
         problem = _data_problem(path, draft, recipe, manifests) if path and has_path else None
+        if path and has_path and problem is None and key == "data.sources":
+            content = manifests[-1].content if source == "tokens" else None
+            problem = _repetition(path, content, parts)
         if problem is not None:
             draft.blame(key, f"{_mention_path(recipe, key, path)} {problem}")
         elif has_path or (source == "python" and key == "data.path"):
             n_tokens = manifests[-1].tokens if source == "tokens" else None
             _check_length(key, path, draft, recipe, wrong_keys, n_tokens=n_tokens)
+
+
+def _repetition(path: str, content: str | None, parts: dict[str, str]) -> str | None:
+    """Return what is wrong if an earlier part of a blend has the same text as this one.
+
+    Args:
+        path: of this part. It exists, unless it is the URL of an object store.
+        content: the digest of its documents, if it is known.
+        parts: the paths of the earlier parts, by what identifies their text. This one is added.
+    """
+    if is_url(path):
+        place = path.rstrip("/")
+    else:
+        # Not the path itself: a link may lead there too.
+        status = os.stat(path)
+        place = f"{status.st_dev}:{status.st_ino}"
+    identities = [place, *([content] if content is not None else [])]
+    earlier = next((parts[each] for each in identities if each in parts), None)
+    for each in identities:
+        parts.setdefault(each, path)
+    if earlier is None:
+        return None
+    return (
+        f"has the same text as path = {as_short_toml(earlier)}, so that the blend would see it "
+        "with both weights; keep one of them, with the sum of the weights"
+    )
 
 
 def _data_paths(recipe: Recipe, wrong_keys: set[str]) -> list[tuple[str, str | None]]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from composer3d.recipe.changes import changes
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import TABLES, Model
+from tests.recipe.wrong import token_files
 from tools.prove.paths import ROOT
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -280,3 +282,27 @@ def test_to_toml_says_where_each_value_came_from(write) -> None:
     assert "steps = 6 # sub/mid.toml:3" in trimmed
     assert "dim = 64 # preset debug-tiny" in trimmed
     assert "# path is absent # default" in trimmed
+
+
+def test_a_part_of_a_blend_may_not_be_another_one(write) -> None:
+    write("a", "some words")
+    write("b", "some words")
+    os.link("a", "hard")
+    os.symlink("a", "soft")
+    for name, content in (token_files("t") | token_files("u")).items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
+    os.symlink("t", "v")
+
+    def blend(source: str, *paths: str) -> None:
+        parts = "".join(f'[[data.sources]]\npath = "{path}"\nweight = 1\n' for path in paths)
+        data = f'[data]\nsource = "{source}"\nseq_len = 8\n'
+        load(write("x.toml", f'[model]\npreset = "debug-tiny"\n{data}{parts}'))
+
+    for name in ("a", "hard", "soft", "../" + Path.cwd().name + "/a"):
+        with pytest.raises(RecipeError, match=r'has the same text as path = "a", so that'):
+            blend("text", "b", "a", name)
+    blend("text", "a", "b")  # no text is read for this
+    with pytest.raises(RecipeError, match=r'path = "v" has the same text as path = "t", so that'):
+        blend("tokens", "t", "u", "v")
+    blend("tokens", "t", "u")  # an older composer3d has made them, without a digest of contents

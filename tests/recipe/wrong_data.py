@@ -1,5 +1,6 @@
 """Recipes whose run, optimizer or data breaks a rule."""
 
+from composer3d.facts.token_manifest import digest_of, digest_of_files
 from tests.recipe.wrong import HF, TINY, Wrong, token_files
 
 RUN = [
@@ -132,6 +133,11 @@ RUN = [
 TEXT = TINY + '[data]\nsource = "text"\npath = "t"\nseq_len = 8\n'  # the path is on line 5
 TOKENS = TEXT.replace('"text"', '"tokens"')
 WHOLE = token_files("t")
+# What a later prepare adds to tokens.json.
+CONTENT = {
+    "digest": digest_of(b"the documents"),
+    "files": digest_of_files([[digest_of(WHOLE["t/tokens.bin"])]]),
+}
 SOURCES = """\
 [[data.sources]]
 path = "t"
@@ -237,6 +243,21 @@ DATA = [
         "sources of two tokenizers",
         WHOLE
         | token_files("u", tokenizer=b"[]")
+        | {"x.toml": TINY + '[data]\nsource = "tokens"\nseq_len = 8\n' + SOURCES},
+    ),
+    Wrong(
+        "a source twice",
+        {
+            "x.toml": TINY
+            + '[data]\nsource = "text"\nseq_len = 8\n'
+            + SOURCES.replace('"u"', '"./t"'),
+            "t": "some words",
+        },
+    ),
+    Wrong(
+        "a copy of token files as a source",
+        token_files("t", content=CONTENT)
+        | token_files("u", content=CONTENT)
         | {"x.toml": TINY + '[data]\nsource = "tokens"\nseq_len = 8\n' + SOURCES},
     ),
     Wrong("token files as text", WHOLE | {"x.toml": TEXT}),
