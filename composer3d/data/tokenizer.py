@@ -32,6 +32,7 @@ from composer3d.data.documents import (
 from composer3d.data.special_tokens import read_own_ends
 from composer3d.facts.errors import DataError
 from composer3d.facts.files import read_plain
+from composer3d.facts.model_files import VOCABULARY_NAMES
 from composer3d.facts.ranges import MOST_VOCAB
 from composer3d.facts.text import one_line
 from composer3d.facts.token_manifest import TOKENIZER
@@ -74,15 +75,7 @@ USUAL_ENDS = (
 
 
 # Files of tokenizers that are not read.
-OTHER_TOKENIZERS = (
-    "tokenizer.model",
-    "tokenizer.model.v3",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-)
+OTHER_TOKENIZERS = (*VOCABULARY_NAMES, "spiece.model", "sentencepiece.bpe.model")
 
 
 class Encoded(NamedTuple):

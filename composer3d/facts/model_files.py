@@ -6,17 +6,21 @@ import re
 CHAT_TEMPLATE = "chat_template.jinja"
 CHAT_TEMPLATES = "additional_chat_templates"
 
+# Files with the vocabulary of a tokenizer, besides tokenizer.json.
+VOCABULARY_NAMES = (
+    "tokenizer.model",
+    "tokenizer.model.v3",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+)
 # The files of a tokenizer, besides further chat templates.
 TOKENIZER_NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
-    "tokenizer.model",
-    "tokenizer.model.v3",
-    "tekken.json",
+    *VOCABULARY_NAMES,
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
     "merges.txt",
     CHAT_TEMPLATE,
     "chat_template.json",

@@ -34,7 +34,7 @@ from composer3d.recipe.schema import (
     Recipe,
     RunTable,
 )
-from composer3d.recipe.tokenizers import find_difference
+from composer3d.recipe.tokenizers import find_difference, refuse_bytes
 from composer3d.recipe.values import as_short_toml, as_toml, mention, nearest_multiples
 
 # What ``Recipe.checkpoint_folder`` is made of.
@@ -446,7 +446,8 @@ def _check_weights(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
 def _check_tokenizer(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
     """Check that the tokens of the data mean the same to the model of ``model.hf``.
 
-    A run that has checkpoints of its own does not read the weights in ``model.hf``.
+    A run that has checkpoints of its own does not read the weights in ``model.hf``. A recipe that
+    names no data may be meant for a plan: only a training refuses it.
     """
     data, hf = recipe.data, recipe.model.hf
     keys = {
@@ -458,6 +459,8 @@ def _check_tokenizer(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None
     }
     if hf is None or wrong_keys & (keys | _KEYS_OF_OWN_CHECKPOINTS) or _has_checkpoints(recipe):
         return
+    if data.source != "tokens" and draft.origin("data.source") == DEFAULT:
+        return
     if not draft.may_import and any(map(is_url, data.paths)):
         return  # ``_data_problem`` refuses it
     try:
@@ -466,6 +469,9 @@ def _check_tokenizer(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None
         draft.blame("model.hf", *(f"model.hf: {line}" for line in error.lines))
         return
     if difference is None:
+        return
+    if data.source != "tokens":
+        draft.blame("data.source", refuse_bytes(recipe, difference))
         return
     key = "data.path" if data.sources is None else "data.sources"
     draft.blame(

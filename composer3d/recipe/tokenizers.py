@@ -1,7 +1,10 @@
 """The tokenizer of a recipe's data, compared with the one of the weights that it starts from."""
 
+from pathlib import Path
+
 from composer3d.facts.errors import DataError
 from composer3d.facts.files import read_plain
+from composer3d.facts.model_files import VOCABULARY_NAMES
 from composer3d.facts.token_manifest import (
     MOST_TOKENIZER_BYTES,
     TOKENIZER,
@@ -10,8 +13,8 @@ from composer3d.facts.token_manifest import (
 )
 from composer3d.facts.tokenizer_file import first_difference, make_byte_tokenizer
 from composer3d.models import hub
-from composer3d.recipe.schema import DataTable
-from composer3d.recipe.values import as_short_toml
+from composer3d.recipe.schema import DataTable, Recipe
+from composer3d.recipe.values import as_short_toml, mention
 
 
 def read_tokenizer(data: DataTable) -> bytes:
@@ -38,25 +41,25 @@ def find_difference(data: DataTable, folder: str) -> str | None:
     """Return how the tokenizer of the data differs from the one in the folder of a model.
 
     Args:
-        data: the data.
+        data: the data. The tokens of text that a recipe reads as bytes are those of a tokenizer of
+            bytes.
         folder: the folder, which may have a tokenizer.json, or the model's name on the Hub.
 
     Returns:
         Words that can follow a colon. None if a token means the same in both, if one of them cannot
-        be read, or if ``data.other_tokenizer`` allows a difference. Text that a recipe has read as
-        bytes is not compared: its user knows that a token is a byte.
+        be read, or if ``data.other_tokenizer`` allows a difference.
 
     Raises:
         CheckpointError: the tokenizer of a name on the Hub cannot be loaded.
     """
-    if data.other_tokenizer or data.source != "tokens":
+    if data.other_tokenizer:
         return None
     files = hub.folder(folder, hub.TOKENIZER)
     try:
         theirs = read_plain(files / TOKENIZER, limit=MOST_TOKENIZER_BYTES)
         ours = read_tokenizer(data)
     except (OSError, ValueError, DataError):
-        return None
+        return _difference_from_bytes(data, files)
     try:
         difference = first_difference(ours, theirs)
     except ValueError as error:
@@ -68,3 +71,27 @@ def find_difference(data: DataTable, folder: str) -> str | None:
         for value in (difference.ours, difference.theirs)
     )
     return f"{difference.what} is {here} in the data and {there} in the model"
+
+
+def refuse_bytes(recipe: Recipe, difference: str) -> str:
+    """Return the message that a recipe reads text as bytes for a model of another tokenizer.
+
+    ``difference`` is what ``find_difference`` returns.
+    """
+    return (
+        f"{mention(recipe, 'data.source')} makes each byte a token, but "
+        f"{mention(recipe, 'model.hf')} has another tokenizer: {difference}; make token files of "
+        'the text with it by composer3d prepare, and use data.source = "tokens", or set '
+        "data.other_tokenizer = true to train on bytes nevertheless"
+    )
+
+
+def _difference_from_bytes(data: DataTable, folder: Path) -> str | None:
+    """Return the difference if the data is read as bytes, and the model has another vocabulary.
+
+    The file of the vocabulary is of a kind that is not read, but none of them is of bytes.
+    """
+    if data.source == "tokens":
+        return None
+    found = [name for name in VOCABULARY_NAMES if (folder / name).exists()]
+    return f"a token is a byte in the data, and the model has {found[0]}" if found else None

@@ -43,7 +43,7 @@ from composer3d.training.observers.stragglers import StragglerWatch
 from composer3d.training.observers.timeline import make_timeline
 from composer3d.training.optimizers import Optimizer, build_stages_optimizer
 from composer3d.training.recovery import Recovery
-from composer3d.training.resume import resume
+from composer3d.training.resume import require_tokens_of_model, resume
 from composer3d.training.run_folder import claim_folder, write_recipe
 from composer3d.training.saving import Saver
 from composer3d.training.validation import Validation
@@ -130,6 +130,7 @@ def build(
         process_group.on_all("run.sync", copy.begin if copy is not None else lambda: None)
         store.claim()
         if steps_done is None and recipe.model.hf is not None:
+            process_group.on_main("tokenizers", partial(require_tokens_of_model, recipe))
             load_hf(recipe.model.hf, stages)
     find_assets = partial(make_assets, recipe, corpus.end_of_document, store.loaded)
     store.assets = process_group.on_all("assets", find_assets if is_main else dict)

@@ -24,7 +24,7 @@ from composer3d.parallel import Stages
 from composer3d.recipe.advice import decays_over_run, refuses_newer_checkpoints, way_to_go_on
 from composer3d.recipe.changes import Change, changes, values_of
 from composer3d.recipe.schema import Recipe
-from composer3d.recipe.tokenizers import find_difference
+from composer3d.recipe.tokenizers import find_difference, refuse_bytes
 from composer3d.recipe.values import as_toml
 from composer3d.reliability.bad_steps import StepHistory
 from composer3d.runtime import environment, log, process_group
@@ -154,6 +154,18 @@ def _start_from_weights(recipe: Recipe, wanted: Place, store: Store, stages: Sta
         )
     store.load(path, stages, None)
     log.get().info(f"starting at step 0 from the weights of {path}, step {manifest.step}")
+
+
+def require_tokens_of_model(recipe: Recipe) -> None:
+    """Raise DataError if text is read as bytes, and ``model.hf`` has another tokenizer.
+
+    Token files have been compared when the recipe was read.
+    """
+    assert recipe.model.hf is not None
+    if recipe.data.source != "tokens":
+        difference = find_difference(recipe.data, recipe.model.hf)
+        if difference is not None:
+            raise DataError(refuse_bytes(recipe, difference))
 
 
 def _find_difference(recipe: Recipe, path: Place) -> str | None:

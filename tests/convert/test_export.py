@@ -167,6 +167,28 @@ def test_weights_of_another_tokenizer_are_refused(
                 pool.run(run_recipe, arguments, world_size=1)
 
 
+def test_bytes_are_refused_for_weights_of_another_tokenizer(
+    pool: Pool, tokenizer_file: Path, tmp_path: Path
+) -> None:
+    """A recipe that names no data is refused when its training starts, too."""
+    folder = start_folder(tmp_path, tokenizer_file.read_bytes())
+    for insists in (False, True):
+        recipe = write_recipe(
+            tmp_path / "x.toml",
+            f"other_tokenizer = {str(insists).lower()}",
+            model=f'hf = "{folder}"',
+        )
+        arguments = {"path": str(recipe), "out": str(tmp_path)}
+        if insists:
+            pool.run(run_recipe, arguments, world_size=1)
+            assert (tmp_path / "x/checkpoints/step-00000001").is_dir()
+        else:
+            with pytest.raises(
+                Exception, match=r"makes each byte a token, but model\.hf = .* token"
+            ):
+                pool.run(run_recipe, arguments, world_size=1)
+
+
 def test_a_run_on_conversations_stops_at_the_end_of_a_turn(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

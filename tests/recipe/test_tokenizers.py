@@ -1,6 +1,7 @@
 """The tokenizer of the data is that of the weights that a run starts from."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,18 @@ def test_a_recipe_may_insist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     Path("m/tokenizer.json").write_text(json.dumps(BPE))
     table = DataTable(source="tokens", path="bytes")
     assert find_difference(table, "m") == 'token 0 is "\\u0000" in the data and "a" in the model'
-    assert find_difference(DataTable(source="text", path="a.txt"), "m") is None
+    for data in (DataTable(source="text", path="a.txt"), DataTable()):
+        assert find_difference(data, "m") == find_difference(table, "m")
+        assert find_difference(replace(data, other_tokenizer=True), "m") is None
+    # A recipe without data may be meant for a plan. Text as bytes must be insisted on.
+    Path("y.toml").write_text('[run]\nname = "y"\n[model]\nhf = "m"\n[data]\nseq_len = 8\n')
+    load("y.toml")
+    text = ["data.source=text", "data.path=a.txt"]
+    with pytest.raises(RecipeError, match='"text" makes each byte a token, but model'):
+        load("y.toml", text)
+    load("y.toml", [*text, "data.other_tokenizer=true"])
+    Path("m/tokenizer.json").write_bytes(make_byte_tokenizer())
+    load("y.toml", text)
     Path("m/tokenizer.json").unlink()
     assert find_difference(table, "m") is None
+    load("y.toml", text)

@@ -184,6 +184,24 @@ DATA = [
         | {"x.toml": TOKENS + '[validation]\npath = "v"\n'},
     ),
     Wrong(
+        "bytes for a model of another tokenizer",
+        {
+            "x.toml": '[model]\nhf = "m"\n' + TEXT.removeprefix(TINY),
+            "t": "some words",
+            "m/config.json": HF,
+            "m/tokenizer.json": '{"model": {"vocab": {"a": 0}}}',
+        },
+    ),
+    Wrong(
+        "bytes for a model whose vocabulary is not read",
+        {
+            "x.toml": '[model]\nhf = "m"\n' + TEXT.removeprefix(TINY),
+            "t": "some words",
+            "m/config.json": HF,
+            "m/tekken.json": "{}",
+        },
+    ),
+    Wrong(
         "another tokenizer than the model",
         token_files("t", tokenizer=b'{"model": {"vocab": {"a": 0, "b": 1}}}')
         | {
