@@ -565,13 +565,22 @@ def _list_sources(
 
     Files in the folder ``unfinished`` are left out: prepare writes them.
 
-    Raises DataError as ``_list_source``, or if one source is text and another one is not.
+    Raises DataError as ``_list_source``, or if one source is text and another one is not, or if two
+    sources have the same file.
     """
     files: list[SourceFile] = []
     fields = []
+    owners: dict[str, Path] = {}  # the source of each file
     for source in sources:
         found, field_of_source = _list_source(source, field, unfinished)
         files += found
+        own = {os.path.realpath(file.path): source for file in found}
+        for path in own.keys() & owners.keys():
+            raise DataError(
+                f"{one_line(path)}: is in {one_line(owners[path])} and in {one_line(source)}, so "
+                "that its text would be there twice; give it once"
+            )
+        owners |= own
         fields.append(field_of_source)
         if field_of_source != fields[0]:
             raise DataError(

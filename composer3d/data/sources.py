@@ -24,8 +24,9 @@ from composer3d.data.documents import (
 from composer3d.data.staging import NodeCache
 from composer3d.data.tokens import MOST_MAPS, Corpus, open_tokens
 from composer3d.facts.errors import DataError
-from composer3d.facts.files import JSONL_SUFFIXES
+from composer3d.facts.files import JSONL_SUFFIXES, is_jsonl_name
 from composer3d.facts.remote import Place, place_of
+from composer3d.facts.text import one_line
 from composer3d.facts.token_manifest import digest_of
 
 # Folders of the standard library that are skipped: installed packages, and tests, whose fixtures
@@ -52,7 +53,8 @@ def open_corpus(
 
     - ``python``: the standard library of the running interpreter. It reads no path. One file in 20
       is held out for validation, chosen by the hash of its name.
-    - ``text``: a file, or a folder with all files below it. Each file is a document.
+    - ``text``: a file, or a folder with all files below it. Each file is a document, and none may
+      be JSONL.
     - ``jsonl``: a file, or a folder with all ``*.jsonl`` below it. Each line is a document.
     - ``tokens``: a folder of token files, or the URL of one; see ``tokens.open_tokens``.
 
@@ -94,6 +96,12 @@ def open_corpus(
     root = Path(chosen)
     is_jsonl = source == "jsonl"
     files = list_files(root, JSONL_SUFFIXES if is_jsonl else "")
+    lines = [] if is_jsonl else [file for file in files if is_jsonl_name(file)]
+    if lines:
+        raise DataError(
+            f'{one_line(lines[0])}: is JSONL, and data.source = "text" would learn its keys and '
+            'quotes too; use data.source = "jsonl", or rename the file'
+        )
     documents = read_documents(files, field if is_jsonl else None)
     return _join(documents, name, root, len(files))
 

@@ -48,6 +48,11 @@ class FileTooLargeError(RefusedFileError):
     """The file is larger than anything of its kind should be."""
 
 
+def is_jsonl_name(path: str | os.PathLike[str]) -> bool:
+    """Return whether the name of a file is that of JSONL, compressed or not, in any case."""
+    return os.fspath(path).lower().endswith(JSONL_SUFFIXES)
+
+
 def open_plain(path: str | os.PathLike[str], *, follow_links: bool = True) -> BinaryIO:
     """Open a plain file for reading in binary mode, without blocking.
 

@@ -12,7 +12,7 @@ from math import gcd
 from pathlib import Path
 
 from composer3d.facts.errors import CheckpointError, DataError, PlanError, RecipeError
-from composer3d.facts.files import MIB, read_plain
+from composer3d.facts.files import MIB, is_jsonl_name, read_plain
 from composer3d.facts.remote import RemotePath, is_url
 from composer3d.facts.schedules import check_csv, read_csv
 from composer3d.facts.step_folders import list_steps
@@ -607,6 +607,8 @@ def _data_problem(
             return f'contains {MANIFEST}, which composer3d prepare made; use data.source = "tokens"'
         if not (os.path.isdir(path) or os.path.isfile(path)):
             return f"is neither a file nor a folder; give {PATHS[source]}"
+        if source == "text" and os.path.isfile(path) and is_jsonl_name(path):
+            return 'is JSONL, whose keys and quotes would be learned; use data.source = "jsonl"'
         return None
 
     try:

@@ -564,6 +564,18 @@ def test_several_sources_are_read_in_their_order(command: PrepareCommand, tmp_pa
     assert "one is text and the other is JSONL or a table; give sources of one kind" in line
 
 
+@pytest.mark.parametrize("second", ["a/x.txt", "a/../a", "link"])
+def test_two_sources_with_the_same_file_are_refused(
+    command: PrepareCommand, tmp_path: Path, second: str
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/x.txt").write_text("some words")
+    (tmp_path / "link").symlink_to("a")
+    first, other = tmp_path / "a", os.path.join(tmp_path, second)
+    line = command.refusal((first, other))
+    assert line.startswith(f"{tmp_path}/a/x.txt: is in {first} and in {Path(other)}, so that its ")
+
+
 def test_an_existing_folder_is_never_replaced(command: PrepareCommand, tmp_path: Path) -> None:
     source = write_texts(tmp_path / "x.jsonl", ["a"])
     command.run(source)

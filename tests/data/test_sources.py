@@ -52,6 +52,12 @@ def test_folder_is_read_in_order_of_relative_path(tmp_path: Path) -> None:
     assert not corpus.tokens.flags.writeable
 
 
+def test_jsonl_is_not_read_as_text(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": b"a", "b/c.jsonl.gz": b"{}"})
+    with refuses(f"{tmp_path}/b/c.jsonl.gz: is JSONL, and data.source"):
+        train(tmp_path)
+
+
 def test_a_file_or_a_hidden_folder_is_read_if_it_is_named(tmp_path: Path) -> None:
     write(tmp_path / ".corpus", {"a.txt": b"train", "b.txt": b"held out"})
     assert train(tmp_path / ".corpus").n_documents == 2
@@ -138,11 +144,11 @@ def test_nothing_to_read_is_refused(
         open_corpus(source, tmp_path / "in", split="train")
 
 
-@pytest.mark.parametrize("source", ["text", "jsonl"])
+@pytest.mark.parametrize(("source", "name"), [("text", "a"), ("jsonl", "a.jsonl")])
 def test_a_read_that_fails_halfway_names_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Any, name: str
 ) -> None:
-    write(tmp_path, {"a.jsonl": b"x"})
+    write(tmp_path, {name: b"x"})
 
     class Broken(io.BytesIO):
         def fileno(self) -> int:
@@ -154,7 +160,7 @@ def test_a_read_that_fails_halfway_names_its_file(
         readline = read
 
     monkeypatch.setattr(documents, "open_plain", lambda file: Broken())
-    with refuses(r"^\S+/a\.jsonl: cannot be read: Input/output error; make"):
+    with refuses(rf"^\S+/{name}: cannot be read: Input/output error; make"):
         open_corpus(source, tmp_path, split="train")
 
 
@@ -290,12 +296,13 @@ def test_folders_beyond_the_longest_path_are_refused(deep: Callable[[int, str], 
 
 
 @pytest.mark.timeout(10)  # opening a pipe would wait forever
-@pytest.mark.parametrize("source", ["text", "jsonl"])
-def test_a_pipe_is_refused(tmp_path: Path, source: Any) -> None:
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    with refuses(r"/pipe\.jsonl: cannot be read: is a named pipe, not a plain file; make it"):
-        open_corpus(source, tmp_path / "pipe.jsonl", split="train")
-    write(tmp_path, {"a.jsonl": b'{"text": "a"}'})
+@pytest.mark.parametrize(("source", "suffix"), [("text", ""), ("jsonl", ".jsonl")])
+def test_a_pipe_is_refused(tmp_path: Path, source: Any, suffix: str) -> None:
+    pipe = tmp_path / f"pipe{suffix}"
+    os.mkfifo(pipe)
+    with refuses(rf"/pipe{suffix}: cannot be read: is a named pipe, not a plain file; make it"):
+        open_corpus(source, pipe, split="train")
+    write(tmp_path, {f"a{suffix}": b'{"text": "a"}'})
     # In a folder, a pipe is skipped.
     assert open_corpus(source, tmp_path, split="train").n_documents == 1
 
