@@ -157,33 +157,49 @@ class ChatTemplate:
         return "".join(pieces)
 
     def _refuse_losses(self, conversation: dict[str, Any], text: str, limit: int) -> None:
-        """Raise ValueError if the template leaves out reasoning, calls of tools, or all tools.
+        """Raise ValueError if the template leaves out a part of the conversation.
 
-        A template that names their keys may do so, as some do with the reasoning of earlier turns.
+        These are the reasoning, the calls of tools and all tools, unless the template names their
+        keys: some leave out the reasoning of earlier turns on purpose. And these are all messages
+        of a role, such as the system's.
 
         Args:
             conversation: the conversation.
             text: what ``_render`` makes of it.
             limit: as in ``_render``.
         """
+
+        def is_lost(changed: dict[str, Any], messages: list[Any]) -> bool:
+            try:
+                return self._render(changed | {"messages": messages}, messages, limit) == text
+            except Exception:  # whatever a template raises: it fails, so it reads what has changed
+                return False
+
+        way_out = "or give another template by --chat-template"
+        messages = conversation["messages"]
         for keys in (_REASONING, ("tool_calls",), ("tools",)):
             if any(key in self._source for key in keys):
                 continue
-            without, *messages = [
+            without, *others = [
                 {key: value for key, value in each.items() if key not in keys or not value}
-                for each in (conversation, *conversation["messages"])
+                for each in (conversation, *messages)
             ]
-            if without | {"messages": messages} == conversation:
-                continue
-            try:
-                is_lost = self._render(without, messages, limit) == text
-            except ValueError:  # it fails without them
-                is_lost = False
-            if is_lost:
+            is_changed = others != messages or without.keys() != conversation.keys()
+            if is_changed and is_lost(without, others):
                 raise ValueError(
                     f"the chat template does not read {' or '.join(keys)}, so a part of the "
-                    "conversation would be lost; remove the key, or give another template by "
-                    "--chat-template"
+                    f"conversation would be lost; remove the key, {way_out}"
+                )
+        roles = {message["role"] for message in messages} - {"user", ASSISTANT}
+        for role in sorted(roles):
+            others = [
+                _change(message) if message["role"] == role and message.get("content") else message
+                for message in messages
+            ]
+            if others != messages and is_lost(conversation, others):
+                raise ValueError(
+                    f"the chat template leaves out messages of the role {role!r}; remove them, "
+                    f"{way_out}"
                 )
 
     def _find_marks(self, marked: str) -> tuple[str, Spans]:

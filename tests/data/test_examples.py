@@ -497,6 +497,18 @@ def test_what_a_template_would_leave_out_is_refused(
         chats.read([entry])
 
 
+@pytest.mark.parametrize("role", ["system", "tool"])
+def test_messages_that_a_template_leaves_out_are_refused(
+    chats: Examples, tmp_path: Path, role: str
+) -> None:
+    template = MARKED.replace("in messages %}", f"in messages if m.role != '{role}' %}}")
+    write_tokenizer(tmp_path / "tok", template)
+    entry = {"messages": [{"role": role, "content": "hello"}, *CHATS[2]]}
+    line = chats.refusal([entry])
+    assert f"x.jsonl:1: the chat template leaves out messages of the role '{role}'; rem" in line
+    chats.read([{"messages": [{"role": role, "content": ""}, *CHATS[2]]}])
+
+
 def test_an_interrupted_prepare_of_examples_goes_on(
     answers: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
