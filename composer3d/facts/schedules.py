@@ -114,6 +114,15 @@ def micro_batch_requirement(schedule: str, count: int, pp: int, pp_text: str) ->
     return None
 
 
+def fewest_micro_batches(schedule: str, pp: int) -> int:
+    """Return the fewest micro-batches, but two or more, that a schedule takes on several ranks."""
+    return next(
+        count
+        for count in range(2, 2 * pp + 1)
+        if micro_batch_requirement(schedule, count, pp, "") is None
+    )
+
+
 def nearest_micro_batches(schedule: str, count: int, pp: int) -> list[int]:
     """Return the nearest legal numbers of micro-batches below and above ``count``, in order.
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from composer3d.facts.errors import UserError
 from composer3d.facts.ranges import AS_IT_IS
-from composer3d.facts.schedules import micro_batch_requirement
+from composer3d.facts.schedules import fewest_micro_batches, micro_batch_requirement
 from composer3d.facts.units import units_of_blocks
 from composer3d.planner.stages import checkpointed_stages_of_ranks, stage_layers
 from composer3d.planner.trained import is_trained
@@ -212,6 +212,13 @@ def _micro_batches_of_ranks(recipe: Recipe) -> Hashable:
     return _relation(recipe.micro_batches, recipe.mesh.pp)
 
 
+def _more_than_fewest(recipe: Recipe) -> Hashable:
+    mesh, schedule = recipe.mesh, recipe.parallel.schedule
+    if mesh.pp == 1 or schedule == "csv":
+        return None
+    return "more" if recipe.micro_batches > fewest_micro_batches(schedule, mesh.pp) else None
+
+
 def _window(recipe: Recipe) -> Hashable:
     window, seq_len = recipe.model.window, recipe.data.seq_len
     if not 0 < window < seq_len:
@@ -229,6 +236,13 @@ def _kv_heads(recipe: Recipe) -> Hashable:
     if tp == 1:
         return None
     return f"{_relation(heads, tp)}, {'one' if heads == 1 else 'several'}"
+
+
+def _kv_heads_of_ulysses(recipe: Recipe) -> Hashable:
+    mesh = recipe.mesh
+    if mesh.cp == 1 or recipe.parallel.cp_method != "ulysses":
+        return None
+    return "several" if recipe.model.n_kv_heads > mesh.tp * mesh.cp else "one"
 
 
 def _of_experts(of: Callable[[Any, Recipe], Hashable]) -> Callable[[Recipe], Hashable]:
@@ -339,6 +353,9 @@ PREDICATES: Mapping[str, Predicate] = {
     "ranks of a ring": Predicate(_ring, "mesh.cp, parallel.cp_method"),
     # Heads and widths.
     "key-value heads against tp": Predicate(_kv_heads, "model.n_kv_heads, mesh.tp"),
+    "key-value heads of a rank of Ulysses": Predicate(
+        _kv_heads_of_ulysses, "model.n_kv_heads, mesh.tp, mesh.cp, parallel.cp_method"
+    ),
     "query heads of a key-value head": Predicate(
         lambda r: "several" if r.model.n_heads > r.model.n_kv_heads else "one",
         "model.n_heads, model.n_kv_heads",
@@ -398,6 +415,9 @@ PREDICATES: Mapping[str, Predicate] = {
     ),
     "micro-batches against pipeline ranks": Predicate(
         _micro_batches_of_ranks, "data.global_batch, data.micro_batch, mesh.pp"
+    ),
+    "micro-batches against the fewest of the schedule": Predicate(
+        _more_than_fewest, "data.global_batch, data.micro_batch, mesh.pp, parallel.schedule"
     ),
     "samples of a micro-batch": Predicate(
         lambda r: _few(r.data.micro_batch, 2), "data.micro_batch"

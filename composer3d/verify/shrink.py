@@ -9,7 +9,7 @@ from typing import Any
 
 from composer3d.facts.errors import UserError
 from composer3d.facts.ranges import AS_IT_IS, InProof
-from composer3d.facts.schedules import micro_batch_requirement
+from composer3d.facts.schedules import fewest_micro_batches, micro_batch_requirement
 from composer3d.facts.units import units_of_blocks
 from composer3d.models.registry import architecture
 from composer3d.planner.stages import checkpointed_stages_of_ranks
@@ -58,8 +58,10 @@ def shrink(full: Recipe) -> list[Recipe]:
 
     - the mesh: which axes are above 1, and the whole mesh up to ``LIMIT`` processes;
     - heads: grouped-query or not; fewer key-value heads than tp (one or several), as many, or more;
-      heads that together are narrower or wider than the residual stream, or as wide;
-    - the model: a vocabulary that tp does not divide, tied embeddings, norms and biases;
+      with Ulysses, one or several on a rank of tp and cp; heads that together are narrower or wider
+      than the residual stream, or as wide;
+    - the model: a vocabulary that tp does not divide, or an odd one; tied embeddings, norms and
+      biases;
     - latents: whether ranks of cp send them, or keys and values;
     - experts: several on a rank or one; one expert of a token or several; groups; shared experts;
       dense layers, and stages of nothing else; whether ranks of ep are also ranks of tp or of
@@ -78,7 +80,8 @@ def shrink(full: Recipe) -> list[Recipe]:
       has checkpointed stages alone, some, or none;
     - float8 products, which are emulated in float64;
     - the pipeline: layers that the stages divide or not; an uneven explicit cut; one micro-batch or
-      several, as the schedule needs; the stages and micro-batches of a schedule from a file;
+      several, and as few as the schedule takes or more; the stages and micro-batches of a schedule
+      from a file;
     - which parameters train, and which have rates of their own (``frozen``);
     - the optimizer: clipping (to 0.1, so that it is active), a learning rate from 1e-4 to 1e-2, and
       an epsilon of 1e-12 or more.
@@ -624,7 +627,8 @@ def _sequence(full: Recipe, mesh: MeshTable) -> tuple[int, int]:
 def _micro_batches(full: Recipe, pp: int) -> int:
     """Return a small number of micro-batches that the schedule accepts.
 
-    It is above 1 if the number of ``full`` is.
+    It is above 1 if the number of ``full`` is, and above the fewest that the schedule takes for its
+    ranks if the number of ``full`` is.
     """
     count, schedule = full.micro_batches, full.parallel.schedule
     if schedule == "csv" and pp > 1:
@@ -635,6 +639,8 @@ def _micro_batches(full: Recipe, pp: int) -> int:
     if count < full.mesh.pp:
         # Keep fewer micro-batches than ranks, but several if there are several.
         wanted = min(count, max(2, pp - 1))
+    elif count > fewest_micro_batches(schedule, full.mesh.pp):
+        wanted = max(wanted, fewest_micro_batches(schedule, pp) + 1)
     smallest = min(2, wanted)
     candidates = (*range(wanted, smallest - 1, -1), *range(wanted, 2 * pp + 1))
     return next(
@@ -694,6 +700,9 @@ def _shape(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Model:
         for vocab in range(first, 260 + 4 * mesh.tp * shards)
         if mesh.tp == 1 or _is_vocab_cut(vocab, mesh.tp, is_uneven)
     ]
+    if mesh.tp > 1 or not is_uneven:
+        # An odd vocabulary stays odd, and an even one even, unless a cut needs another.
+        vocabs.sort(key=lambda vocab: (vocab - model.vocab) % 2)
     return best(
         (replace(small, vocab=vocab) for vocab in vocabs), "vocabulary", "last of the vocabulary"
     )
@@ -853,9 +862,11 @@ def _numbers_of_heads(full: Recipe, mesh: MeshTable) -> list[tuple[int, int]]:
 
     kv_heads_per_rank = [1]
     if model.n_kv_heads > full.mesh.tp:
-        # Ulysses distributes the heads of a tp rank over the cp ranks.
-        is_ulysses = full.parallel.cp_method == "ulysses" and mesh.cp > 1
-        few, step = (mesh.cp, mesh.cp) if is_ulysses else (2, 1)
+        few, step = 2, 1
+        if full.parallel.cp_method == "ulysses" and mesh.cp > 1:
+            # Ulysses distributes the heads of a tp rank over the cp ranks.
+            several = model.n_kv_heads > full.mesh.tp * full.mesh.cp
+            few, step = (2 if several else 1) * mesh.cp, mesh.cp
         kv_heads_per_rank = [few, few + step, 3 * few]
     queries_per_kv_head = [1] if model.n_heads == model.n_kv_heads else [2, 3]
     return [

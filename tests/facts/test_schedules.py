@@ -13,6 +13,7 @@ from composer3d.facts.errors import PlanError
 from composer3d.facts.schedules import (
     balanced_cut,
     check_csv,
+    fewest_micro_batches,
     micro_batch_requirement,
     nearest_micro_batches,
     read_csv,
@@ -89,6 +90,14 @@ def test_the_nearest_numbers_of_micro_batches_are_those_of_a_search(schedule: st
             below = [number for number in good if number < count][-1:]
             above = [number for number in good if number > count][:1]
             assert nearest_micro_batches(schedule, count, pp) == below + above
+
+
+@pytest.mark.parametrize(
+    ("schedule", "fewest"),
+    [("GPipe", 2), ("1F1B", 3), ("DualPipeV", 6), ("InterleavedZeroBubble", 2)],
+)
+def test_the_fewest_micro_batches_of_a_schedule(schedule: str, fewest: int) -> None:
+    assert fewest_micro_batches(schedule, 3) == fewest
 
 
 def test_a_schedule_that_runs_one_rank_at_a_time_is_checked_in_linear_time(tmp_path: Path) -> None:

@@ -106,6 +106,18 @@ def test_a_pipeline_of_two_does_not_stand_for_one_with_middle_ranks() -> None:
         (RECIPE, "mesh.cp=4 model.window=60", "mesh.cp=2 model.window=60", "window"),
         (RECIPE, "mesh.pp=2 model.n_layers=3", "mesh.pp=2 model.n_layers=2", "blocks over stages"),
         (RECIPE, "data.global_batch=2", "data.global_batch=4", "micro-batches"),
+        (
+            RECIPE,
+            "mesh.pp=2 parallel.schedule=DualPipeV data.global_batch=24",
+            "mesh.pp=2 parallel.schedule=DualPipeV data.global_batch=8",
+            "micro-batches against the fewest",
+        ),
+        (
+            RECIPE,
+            "mesh.cp=2 parallel.cp_method=ulysses model.n_kv_heads=4",
+            "mesh.cp=2 parallel.cp_method=ulysses model.n_kv_heads=2",
+            "key-value heads of a rank of Ulysses",
+        ),
         (RECIPE, "parallel.zero=1 mesh.dp_shard=2", "parallel.zero=3 mesh.dp_shard=2", "the value"),
         (
             RECIPE,

@@ -8,11 +8,14 @@ from composer3d.facts.errors import RecipeError
 from composer3d.planner.layouts import Choices, layouts
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
+from composer3d.recipe.values import variant
 from composer3d.runtime.launch import Pool
 from composer3d.verify.proof import verify_layout
+from composer3d.verify.shrink import shrink
 from tools.prove.faults.catch import STEPS
 from tools.prove.matrix import cover as matrix
 from tools.prove.matrix import report
+from tools.prove.matrix.run import main, numbers_of
 from tools.prove.paths import RECIPE, ROOT
 
 COVER = matrix.read()
@@ -26,8 +29,52 @@ def id_of(row: matrix.Row) -> str:
 
 def test_the_list_holds_all_legal_targets() -> None:
     assert len(COVER.rows) >= 300
-    assert matrix.uncovered(COVER) == []
+    assert [*matrix.uncovered(COVER)] == []
     assert all(matrix.makes_sense(row) and matrix.is_legal(row) for row in COVER.rows)
+
+
+@pytest.mark.parametrize("row", COVER.rows[::25], ids=id_of)
+def test_a_proof_runs_every_value_of_its_row(row: matrix.Row) -> None:
+    assert matrix.as_run(row) == row
+
+
+def test_a_value_that_a_proof_does_not_run_counts_as_an_earlier_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = {column: values[0] for column, values in matrix.COLUMNS.items()}
+    two_heads = plain | {"kv heads": "2"}
+    assert matrix.as_run(two_heads) == plain
+    for distinct in ({"tp": "2"}, {"cp": "2", "cp method": "ulysses"}):
+        assert matrix.as_run(two_heads | distinct) == two_heads | distinct
+
+    def shrink_more(full: Recipe) -> list[Recipe]:
+        return [variant(small, {"model.vocab": 256}) for small in shrink(full)]
+
+    monkeypatch.setattr(matrix, "shrink", shrink_more)
+    monkeypatch.setattr(matrix, "_MOST_TRIES", 3)
+    assert matrix.as_run(plain | {"vocabulary": "257"}) == plain
+    target = (("vocabulary", "257"), ("tied", "yes"))
+    monkeypatch.setattr(matrix, "targets", lambda: [target])
+    assert matrix.cover([plain | dict(target)]).rows == (plain | {"tied": "yes"},)
+    assert [*matrix.uncovered(matrix.Cover((), ()))] == []
+
+
+def test_ep_8_is_compiled() -> None:
+    assert any(row["ep"] == "8" and row["compile"] == "yes" for row in COVER.rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("9", [9]), ("9-12", [9, 10, 11, 12]), ("1-2,9", [1, 2, 9])]
+)
+def test_rows_are_chosen_by_number(text: str, numbers: list[int]) -> None:
+    assert numbers_of(text) == numbers
+
+
+@pytest.mark.parametrize("rows", ["9-8", "0", "600-9999", "x"])
+def test_rows_that_the_matrix_lacks_are_refused(rows: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--rows", rows])
+    assert caught.value.code == 2
 
 
 def plan_of(recipe: Recipe) -> tuple[object, ...]:
@@ -60,7 +107,7 @@ def test_a_list_without_a_schedule_is_incomplete() -> None:
     incomplete = matrix.Cover(
         tuple(row for row in COVER.rows if row["schedule"] != "DualPipeV"), COVER.refused
     )
-    assert matrix.uncovered(incomplete)
+    assert next(matrix.uncovered(incomplete), None) is not None
 
 
 def test_many_layouts_have_experts() -> None:

@@ -142,6 +142,38 @@ def test_the_updates_of_a_proof_are_neither_tiny_nor_wild(lr: float, proven: flo
     assert (small.optim.lr, small.optim.min_lr, small.optim.eps) == (proven, min(lr, proven), 1e-12)
 
 
+@pytest.mark.parametrize(("pp", "count"), [(2, 5), (2, 24), (4, 9), (4, 24), (8, 64)])
+def test_more_micro_batches_than_the_fewest_stay_more(pp: int, count: int) -> None:
+    sets = [f"mesh.pp={pp}", "parallel.schedule=DualPipeV", f"data.global_batch={count}"]
+    sets += ["model.n_layers=16", "data.micro_batch=1"]
+    (small,) = shrink(load(RECIPE_PATH, sets, check_files=False).recipe)
+    assert small.micro_batches > 2 * small.mesh.pp
+
+
+@pytest.mark.parametrize("mesh", ["tp=1", "dp_shard=2", "cp=3", "tp=2"])
+def test_an_odd_vocabulary_stays_odd_and_an_even_one_even(mesh: str) -> None:
+    for vocab in (256, 257, 32_000, 50_257):
+        sets = [f"mesh.{mesh}", f"model.vocab={vocab}", "data.micro_batch=1", "data.seq_len=48"]
+        (small,) = shrink(load(RECIPE_PATH, sets, check_files=False).recipe)
+        assert small.model.vocab % 2 == vocab % 2
+
+
+@pytest.mark.parametrize("tp", [1, 2, 16])
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("of_a_rank", [1, 2, 4])
+def test_a_rank_of_ulysses_keeps_one_key_value_head_or_several(
+    tp: int, cp: int, of_a_rank: int
+) -> None:
+    heads = tp * cp * of_a_rank
+    sets = ["parallel.cp_method=ulysses", f"mesh.cp={cp}", f"mesh.tp={tp}", "model.dim=4096"]
+    sets += [f"model.n_heads={2 * heads}", f"model.n_kv_heads={heads}", f"model.ffn={16 * tp}"]
+    sets += ["model.head_dim=16"]
+    for small in shrink(load(RECIPE_PATH, sets, check_files=False).recipe):
+        mesh = small.mesh
+        if mesh.cp > 1:
+            assert (small.model.n_kv_heads > mesh.tp * mesh.cp) == (of_a_rank > 1), small
+
+
 def test_a_ring_that_forwards_keys_stays_one_that_does() -> None:
     rings = [
         (full, smalls)

@@ -7,6 +7,9 @@ Features and axes are the columns of one table. The layouts hold, as far as it i
 - every value of the columns in ``WITH_PAIRS``, such as every schedule, with every two values of the
   pairs of columns that stand there.
 
+A proof runs a recipe that is made small. Where that takes a value away, the proof with an earlier
+value of its column is the same, and the layout counts as one with the earlier value (``as_run``).
+
 They are found greedily, cheap ones first. A search keeps the layouts that ``matrix.txt`` has, and
 adds those that are missing; the same file always gets the same ones. Two values that no legal
 layout holds must be refused with a message, and are listed with it.
@@ -24,11 +27,16 @@ from itertools import combinations, product
 from typing import Any, NamedTuple
 
 from composer3d.facts.ranges import Column
-from composer3d.facts.schedules import SCHEDULES, micro_batch_requirement
+from composer3d.facts.schedules import (
+    SCHEDULES,
+    fewest_micro_batches,
+    micro_batch_requirement,
+)
 from composer3d.planner import layouts
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.values import FIELDS, Entries, as_toml, entries_of_recipe, variant
+from composer3d.verify.shrink import shrink
 from tools.prove.paths import MATRIX, RECIPE
 
 LIMIT = 16  # processes
@@ -147,6 +155,8 @@ WITH_PAIRS = (
     Pairs("ep", ("1", "2", "4"), OF_EXPERTS),
     Pairs("optimizer", ("muon",), tuple(combinations(_OF_MATRICES, 2))),
 )
+# Rows with a target that a search draws, and whose proofs it makes, before it gives up.
+_MOST_TRIES = 50
 # ep over ranks of every other axis at once, on 16 processes.
 ALL_AXES: "Target" = (("pp", "2"), ("data", "shard 2"), ("cp", "2"), ("tp", "2"), ("ep", "2"))
 
@@ -339,16 +349,16 @@ def micro_batches(row: Row) -> int:
     if row["schedule"] == "csv":
         return 4
     name, pp = row["schedule"], int(row["pp"])
-    start = 1 if name == "none" or pp == 1 else 2
-    accepted = [
-        count
-        for count in range(start, 4 * pp + 4)
-        if name == "none" or micro_batch_requirement(name, count, pp, "") is None
-    ]
-    fewest = accepted[0]
+    if pp == 1:
+        return 1 if row["micro-batches"] == "least" else 2
+    fewest = fewest_micro_batches(name, pp)
     if row["micro-batches"] == "least":
         return fewest
-    return next(count for count in accepted if count > fewest + (1 if pp > 1 else 0))
+    return next(
+        count
+        for count in range(fewest + 2, 4 * pp)
+        if micro_batch_requirement(name, count, pp, "") is None
+    )
 
 
 def world(row: Row) -> int:
@@ -400,8 +410,8 @@ def makes_sense(row: Row) -> bool:
         return False
     if row["schedule"] == "csv" and row["pp"] != "2":
         return False
-    # Every rank compiles: more of them take minutes.
-    if row["compile"] == "yes" and world(row) > 4:
+    # Every rank compiles: more of them take minutes. ep 8 needs eight.
+    if row["compile"] == "yes" and world(row) > (8 if row["ep"] == "8" else 4):
         return False
     # With one micro-batch, zero 2 is zero 1.
     return not (row["zero"] == "2" and not has_pp and row["micro-batches"] == "least")
@@ -440,6 +450,21 @@ def is_legal(row: Row) -> bool:
     return layouts.is_legal(recipe_of(row))
 
 
+def as_run(row: Row) -> Row:
+    """The row with the values that its proof runs.
+
+    Where the proof with an earlier value of a column is the same, the row gets that value.
+    """
+    proof = shrink(recipe_of(row))
+    for column, values in COLUMNS.items():
+        for earlier in values[: values.index(row[column])]:
+            other = row | {column: earlier}
+            if makes_sense(other) and is_legal(other) and shrink(recipe_of(other)) == proof:
+                row = other
+                break
+    return row
+
+
 def targets() -> list[Target]:
     """All cells that rows must hold together, if it is legal."""
     combined = product(*([(column, value) for value in COLUMNS[column]] for column in ALWAYS))
@@ -457,6 +482,10 @@ def targets() -> list[Target]:
 def held_targets(row: Row, wanted: set[Target]) -> set[Target]:
     """The targets among ``wanted`` that the row holds."""
     return {target for target in _all_targets(row) if target in wanted}
+
+
+def _holds(row: Row, target: Target) -> bool:
+    return all(row[column] == value for column, value in target)
 
 
 def _all_targets(row: Row) -> Iterator[Target]:
@@ -547,24 +576,30 @@ def cover(kept: Iterable[Row] = ()) -> Cover:
     """Find the matrix. The result depends on ``kept`` alone.
 
     Args:
-        kept: the first rows of the matrix. Those that make no sense, or are not legal, are left
-            out. The rows that are found follow, cheap ones first.
+        kept: the first rows of the matrix, which get the values that their proofs run. Those that
+            make no sense, or are not legal, are left out. The rows that are found follow, cheap
+            ones first.
     """
     generator, order = random.Random(3), targets()
     missing, found, impossible = set(order), [], []
-    first_rows = [row for row in kept if makes_sense(row) and is_legal(row)]
+    first_rows = [as_run(row) for row in kept if makes_sense(row) and is_legal(row)]
     for row in first_rows:
         missing -= held_targets(row, missing)
 
     for target in order:
         if target not in missing:
             continue
-        candidates = _draw(target, generator, 300) or _draw(target, generator, 1500)[:10]
-        if not candidates:
+        candidates = _draw(target, generator, 300) or _draw(target, generator, 1500)
+        candidates.sort(
+            key=lambda row: len(held_targets(row, missing)) / cost(row) ** 0.7, reverse=True
+        )
+        best = next(
+            (row for row in map(as_run, candidates[:_MOST_TRIES]) if _holds(row, target)), None
+        )
+        if best is None:
             impossible.append(target)
             missing.discard(target)
             continue
-        best = max(candidates, key=lambda row: len(held_targets(row, missing)) / cost(row) ** 0.7)
         found.append(best)
         missing -= held_targets(best, missing)
     rows = [*first_rows, *sorted(_drop_superfluous(found, first_rows), key=cost)]
@@ -731,8 +766,8 @@ def read() -> Cover:
     return from_text(MATRIX.read_text())
 
 
-def uncovered(matrix: Cover) -> list[Target]:
-    """The targets that the matrix lacks.
+def uncovered(matrix: Cover) -> Iterator[Target]:
+    """Yield the targets that the matrix lacks.
 
     No row holds them and no refusal explains them, but a legal row that holds them is easily
     drawn.
@@ -743,8 +778,7 @@ def uncovered(matrix: Cover) -> list[Target]:
     refused = [set(target) for target, _ in matrix.refused]
     missing = {target for target in missing if not any(cells <= set(target) for cells in refused)}
     generator = random.Random(5)
-    return sorted(
-        target
-        for target in missing
-        if any(complete(target, generator) is not None for _ in range(20))
-    )
+    for target in sorted(missing):
+        drawn = (complete(target, generator) for _ in range(20))
+        if any(row is not None and _holds(as_run(row), target) for row in drawn):
+            yield target

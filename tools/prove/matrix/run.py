@@ -45,9 +45,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     choice.add_argument(
         "--rows",
-        metavar="A-B",
-        type=_range_of,
-        help="prove layouts A to B of matrix.txt, counted from 1, write nothing",
+        metavar="A-B,C",
+        type=numbers_of,
+        help="prove layouts A to B and C of matrix.txt, counted from 1, write nothing",
     )
     parser.add_argument(
         "--structure",
@@ -64,23 +64,23 @@ def main(arguments: Sequence[str]) -> int:
         return 0
 
     matrix = read()
-    first = 1
+    numbers: Sequence[int] = options.rows or ()
     if options.rows:
-        first, last = options.rows
-        if not 1 <= first <= last <= len(matrix.rows):
+        if not all(1 <= number <= len(matrix.rows) for number in numbers):
             parser.error(f"--rows must be within 1-{len(matrix.rows)}")
-        rows = list(matrix.rows[first - 1 : last])
+        rows = [matrix.rows[number - 1] for number in numbers]
     elif options.context:
         rows = context()
     elif options.slice:
         rows = slice_of(matrix.rows)
     else:
         rows = list(matrix.rows)
+    numbers = numbers or range(1, len(rows) + 1)
 
     if options.structure:
-        return _look(rows, first)
+        return _look(rows, numbers)
     begin = time.monotonic()
-    verdicts = prove(rows, first)
+    verdicts = prove(rows, numbers)
     seconds = time.monotonic() - begin
     n_exact = sum(verdict.passed for verdict in verdicts)
     print(f"{n_exact} of {len(rows)} layouts are exact, in {seconds / 60:.1f} minutes")
@@ -90,12 +90,12 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if n_exact == len(rows) else 1
 
 
-def _look(rows: Sequence[Row], first: int) -> int:
+def _look(rows: Sequence[Row], numbers: Sequence[int]) -> int:
     """Check the structure of layouts, and print what is found in them."""
     begin = time.monotonic()
     wrong = 0
     with Pool() as pool:
-        for number, row in enumerate(rows, first):
+        for number, row in zip(numbers, rows, strict=True):
             recipe = recipe_of(row)
             structure = check_structure(pool, recipe, [recipe])
             wrong += not structure.passed
@@ -107,20 +107,26 @@ def _look(rows: Sequence[Row], first: int) -> int:
     return int(wrong > 0)
 
 
-def _range_of(text: str) -> tuple[int, int]:
-    first, _, last = text.partition("-")
-    return int(first), int(last or first)
+def numbers_of(text: str) -> list[int]:
+    """Return the numbers of "9-12,20"; there is at least one."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
+    if not numbers:
+        raise argparse.ArgumentTypeError(f"{text!r} names no layout")
+    return numbers
 
 
-def prove(rows: list[Row], first: int = 1) -> list[Verdict]:
-    """Prove all rows, and print a line for each. ``first`` is the number of the first row."""
+def prove(rows: Sequence[Row], numbers: Sequence[int]) -> list[Verdict]:
+    """Prove all rows, and print a line for each, which begins with its number."""
     verdicts = []
     with (
         Pool() as pool,
         tempfile.TemporaryDirectory(prefix="composer3d-matrix-") as folder,
         Progress("matrix", len(rows), "layouts") as progress,
     ):
-        for number, row in enumerate(rows, first):
+        for number, row in zip(numbers, rows, strict=True):
             begin = time.monotonic()
             verdict = verify_layout(
                 pool, Path(folder), str(RECIPE), sets(row), dtype="float64", steps=STEPS
