@@ -4,9 +4,11 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
@@ -30,7 +32,7 @@ def test_the_layouts_are_many_and_legal(tmp_path: Path) -> None:
     assert {*map(resume_matrix.processes_of, resume_matrix.LAYOUTS.values())} == {1, 2, 3, 4, 6, 8}
     (tmp_path / "recipe.toml").write_text(resume_matrix.RECIPE.format(corpus="none"))
     drawn = [
-        [*model.sets, *layout.split()]
+        [*resume_matrix.SIZES, *model.sets, *layout.split()]
         for model in resume_matrix.MODELS.values()
         for layout in model.layouts.values()
     ]
@@ -52,6 +54,26 @@ def test_a_layout_resumes_what_it_and_another_saved(
     assert other.is_exact, other
 
 
+def test_a_tensor_that_no_rank_has_after_a_resume_is_wrong(
+    matrix: resume_matrix.Matrix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = PART[0]
+    monkeypatch.setitem(matrix._tensors, name, {*matrix._tensors[name], "lost"})
+    (cell,) = matrix.resume(name, sources=[name])
+    assert cell.wrong == ("lost",)
+    assert not cell.is_exact
+
+
+def test_a_parameter_without_moments_is_an_error() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    run = SimpleNamespace(
+        stages=SimpleNamespace(named_parameters=lambda: [("weight", parameter)]),
+        optimizer=SimpleNamespace(state={parameter: {}}),
+    )
+    with pytest.raises(LookupError, match="no moments of weight"):
+        [*resume_matrix.parts(run)]
+
+
 def test_experts_resume_on_another_layout(pool: Pool, tmp_path: Path) -> None:
     matrix = resume_matrix.Matrix(pool, tmp_path, resume_matrix.MODELS["experts"])
     cells, problems = resume_matrix.prove(matrix, PART_WITH_EXPERTS, on=PART_WITH_EXPERTS[1:])
@@ -62,6 +84,7 @@ def test_experts_resume_on_another_layout(pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "target"),
     [
+        ("Muon", "Muon, zero 3 x 3"),
         ("gpt-oss", "gpt-oss, ep 2 of tp 2, pp 2 1F1B"),
         ("DeepSeek", "DeepSeek, ep 2 of tp 2, pp 2 1F1B"),
         ("GLM-4.5", "GLM-4.5, ep 2 of tp 2, pp 2 1F1B"),
