@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from composer3d.planner.goodput import Costs, goodput
+from tools.prove.kills import jobs
 from tools.prove.kills.goodput import Result, gaps, summary
 from tools.prove.kills.jobs import STEPS, Job, Killer, Launcher
 from tools.prove.kills.storm import Storm, check, kills
@@ -37,15 +38,15 @@ def killer(tmp_path_factory: pytest.TempPathFactory) -> Killer:
 @pytest.fixture
 def start(killer: Killer) -> Iterator[Callable[..., Job]]:
     """Starts a job of two ranks, in a new folder if none is given; the test's end ends it."""
-    jobs: list[Job] = []
+    started: list[Job] = []
 
     def start_job(*sets: str, launcher: Launcher = "train", **options: Any) -> Job:
         folder = options.pop("folder", killer.folder / uuid.uuid4().hex)
-        jobs.append(Job(folder, 2, launcher, *sets, **options))
-        return jobs[-1]
+        started.append(Job(folder, 2, launcher, *sets, **options))
+        return started[-1]
 
     yield start_job
-    for job in jobs:
+    for job in started:
         job.end()
 
 
@@ -148,20 +149,20 @@ def test_a_killed_rank_costs_one_restart_on_two_nodes(
     folder = killer.folder / uuid.uuid4().hex
     train = ["-m", "composer3d", "train", str(killer.folder / "recipe-2.toml")]
     commands = [host.torchrun(1, train, "--max-restarts", "3") for host in hosts]
-    jobs = [start(folder=folder, command=command) for command in commands]
-    jobs[0].wait_for_step(12)
-    for job in jobs:
+    of_nodes = [start(folder=folder, command=command) for command in commands]
+    of_nodes[0].wait_for_step(12)
+    for job in of_nodes:
         # The rank may be on either node.
         with suppress(RuntimeError):
             os.kill(job.pid_of(1), signal.SIGKILL)
-    assert [job.wait() for job in jobs] == [0, 0], [job.output() for job in jobs]
-    output = "".join(job.output() for job in jobs)
+    assert [job.wait() for job in of_nodes] == [0, 0], [job.output() for job in of_nodes]
+    output = "".join(job.output() for job in of_nodes)
     assert output.count("resumed from") == 1
     # At the end, the node with torchrun's store may leave before the other node has read that
     # both are done. The agent of the other node then logs the lost store with a traceback.
     assert output.count("Traceback") == output.count("Error waiting on exit barrier")
-    assert jobs[0].losses() == killer.uninterrupted_losses(2)
-    assert [job.left_over() for job in jobs] == [[], []]
+    assert of_nodes[0].losses() == killer.uninterrupted_losses(2)
+    assert [job.left_over() for job in of_nodes] == [[], []]
 
 
 LAUNCH = ROOT / "tools" / "launch"
@@ -241,6 +242,33 @@ def test_a_training_survives_one_kill_after_another(tmp_path: Path) -> None:
     assert sum(storm.hits.values()) == 2
 
 
+# A training without a model: it logs some steps, a little apart, and then does nothing for a while.
+SLOW_STEPS = """
+import sys, time
+for step in range(1, 6):
+    time.sleep(0.5)
+    with open(sys.argv[1], "a") as file:
+        print('{"step": %d, "loss": 1.0}' % step, file=file)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("rest_s", [0.0, 60.0])
+def test_a_job_may_take_long_but_not_stand_still(
+    start: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest_s: float
+) -> None:
+    monkeypatch.setattr(jobs, "LIMIT_S", 2.0)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.parent.mkdir()
+    program = [sys.executable, "-I", "-S", "-c", SLOW_STEPS, str(metrics), str(rest_s)]
+    job = start(folder=tmp_path, command=program)
+    if rest_s:
+        with pytest.raises(RuntimeError, match="no step after 5 within 2 s"):
+            job.wait_while_it_trains()
+    else:
+        assert job.wait_while_it_trains() == 0
+
+
 def test_the_storm_kills_every_victim_at_any_instant() -> None:
     planned = kills(100)
     assert min(Counter(kill.victim for kill in planned).values()) >= 10
@@ -257,7 +285,7 @@ def test_a_storm_with_another_loss_a_doubled_step_or_much_lost_work_is_wrong(
     rows = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 2, 3)]
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     expected = {1: 1.0, 2: 0.5, 3: 0.25}
-    assert check(Storm(tmp_path, (), 1.0, lost_steps=[3, 21]), expected) == [
+    assert check(Storm(tmp_path, (), lost_steps=[3, 21]), expected) == [
         "1 of 3 losses differ, from step 3 on",
         "a step is logged twice, or steps are out of order",
         "a kill cost 21 steps, but a checkpoint was due every 20",

@@ -125,9 +125,12 @@ def main(arguments: list[str]) -> int:
         if options.readme:
             copy_checkout(folder)
             walk = Walk(folder.resolve() / ".venv", folder.resolve())
-            for step in steps_of(README.read_text()):
-                if step.language == "bash" and step.text not in TESTS:
+            commands = [step for step in steps_of(README.read_text()) if step.language == "bash"]
+            for step in commands:
+                if step.text not in TESTS:
                     walk.step(step)
+            if not commands:
+                walk.problems.append(f"{README.name} has no command")
         else:
             folder.mkdir()
             walk = Walk(install(made, options.environment), folder.resolve())
@@ -208,6 +211,8 @@ def compare(walk: Walk) -> None:
     text, _, their_tokens = theirs.rstrip("\n").rpartition("\n")
     if ours.rstrip("\n") != text:
         walk.problems.append(f"the texts differ: {ours!r} and {text!r}")
+    if not tokens:
+        walk.problems.append("no token was generated")
     if json.loads(their_tokens) != tokens:
         walk.problems.append(f"the tokens differ: {tokens} and {their_tokens}")
     print(f"{len(tokens)} tokens, by composer3d and by transformers:\n{ours.rstrip()}", flush=True)

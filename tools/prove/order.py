@@ -114,14 +114,15 @@ Event = Collective | Batch | Wait
 
 def main(arguments: Sequence[str]) -> int:
     parser = make_parser("order", __doc__)
-    add_number(parser, "--every", EVERY, "every Nth layout of matrix.txt")
+    add_number(parser, "--every", EVERY, "every Nth layout of matrix.txt", least=1)
     options = parser.parse_args(arguments)
     rows = read().rows[:: options.every]
     begin, stuck = time.monotonic(), 0
     with Pool() as pool, Progress("order", len(rows), "layouts") as progress:
         for row in rows:
             recipe = load(RECIPE, sets(row), check_files=False).recipe
-            problem = problem_of(events_of(pool, recipe))
+            events = events_of(pool, recipe)
+            problem = nothing_seen(recipe, events) or problem_of(events)
             stuck += problem is not None
             with progress.paused():
                 print(f"{problem or 'ends'}: {' '.join(sets(row))}", flush=True)
@@ -140,6 +141,18 @@ def events_of(pool: Pool, recipe: Recipe) -> list[list[Event]]:
         record, {"recipe": recipe}, world_size=recipe.world_size, limit_s=_LIMIT_S
     )
     return events
+
+
+def nothing_seen(recipe: Recipe, events: Sequence[Sequence[Event]]) -> str | None:
+    """Return which rank launches less than a step must, so that the replay would say nothing."""
+    mesh = recipe.mesh
+    sends_messages = mesh.pp > 1 or (mesh.cp > 1 and recipe.parallel.cp_method == "ring")
+    for rank, own in enumerate(events):
+        if mesh.world_size > 1 and not any(isinstance(event, Collective) for event in own):
+            return f"rank {rank} launches no collective"
+        if sends_messages and not any(isinstance(event, Batch) for event in own):
+            return f"rank {rank} launches no message"
+    return None
 
 
 def record(recipe: Recipe) -> list[Event]:

@@ -25,10 +25,19 @@ def make_parser(
     )
 
 
-def add_number(parser: argparse.ArgumentParser, option: str, default: int, what: str) -> None:
-    """Add an option of a number, and say what it is, and its default."""
+def add_number(
+    parser: argparse.ArgumentParser, option: str, default: int, what: str, least: int = 0
+) -> None:
+    """Add an option of a number, and say what it is, its default and its least value."""
+
+    def number_of(text: str) -> int:
+        number = int(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{number} must be at least {least}")
+        return number
+
     parser.add_argument(
-        option, metavar="N", type=int, default=default, help=f"{what}; default: %(default)s"
+        option, metavar="N", type=number_of, default=default, help=f"{what}; default: %(default)s"
     )
 
 

@@ -250,7 +250,7 @@ def _ratio(error: float, scale: float) -> float:
 
 def main(arguments: Sequence[str]) -> int:
     parser = make_parser("random", __doc__)
-    add_number(parser, "--count", 400, "the number of layouts")
+    add_number(parser, "--count", 400, "the number of layouts", least=1)
     parser.add_argument(
         "--part",
         default="1/1",
@@ -265,6 +265,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--faults", action="store_true", help="plant faults in random settings")
     options = parser.parse_args(arguments)
     first, step = map(int, options.part.split("/"))
+    if not 1 <= first <= step:
+        parser.error(f"--part {options.part}: write I/N, with I from 1 to N")
     part = slice(first - 1, None, step)
 
     begin = time.monotonic()
@@ -284,7 +286,7 @@ def main(arguments: Sequence[str]) -> int:
             what = "layouts are exact"
     minutes = (time.monotonic() - begin) / 60
     print(f"{n_right} of {count} {what} in {options.dtype}, in {minutes:.1f} minutes")
-    return 0 if n_right == count else 1
+    return 0 if n_right == count > 0 else 1
 
 
 def prove_layouts(

@@ -317,11 +317,14 @@ def parts(run: Any) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Any
     """Yield (name, shape, offset, local elements) of this rank's parameters and their moments.
 
     Raises:
-        LookupError: the optimizer has no moments of a parameter, which would go uncompared.
+        LookupError: there are no parameters, or no moments of one, so nothing would be compared.
     """
     from composer3d.parallel.init import local_part
 
-    for name, parameter in run.stages.named_parameters():
+    named = list(run.stages.named_parameters())
+    if not named:
+        raise LookupError("this rank has no parameters")
+    for name, parameter in named:
         state = run.optimizer.state[parameter]
         if parameter.requires_grad and not state:
             raise LookupError(f"the optimizer has no moments of {name}")

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from composer3d.runtime.launch import Pool
 from composer3d.training.loop import train
 from composer3d.training.observers.replicas import ReplicaCheck
+from composer3d.training.observers.stragglers import StragglerWatch
 from tools.prove.proof import add_number, make_parser, watched_run
 
 EVERY = 10
@@ -93,6 +94,7 @@ def watch(layout: str, steps: int) -> Watched:
     with watched_run(RECIPE, [f"run.steps={steps}", *layout.split()]) as (run, lines):
         replicas = run.observers.find(ReplicaCheck)
         assert replicas is not None
+        assert run.observers.find(StragglerWatch) is not None
         check = replicas.check
 
         def timed_check(step: int) -> Any:
@@ -105,4 +107,6 @@ def watch(layout: str, steps: int) -> Watched:
         begin_s = time.perf_counter()
         train(run)
         training_s = time.perf_counter() - begin_s - sum(comparisons)
+    if len(comparisons) != steps // EVERY:
+        raise RuntimeError(f"replicas were compared {len(comparisons)} times in {steps} steps")
     return Watched(lines, training_s / steps, statistics.mean(comparisons))

@@ -1,5 +1,6 @@
 """Where each fault is planted, and what must find it there."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
@@ -76,6 +77,9 @@ def found_by(check: Check, message: str) -> Place:
 
 
 def _planted(layouts: Sequence[str], message: str, check: Check, recipe: Path) -> Place:
+    if check != "verify" and re.search(message, ""):
+        raise ValueError(f"{message!r} matches a check that finds nothing")
+
     def add(plant: Plant) -> Plant:
         faults_so_far.extend(Fault(plant, layout, message, check, recipe) for layout in layouts)
         return plant

@@ -15,9 +15,11 @@ Exit status: 0 if all faults at scale are found, at least 95% of those planted a
 and no fault where there is none; else 1.
 """
 
+import inspect
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from composer3d.facts.errors import UserError
@@ -28,9 +30,10 @@ from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool, WorkerError
 from tools.prove.faults.plant import Plant
 from tools.prove.paths import MOE_RECIPE, RECIPE
-from tools.prove.proof import add_names, make_parser
+from tools.prove.proof import add_names, choose, make_parser
 
 _LEAST = 0.95
+_NOT_PLANTED = "the fault cannot be planted: "
 
 # Of tools/prove/faults, by their names.
 _NAMES = """
@@ -101,6 +104,26 @@ class Case(NamedTuple):
     plant: Plant | None
     is_fault: bool
 
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+class NotPlantedError(Exception):
+    """A fault could not be planted, or its layout ends in an error without it, too."""
+
+
+@dataclass
+class _Planting:
+    """Plants a fault; tells an error of planting it from one that the fault causes."""
+
+    plant: Plant
+
+    def __call__(self) -> None:
+        try:
+            self.plant()
+        except Exception as error:
+            raise RuntimeError(f"{_NOT_PLANTED}{type(error).__name__}: {error}") from error
+
 
 def main(arguments: Sequence[str]) -> int:
     parser = make_parser("full", __doc__)
@@ -108,11 +131,10 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     begin = time.monotonic()
     found, all_of, wrong = Counter[str](), Counter[str](), 0
+    cases = choose(parser, cases_of_all_kinds(), options.names, "no case's kind or name holds")
     with Pool() as pool:
-        for case in _cases():
-            title = f"{case.kind} {case.name}"
-            if options.names and not any(name in title for name in options.names):
-                continue
+        for case in cases:
+            title = str(case)
             finding = look(pool, case)
             all_of[case.kind] += 1
             is_right = (finding is not None) == case.is_fault
@@ -128,16 +150,39 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def look(pool: Pool, case: Case) -> str | None:
-    """Return what the checks find in a layout with a planted fault; None: nothing."""
+    """Return what the checks find in a layout with a planted fault; None: nothing.
+
+    Raises:
+        NotPlantedError: nothing was found, because no fault was looked for.
+    """
+    plant = _Planting(case.plant or _nothing)
     try:
-        structure = check_structure(pool, case.recipe, [case.recipe], plant=case.plant or _nothing)
+        structure = check_structure(pool, case.recipe, [case.recipe], plant=plant)
     except (UserError, WorkerError) as error:
+        if _NOT_PLANTED in str(error):
+            raise NotPlantedError(f"{case}: {error}") from error
+        if case.plant is not None and look(pool, case._replace(plant=None)) is not None:
+            raise NotPlantedError(f"{case}: without the fault, too: {error}") from error
         return f"error raised: {str(error).strip().splitlines()[-1]}"
     return str(structure.findings[0]) if structure.findings else None
 
 
 def _nothing() -> None:
     """Plant no fault."""
+
+
+def cases_of_all_kinds() -> list[Case]:
+    """Return all cases.
+
+    Raises:
+        LookupError: a name of ``PLANTED`` or ``OF_VALUES`` is that of no fault.
+    """
+    cases = [*_cases()]
+    named = {case.plant.__name__ for case in cases if inspect.isfunction(case.plant)}
+    unknown = (PLANTED | OF_VALUES) - named
+    if unknown:
+        raise LookupError(f"no fault of tools/prove/faults is called {', '.join(sorted(unknown))}")
+    return cases
 
 
 def _cases() -> Iterator[Case]:

@@ -31,6 +31,8 @@ KINDS = {
 }
 SEED = 1
 _SHOWN_FINDINGS = 40
+# Among so many cases of a kind, some are accepted.
+_MANY = 50
 
 
 class Tally(NamedTuple):
@@ -48,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     add_number(parser, "--seed", SEED, "of all cases")
     add_number(parser, "--first", 0, "the number of the first case")
     parser.add_argument("--case", metavar="KIND:NUMBER", help="run only this case")
-    add_number(parser, "--jobs", os.cpu_count() or 1, "cases at a time")
+    add_number(parser, "--jobs", os.cpu_count() or 1, "cases at a time", least=1)
     parser.add_argument("--keep", metavar="DIR", help="keep the folder of --case here")
     options = parser.parse_args(arguments)
     first = options.first
@@ -58,6 +60,8 @@ def main(arguments: Sequence[str]) -> int:
         if kind not in KINDS or not number.isdecimal():
             parser.error(f"--case {options.case}: write KIND:NUMBER, such as recipes:12")
         counts = {kind: range(int(number), int(number) + 1)}
+    if not any(counts.values()):
+        parser.error("there is no case to run")
 
     from tools.prove.hostile.case import proof_folder
 
@@ -81,6 +85,11 @@ def main(arguments: Sequence[str]) -> int:
                     shows=options.case is not None,
                     keep=options.keep if options.case else None,
                 )
+                if len(numbers) >= _MANY and set(tally.outcomes) == {"refused"}:
+                    tally.findings.append(
+                        f"WRONG {kind}: every case is refused, so the input that they change may "
+                        "not be sound"
+                    )
                 n_wrong += len(tally.findings)
                 for finding in tally.findings[:_SHOWN_FINDINGS]:
                     print(finding)

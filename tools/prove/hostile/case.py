@@ -103,12 +103,22 @@ def marker_of(folder: Path) -> Path:
 
 
 def prepare_outside(root: Path) -> None:
-    """Make the files that no case may touch."""
+    """Make the files that no case may touch.
+
+    Raises:
+        RuntimeError: the file system does not tell that a file was read, so no case could fail.
+    """
     outside = root / "outside"
     outside.mkdir(exist_ok=True)
     for name in ("secret.txt", "tokenizer.json", "metrics.jsonl", "model.safetensors"):
         (outside / name).write_text(SECRET)
     _state_of(outside)
+    (outside / "secret.txt").read_bytes()
+    if not any(was_read for *_, was_read in _state_of(outside)):
+        raise RuntimeError(
+            f"the file system of {root} keeps no access times (mount option noatime), so a file "
+            "that is read is not noticed: set TMPDIR to a folder on another one"
+        )
 
 
 def problems_of(case: Case, root: Path, pool: Pool) -> list[str]:

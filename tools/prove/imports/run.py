@@ -89,6 +89,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS, metavar="STEP")
     parser.add_argument("--record", type=Path, help="a file of the steps that hold already")
     options = parser.parse_args(arguments)
+    if CONFIGURATIONS.keys() != ACCEPTED.keys():
+        parser.error(f"{FOLDER} has not the configurations {', '.join(ACCEPTED)}")
     names = options.names or list(CONFIGURATIONS)
     unknown = [name for name in names if name not in CONFIGURATIONS]
     if unknown:

@@ -176,6 +176,26 @@ class Job:
             self.end()
             raise RuntimeError(f"it has not ended after {limit_s:.0f} s: {self.output()}") from None
 
+    def wait_while_it_trains(self) -> int:
+        """Wait for the end of the launcher, however long, and return its exit status.
+
+        Raises:
+            RuntimeError: no further step is logged for ``LIMIT_S``; all its processes are killed
+                then.
+        """
+        newest, until = -1, 0.0
+        while (status := self.process.poll()) is None:
+            logged = max(self.losses(), default=0)
+            if logged != newest:
+                newest, until = logged, time.monotonic() + LIMIT_S
+            if time.monotonic() > until:
+                self.end()
+                raise RuntimeError(
+                    f"no step after {newest} within {LIMIT_S:.0f} s: {self.output()}"
+                )
+            time.sleep(0.2)
+        return status
+
     def end(self) -> None:
         """Kill all processes."""
         for pid in [self.process.pid, *self.processes()]:
@@ -220,6 +240,8 @@ def write_inputs(folder: Path) -> None:
 
 def differences(found: dict[int, float], expected: dict[int, float]) -> list[str]:
     """The problem that losses are not bitwise those of an undisturbed job, or none."""
+    if not expected:
+        return ["the undisturbed job has logged no loss, so nothing was compared"]
     wrong = [step for step in sorted(found | expected) if found.get(step) != expected.get(step)]
     if not wrong:
         return []

@@ -75,6 +75,8 @@ def main(arguments: Sequence[str]) -> int:
         rows = slice_of(matrix.rows)
     else:
         rows = list(matrix.rows)
+    if not rows:
+        parser.error("there is no layout to prove")
     numbers = numbers or range(1, len(rows) + 1)
 
     if options.structure:
