@@ -21,6 +21,7 @@ from tools.prove.kills import run as kills
 from tools.prove.kills import trouble
 from tools.prove.kills.jobs import differences
 from tools.prove.kills.storm import Storm, check
+from tools.prove.kills.storm import kills as planned_kills
 from tools.prove.order import Batch, Collective, Group, Message, nothing_seen
 from tools.prove.paths import RECIPE
 
@@ -81,6 +82,17 @@ def test_a_storm_whose_resumes_are_not_seen_is_wrong(tmp_path: Path) -> None:
     assert check(Storm(tmp_path, (), hits=Counter(all=1)), {1: 2.0}) == [
         "no resume was seen after a kill, so its lost steps were not counted"
     ]
+
+
+def test_a_training_that_ends_before_a_kill_was_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = SimpleNamespace(process=SimpleNamespace(poll=lambda: 0), end=lambda: None)
+    monkeypatch.setattr(Storm, "_start", lambda *_: ended)
+    storm = Storm(tmp_path, ())
+    storm.run(planned_kills(1))
+    (problem,) = storm.problems
+    assert problem.endswith("it needs more --steps")
 
 
 @pytest.mark.parametrize(("options", "status"), [([], 1), (["--skip"], 0)])
