@@ -78,11 +78,24 @@ def pinned(text: str, kept: str | None = None) -> str:
         CheckpointError: as ``folder``.
     """
     place = _place_of(text)
-    if kept is not None and is_place(kept) and not place.is_pinned:
-        earlier = _place_of(kept)
-        if earlier.is_pinned and earlier.repository == place.repository:
-            return str(earlier)
+    if kept is not None and is_commit_of(kept, text):
+        return kept
     return str(place._replace(revision=folder(text, CONFIG).name))
+
+
+def is_commit_of(pinned_text: str, text: str) -> bool:
+    """Return whether a name has a commit of the repository that another one without commit names.
+
+    A text that is no name on the Hub is neither.
+    """
+    earlier, place = _PLACE.fullmatch(pinned_text), _PLACE.fullmatch(text)
+    if earlier is None or place is None:
+        return False
+    return (
+        _Place(*earlier.groups()).is_pinned
+        and not _Place(*place.groups()).is_pinned
+        and earlier[1] == place[1]
+    )
 
 
 def folder(text: str, files: tuple[str, ...] = WEIGHTS, *, shows_progress: bool = False) -> Path:

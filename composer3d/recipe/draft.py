@@ -63,6 +63,9 @@ class Draft:
         source: the recipe's file, as the user names it, or a document.
         values: the typed values of each table, by name.
         places: where each key or table is written, such as ``x.toml:4``, by key or table.
+        distances: how far each value is from the command line, by key: 0 for an override, 1 for the
+            recipe, 2 for its base, and so on.
+        hidden: of each key whose value hides another one, the nearest value that a file gives.
         origins: the origin of each value that was computed, or taken from a preset or config.json,
             by key. The origin of any other value is the place of its key.
         problems: the lines of the error so far.
@@ -78,6 +81,8 @@ class Draft:
         default_factory=lambda: {table: {} for table in TABLES}
     )
     places: dict[str, str] = field(default_factory=dict)
+    distances: dict[str, int] = field(default_factory=dict)
+    hidden: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     invalid_keys: set[str] = field(default_factory=set)
@@ -129,8 +134,8 @@ class Draft:
             unreadable = error
         self._choose_architecture(documents, sets)
         try:
-            for document in documents:
-                self._add_document(document)
+            for distance, document in enumerate(documents, start=1):
+                self._add_document(document, distance)
             if unreadable is not None:
                 raise unreadable
             for text in sets:
@@ -170,7 +175,7 @@ class Draft:
             ) from None
         self.entries = entries_of(self.tables)
 
-    def _add_document(self, document: ParsedRecipe) -> None:
+    def _add_document(self, document: ParsedRecipe, distance: int) -> None:
         for table, content in document.tables.items():
             place = document.place(table)
             if table == OPEN_POINTS:
@@ -186,7 +191,8 @@ class Draft:
             else:
                 self.places.setdefault(table, place)
                 for name, value in content.items():
-                    self._add_value(f"{table}.{name}", value, document.place(table, name))
+                    place = document.place(table, name)
+                    self._add_value(f"{table}.{name}", value, place, distance)
 
     def _refuse_open_points(self, content: object, document: ParsedRecipe, place: str) -> None:
         """Report each open point of a draft, of a base as well. No override settles one."""
@@ -219,13 +225,13 @@ class Draft:
                 self.problems.append(f"{place}: {problem}")
                 self.invalid_keys.add(key)
                 return
-            self._add_value(key, value, place, overrides=True)
+            self._add_value(key, value, place, distance=0)
 
-    def _add_value(self, key: str, value: object, place: str, *, overrides: bool = False) -> None:
+    def _add_value(self, key: str, value: object, place: str, distance: int) -> None:
         """Check the type of a value, and keep it.
 
-        A value from a file is kept only if no earlier file gave one. An override always replaces
-        the value.
+        A value from a file is kept only if no earlier file gave one. An override, whose
+        ``distance`` is 0, always replaces the value.
         """
         if key not in self.entries:
             self._refuse_unknown(key, place)
@@ -236,10 +242,15 @@ class Draft:
             self.problems.append(f"{place}: '{key}' must be {error}, got {as_short_toml(value)}")
             self.invalid_keys.add(key)
             return
-        if overrides or key not in self.places:
-            table, name = key.split(".")
+        table, name = key.split(".")
+        if key not in self.places or distance == 0:
+            if self.distances.get(key, 0) > 0:
+                self.hidden[key] = self.values[table][name]
             self.values[table][name] = typed_value
             self.places[key] = place
+            self.distances[key] = distance
+        else:
+            self.hidden.setdefault(key, typed_value)
 
     def _refuse_unknown(self, key: str, place: str, noun: str = "key") -> None:
         """Report an unknown key or table, and mark the keys that may have been meant as invalid.

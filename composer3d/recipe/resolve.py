@@ -7,9 +7,10 @@ mistake gives one line.
 
 import os
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from math import gcd
 from pathlib import Path
+from typing import Any
 
 from composer3d.facts.errors import CheckpointError, DataError, PlanError, RecipeError
 from composer3d.facts.files import MIB, is_jsonl_name, read_plain
@@ -20,6 +21,7 @@ from composer3d.facts.text import one_line
 from composer3d.facts.token_manifest import MANIFEST, TokenManifest, read_manifest
 from composer3d.models import hub, registry
 from composer3d.models.llama.shape import PRESETS
+from composer3d.models.shape import DecoderShape
 from composer3d.recipe.changes import values_of
 from composer3d.recipe.draft import DEFAULT, Draft, Source
 from composer3d.recipe.machine import count_bytes
@@ -275,6 +277,8 @@ def _resolve_shape(draft: Draft) -> Model:
         if preset is not None:
             draft.blame(row_key, "model.hf and model.preset both give a shape; remove one")
 
+    if row is not None:
+        _refuse_lost_choice(draft, row_key, row, shape_fields)
     missing: list[str] = []
     for entry in shape_fields:
         key = f"model.{entry.name}"
@@ -298,6 +302,51 @@ def _resolve_shape(draft: Draft) -> Model:
             way_out += f", or use one of the presets {', '.join(architecture.presets)}"
         draft.blame("model", f"[model] lacks {', '.join(missing)}; {way_out}")
     return table(**values)
+
+
+def _refuse_lost_choice(
+    draft: Draft, row_key: str, row: DecoderShape, shape_fields: Sequence[Field[Any]]
+) -> None:
+    """Report a preset or folder that an override chooses, while files write out another shape.
+
+    In the recipe of a run's folder all sizes are written out, so a preset would change none of
+    them. So it is if a recipe chooses a preset, and its base writes out the sizes. A recipe with
+    some sizes beside a preset is no such case: they are meant as changes of any preset.
+    """
+    values = draft.values["model"]
+    choice = values[row_key.partition(".")[2]]
+    if _is_same_choice(draft.hidden.get(row_key), choice):
+        return
+    farther = [
+        key
+        for key in (f"model.{entry.name}" for entry in shape_fields)
+        if draft.distances.get(key, 0) > draft.distances[row_key]
+    ]
+    # With those that an override sets too.
+    written_out = {*farther, *draft.hidden}
+    needed = {f"model.{entry.name}" for entry in shape_fields if entry.default is MISSING}
+    if not needed <= written_out:
+        return
+
+    differing = []
+    for key in farther:
+        name = key.partition(".")[2]
+        written, chosen = values[name], getattr(row, name)
+        if written != chosen:
+            place, instead = draft.place(key), as_short_toml(chosen)
+            differing.append(f"{key} = {as_short_toml(written)} ({place}) instead of {instead}")
+    if differing:
+        draft.blame(
+            row_key,
+            f"{row_key} = {as_short_toml(choice)} replaces no size that is written out, and these "
+            f"differ: {', '.join(differing)}; remove these keys, or set them too",
+        )
+        draft.invalid_keys.add(row_key)
+
+
+def _is_same_choice(hidden: object, choice: str) -> bool:
+    """Return whether an override names what the recipe names too, perhaps with its commit."""
+    return hidden == choice or (isinstance(hidden, str) and hub.is_commit_of(choice, hidden))
 
 
 def _has_our_checkpoints(folder: str) -> bool:

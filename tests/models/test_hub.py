@@ -169,6 +169,18 @@ def test_a_resumed_run_keeps_its_commit(
     assert new.recipe.model.hf == f"{NAME}@{other}"
 
 
+def test_a_commit_replaces_no_size_that_is_written_out(server: Hub, tmp_path: Path) -> None:
+    # The launcher gives ranks the commit, which is not another model than the recipe names.
+    whole = load("x.toml", [f"model.hf={NAME}"], may_import=True).to_toml()
+    whole = whole.replace("norm_eps = 1e-05", "norm_eps = 1e-06")
+    (tmp_path / "whole.toml").write_text(whole.replace(PINNED, NAME))
+    recipe = load("whole.toml", [f"model.hf={PINNED}"], may_import=True).recipe
+    assert (recipe.model.hf, recipe.model.norm_eps) == (PINNED, 1e-6)
+    (tmp_path / "whole.toml").write_text(whole.replace(PINNED, "hf://org/other"))
+    with pytest.raises(RecipeError, match=r"model\.norm_eps = 1e-06"):
+        load("whole.toml", [f"model.hf={PINNED}"], may_import=True)
+
+
 def test_a_tokenizer_has_the_files_beside_it(server: Hub, files: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a text\n")
     for name, tokenizer in (("hub", NAME), ("folder", str(files))):

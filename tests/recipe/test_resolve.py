@@ -79,6 +79,26 @@ def test_a_preset_gives_what_the_recipe_does_not(write) -> None:
     assert resolved.origins["model.preset"] == "sub/../low.toml:2"
 
 
+def test_a_preset_replaces_no_shape_that_is_written_out(write) -> None:
+    preset = "model.preset=debug-small"
+    kept = write("kept.toml", load(write("x.toml", '[model]\npreset = "debug-tiny"\n')).to_toml())
+    with pytest.raises(RecipeError, match=r"model\.dim = 64 \(kept\.toml:\d+\) instead of 128"):
+        load(kept, [preset, preset])
+    with pytest.raises(RecipeError) as refused:
+        load(kept, [preset, "model.dim=32"])
+    assert "model.ffn = 160" in refused.value.lines[0]
+    assert "model.dim" not in refused.value.lines[0]
+    # What the preset gives is set too, or is what the recipe has.
+    small = PRESETS["debug-small"]
+    sets = [f"model.{name}={size}" for name, size in asdict(small).items() if size is not None]
+    sets = [text for text in sets if not text.endswith(("True", "False"))]
+    assert load(kept, [preset, *sets]).recipe.model == Model(**asdict(small), preset="debug-small")
+    assert load(kept, ["model.preset=debug-tiny", "model.dim=32"]).recipe.model.dim == 32
+    # Some sizes beside a preset are changes of any preset.
+    changed = write("y.toml", '[model]\npreset = "debug-tiny"\nn_heads = 8\n')
+    assert load(changed, [preset]).recipe.model.n_heads == 8
+
+
 def test_a_shape_without_preset_takes_defaults_for_other_fields(write) -> None:
     path = write(
         "x.toml",

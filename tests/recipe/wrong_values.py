@@ -98,6 +98,16 @@ MODEL = [
             "c/manifest.json": "{}",
         },
     ),
+    Wrong("preset for a whole shape", shape(), sets=("model.preset=debug-small",)),
+    Wrong(
+        "hf for a whole shape",
+        {"x.toml": shape(vocab=300), "m/config.json": HF},
+        sets=("model.hf=m", "model.n_kv_heads=2"),
+    ),
+    Wrong(
+        "preset over a base with a whole shape",
+        {"x.toml": 'base = "b.toml"\n[model]\npreset = "debug-small"\n', "b.toml": shape()},
+    ),
     Wrong("hf and a rule", {"x.toml": '[model]\nhf = "m"\n[mesh]\npp = 3\n', "m/config.json": HF}),
 ]
 
