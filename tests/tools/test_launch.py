@@ -41,22 +41,31 @@ def start(folder: Path, nodes: int, tasks_per_node: int, *sets: str) -> subproce
     )
 
 
+def read_to_step_3(job: subprocess.Popen[str]) -> str:
+    """Return what the job prints until its third step is done."""
+    assert job.stdout is not None
+    output = ""
+    for line in job.stdout:
+        output += line
+        if line.startswith("step      3/"):
+            break
+    return output
+
+
 def test_a_slurm_job_saves_goes_back_into_the_queue_and_goes_on(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     (tmp_path / "recipe.toml").write_text(RECIPE.format(mesh=DATA))
 
     # torchrun on two nodes, each with one rank.
     with start(tmp_path, 2, 1, "run.steps=100000", "checkpoint.every=0") as job:
-        assert job.stdout is not None
-        output = ""
-        for line in job.stdout:
-            output += line
-            if line.startswith("step      3/"):
-                break
+        output = read_to_step_3(job)
         warned_s = time.monotonic()
+        # At the limit of the job, SIGTERM follows.
         job.send_signal(signal.SIGUSR1)
-        output += job.stdout.read()
-        assert job.wait(60) == 1, output
+        time.sleep(0.2)
+        job.send_signal(signal.SIGTERM)
+        output += job.communicate(timeout=60)[0]
+        assert job.returncode == 1, output
     assert time.monotonic() - warned_s < 30
     stopped = re.search(r"stopped by signal 10 after step (\d+);", output)
     assert stopped is not None, output
@@ -71,6 +80,27 @@ def test_a_slurm_job_saves_goes_back_into_the_queue_and_goes_on(tmp_path: Path) 
     assert f"{stopped[1]} of {steps} steps are done" in output
     assert len(losses(tmp_path, "runs")) == steps
     assert (tmp_path / "requeued").read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize(("tasks", "status"), [(1, 1), (2, 128 + signal.SIGUSR1)])
+def test_a_slurm_job_that_is_asked_to_end_saves_and_does_not_come_back(
+    tmp_path: Path, tasks: int, status: int
+) -> None:
+    write_corpus(tmp_path)
+    (tmp_path / "recipe.toml").write_text(RECIPE.format(mesh=DATA))
+    sets = ("run.steps=100000", "checkpoint.every=0")
+    with start(tmp_path, 2 // tasks, tasks, *sets) as job:
+        output = read_to_step_3(job)
+        for _ in range(4):
+            job.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        output += job.communicate(timeout=60)[0]
+        assert job.returncode == status, output
+    stopped = re.search(r"stopped by signal 10 after step (\d+);", output)
+    assert stopped is not None, output
+    saved = tmp_path / f"runs/small/checkpoints/step-{int(stopped[1]):08d}/manifest.json"
+    assert saved.is_file()
+    assert not (tmp_path / "requeued").exists()
 
 
 @pytest.mark.parametrize(
