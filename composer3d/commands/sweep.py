@@ -102,10 +102,11 @@ def run(options: Options) -> int:
         print(f"run {number} of {len(trials)}: {name}", file=sys.stderr, flush=True)
         # -P, as the program composer3d: no module is imported from the current folder.
         command = [sys.executable, "-P", "-m", "composer3d", *_arguments(options.recipe, trial)]
-        status = _run(command)
-        if status < 0 or status >= 128:
+        status, stopped_by = _run(command)
+        if status < 0 or status >= 128 or stopped_by:
             print("the sweep was stopped: the same command goes on", file=sys.stderr)
-            return 128 - status if status < 0 else status
+            # A run that has done its last step, and one that could not save, have their own status.
+            return 128 - status if status < 0 else status or 128 + stopped_by
         if status:
             failed.append(name)
     if failed:
@@ -121,25 +122,29 @@ def run(options: Options) -> int:
     return 1 if failed else 0
 
 
-def _run(command: Sequence[str]) -> int:
-    """Run a training and return its status, which is below 0 if a signal has ended it.
+def _run(command: Sequence[str]) -> tuple[int, int]:
+    """Run a training. Return its status, and the first signal that has come meanwhile, or 0.
 
+    The status is below 0 if a signal has ended the training.
     A signal to this process must not leave the training alone, nor end it before it has saved.
     Ctrl-C reaches all processes of a terminal, so it is not sent on.
     """
+    received: list[int] = []
     with subprocess.Popen(command) as process:
 
         def send_on(number: int, _: FrameType | None) -> None:
+            received.append(number)
             if number != signal.SIGINT:
                 process.send_signal(number)
 
         signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
         before = {number: signal.signal(number, send_on) for number in signals}
         try:
-            return process.wait()
+            status = process.wait()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+    return status, received[0] if received else 0
 
 
 def _arguments(recipe: str, trial: Trial) -> list[str]:

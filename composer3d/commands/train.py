@@ -140,7 +140,9 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
     for restart in range(most + 1):
         earlier_reports, earlier_kills = _lost_reports(recipe), shortage.kernel_kills()
         earlier_checkpoint = _newest_checkpoint(recipe)
-        result = launch.run_ranks(train_rank, arguments, processes=processes)
+        result = launch.run_ranks(
+            train_rank, arguments, processes=processes, save_limit_s=_save_limit_s(recipe)
+        )
         reports = _lost_reports(recipe) - earlier_reports
         was_killed = signal.SIGKILL in result.died.values()
         if was_killed and shortage.kernel_kills() > earlier_kills:
@@ -170,6 +172,15 @@ def run_with_restarts(recipe: Recipe, path: str, sets: Sequence[str], processes:
             arguments["sets"] = (*sets, "checkpoint.resume=auto")
     cleanup.close()
     return result.status
+
+
+def _save_limit_s(recipe: Recipe) -> float:
+    """Return how long ranks may take after a signal, until they have saved.
+
+    A save in the background may be under way. It ends first, then a step and its own save. The
+    ranks limit each of them themselves: this is for ranks that all hang.
+    """
+    return 60.0 * (recipe.run.timeout_minutes + 2 * recipe.checkpoint.timeout_minutes)
 
 
 def _keep_in_log(recipe: Recipe, lines: Sequence[str]) -> None:
@@ -241,11 +252,16 @@ def describe_failures(
     if result.stuck:
         names = describe_several(result.stuck, lambda rank: describe_rank(rank, recipe.mesh))
         were = "was" if len(result.stuck) == 1 else "were"
-        if result.status > 128:
+        if result.was_cut_off:
+            waited = f"{_save_limit_s(recipe) / 60:.0f} minutes after the signal"
             lines.append(
-                f"{names} {were} killed: {launch.SHUTDOWN_S:.0f} s passed after the signal, "
-                f"or Ctrl-C came again; {resume_advice(recipe)}"
+                f"{names} {were} killed: {waited}, the steps were not saved; "
+                f"{resume_advice(recipe)}"
             )
+        elif result.status > 128:
+            waited = f"still running {launch.SHUTDOWN_S:.0f} s after another rank had ended"
+            cause = "Ctrl-C came again" if result.was_insisted else waited
+            lines.append(f"{names} {were} killed: {cause}; {resume_advice(recipe)}")
         elif signal.SIGABRT in result.died.values():
             # NCCL aborts the ranks that waited too long, so a rank that still ran is the cause.
             lines.append(f"{names} {were} still running: look for the cause there first")

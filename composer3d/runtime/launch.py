@@ -36,7 +36,8 @@ from composer3d.runtime.lost_words import tells_lost_peer
 from composer3d.runtime.shortage import no_memory
 from composer3d.runtime.starter import Answer, Call
 
-# Seconds that ranks may take to finish their step and save, after a signal.
+# Seconds after a signal in which ranks must end that have nothing to save. Others have as long to
+# end after the first rank that has saved. If a save takes longer than this, a line says so.
 SHUTDOWN_S = 120.0
 
 # Seconds that the other ranks may take to report what they did (``peers``), after a rank has ended.
@@ -335,6 +336,9 @@ class JobResult:
             status, or by the forwarded signal. The values are those of ``died``.
         lacked_memory: the ranks that have ended because memory was refused. They have said so.
         stopped_by: the signal that was forwarded to the ranks; 0 if there was none.
+        was_insisted: whether Ctrl-C came again, so that ranks were killed at once.
+        was_cut_off: whether ranks were killed after a signal because their time was over, and no
+            rank had saved before.
         traceback: the traceback of the lowest rank that ``raised``, which was printed; "" if there
             is none.
         gave_reason: whether a rank ended with a UserError before any rank died or raised another
@@ -350,6 +354,8 @@ class JobResult:
     left: dict[int, int] = field(default_factory=dict)
     lacked_memory: list[int] = field(default_factory=list)
     stopped_by: int = 0
+    was_insisted: bool = False
+    was_cut_off: bool = False
     traceback: str = ""
     gave_reason: bool = False
     reason: tuple[str, ...] = ()
@@ -362,13 +368,19 @@ class JobResult:
         return self.status == 1 and bool(was_lost) and not is_final
 
 
-def run_ranks(task: Task, arguments: Mapping[str, Any], *, processes: int) -> JobResult:
+def run_ranks(
+    task: Task,
+    arguments: Mapping[str, Any],
+    *,
+    processes: int,
+    save_limit_s: float | None = None,
+) -> JobResult:
     """Run ``task(**arguments)`` on every rank of a job on this machine.
 
     The environment of a rank has the variables of torchrun: RANK, LOCAL_RANK, WORLD_SIZE,
     LOCAL_WORLD_SIZE and GROUP_RANK. SIGINT, SIGTERM, SIGUSR1 and SIGHUP are forwarded to the ranks,
-    which then have ``SHUTDOWN_S`` to finish their step and save. If a rank fails, the others get a
-    short time (``_patience_s``) to report a better reason or to end by themselves. Then they are
+    which then have ``save_limit_s`` to finish their step and save. If a rank fails, the others get
+    a short time (``_patience_s``) to report a better reason or to end by themselves. Then they are
     killed. A rank that leaves its UserError to rank 0 raises it: if rank 0 ends without a reason of
     its own, the error is printed here.
 
@@ -378,9 +390,12 @@ def run_ranks(task: Task, arguments: Mapping[str, Any], *, processes: int) -> Jo
         task: returns the exit status of its rank, 0 for success.
         arguments: the keyword arguments of ``task``, the same on every rank.
         processes: the number of ranks.
+        save_limit_s: the seconds that ranks may take after a signal until the first of them has
+            saved; None: they have nothing to save, and get ``SHUTDOWN_S``.
 
     Returns:
-        The result. Its status is 0 if all ranks succeeded, and 128 + N if signal N stopped them.
+        The result. Its status is 0 if all ranks succeeded, and 128 + N if signal N stopped them. It
+        is 1 if they were killed before they had saved.
         Otherwise it is the status of the first UserError, or 1 if a rank died or raised another
         error before. The traceback of the lowest rank with another error is printed.
     """
@@ -388,6 +403,8 @@ def run_ranks(task: Task, arguments: Mapping[str, Any], *, processes: int) -> Jo
     answers: dict[int, Answer | None] = {}
     stuck: list[int] = []
     deadline_s = float("inf")
+    limit_s = SHUTDOWN_S if save_limit_s is None else save_limit_s
+    has_told = False
     with ExitStack() as cleanup, _forward_signals() as stop:
         workers = _start_workers(cleanup, task, arguments, processes)
         stop.workers = workers
@@ -398,10 +415,13 @@ def run_ranks(task: Task, arguments: Mapping[str, Any], *, processes: int) -> Jo
                 # The signal arrived before all ranks were started.
                 stop.forward(stop.number)
             if stop.number:
-                deadline_s = min(deadline_s, stop.since_s + SHUTDOWN_S)
+                deadline_s = min(deadline_s, stop.since_s + limit_s)
             if now_s >= deadline_s:
                 stuck = [worker.rank for worker in running]
                 break
+            if stop.number and not has_told and now_s >= stop.since_s + SHUTDOWN_S:
+                has_told = True
+                say([_describe_wait(stop.number, len(running), deadline_s - now_s)])
 
             status_pipes = [worker.status_pipe for worker in running]
             wait(status_pipes, timeout=min(0.5, deadline_s - now_s))
@@ -410,7 +430,14 @@ def run_ranks(task: Task, arguments: Mapping[str, Any], *, processes: int) -> Jo
                 answer = worker.answer()
                 answers[worker.rank] = answer
                 deadline_s = min(deadline_s, now_s + _patience_s(worker, answer))
-    return _job_result(workers, answers, stuck, stop.numbers)
+    return _job_result(workers, answers, stuck, stop, has_saves=save_limit_s is not None)
+
+
+def _describe_wait(number: int, n_ranks: int, left_s: float) -> str:
+    return (
+        f"{n_ranks} ranks still run {SHUTDOWN_S:.0f} s after signal {number}: they finish a step "
+        f"or a save, for at most {left_s / 60:.0f} more minutes; Ctrl-C ends them at once"
+    )
 
 
 def _patience_s(worker: _Worker, answer: Answer | None) -> float:
@@ -425,7 +452,7 @@ def _patience_s(worker: _Worker, answer: Answer | None) -> float:
     if answer.value == 0:
         return float("inf")
     if answer.value > 128:
-        # A signal stopped the rank: all ranks finish their step and save.
+        # A signal stopped the rank. All ranks have saved when one ends: only closing is left.
         return SHUTDOWN_S
     # The rank has printed its error, or is rank 0, which ends last.
     return 5.0
@@ -449,7 +476,9 @@ def _job_result(
     workers: list[_Worker],
     answers: Mapping[int, Answer | None],
     stuck: list[int],
-    stop_signals: Sequence[int],
+    stop: "_StopRequest",
+    *,
+    has_saves: bool,
 ) -> JobResult:
     """Combine how the ranks ended. Print the traceback of the lowest rank that raised an error.
 
@@ -457,10 +486,11 @@ def _job_result(
         workers: all ranks, by rank.
         answers: the answers of the ranks that ended by themselves, in the order of their ends.
         stuck: the other ranks, which were killed.
-        stop_signals: the signals that were forwarded to the ranks, in the order of their arrival.
+        stop: the signals that were forwarded to the ranks.
+        has_saves: whether the ranks save after a signal.
     """
-    stop_signal = stop_signals[0] if stop_signals else 0
-    ends = _ends_of(workers, answers, stuck, stop_signals)
+    stop_signal = stop.number
+    ends = _ends_of(workers, answers, stuck, stop.numbers)
     tracebacks = ends.tracebacks
     if ends.died:
         # The rank that died is the cause of these.
@@ -471,6 +501,9 @@ def _job_result(
     reason_status = _first_reason(answers, ends)
     reason = _unsaid_reason(answers)
     was_stopped = stop_signal and (statuses or stuck or None in answers.values())
+    # All ranks have saved when one ends with this status.
+    has_saved = not has_saves or 128 + stop_signal in failures
+    was_cut_off = False
 
     if reason:
         say(reason)
@@ -481,7 +514,11 @@ def _job_result(
     elif tracebacks:
         status = 1
     elif was_stopped and not _has_other_failure(ends, failures, stop_signal):
-        status = 128 + stop_signal
+        was_cut_off = bool(stuck) and not stop.is_insisted and not has_saved
+        is_ended_at_once = stop.is_insisted and not has_saved
+        status = 128 + (signal.SIGINT if is_ended_at_once else stop_signal)
+        if was_cut_off:
+            status = 1
     elif ends.died:
         status = 1
     else:
@@ -495,6 +532,8 @@ def _job_result(
         left=ends.left if LOST_PEERS in failures and not ends.lacked_memory else {},
         lacked_memory=ends.lacked_memory,
         stopped_by=stop_signal,
+        was_insisted=stop.is_insisted,
+        was_cut_off=was_cut_off,
         traceback=tracebacks[0] if tracebacks else "",
         gave_reason=reason_status > 0,
         reason=reason,
@@ -607,6 +646,7 @@ class _StopRequest:
         self.numbers: list[int] = []
         self.since_s = 0.0
         self.is_forwarded = False
+        self.is_insisted = False
         self.workers: list[_Worker] = []
 
     @property
@@ -621,6 +661,7 @@ class _StopRequest:
         elif number == signal.SIGINT and time.monotonic() - self.since_s > INSIST_S:
             # The user does not want to wait any longer: end the time for the shutdown. Schedulers
             # send several other signals, which must not cut off a save.
+            self.is_insisted = True
             self.since_s = float("-inf")
         if self.workers:
             self.forward(number)

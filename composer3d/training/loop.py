@@ -51,6 +51,11 @@ def _train(run: Run, signals: StopSignals) -> int:
         stopped_by = _loop(run, signals)
     with observers.phase("checkpoint"):
         run.saver.store.wait()
+    if stopped_by:
+        # Only now a save in the background is done.
+        cause, line = stopped_by_signal(run.recipe, run.step, stopped_by)
+        observers.event(run.step, "stop", cause)
+        log.get().info(line)
     if run.step == total_steps and (owes_validation or run.step > first_step):
         observers.event(run.step, "end", f"all {total_steps} steps are done")
     return stopped_by
@@ -96,9 +101,6 @@ def _loop(run: Run, signals: StopSignals) -> int:
                 _save(run)
 
         if stopped_by and (owes_validation or not is_last):
-            cause, line = stopped_by_signal(recipe, run.step, stopped_by)
-            run.observers.event(run.step, "stop", cause)
-            log.get().info(line)
             return stopped_by
     return 0
 

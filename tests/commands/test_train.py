@@ -54,10 +54,8 @@ def test_a_dead_rank_is_named_with_the_newest_checkpoint(
 def test_the_report_of_the_other_ranks_is_named_once(tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path)
     report = tmp_path / "a/lost-ranks-20260101T000000Z.txt"
-    advice = (
-        f"what each rank did is in {report}; there is no checkpoint in {tmp_path}/a/checkpoints: "
-        "the same command starts anew"
-    )
+    resume = f"there is no checkpoint in {tmp_path}/a/checkpoints: the same command starts anew"
+    advice = f"what each rank did is in {report}; {resume}"
     name = "rank 0 (pp0 dp0 cp0 tp0)"
     for result, expected in (
         (launch.JobResult(1, {0: -4}), [f"{name} ended with status 4; {advice}"]),
@@ -78,6 +76,21 @@ def test_the_report_of_the_other_ranks_is_named_once(tmp_path: Path) -> None:
         (
             launch.JobResult(1, stuck=[0], gave_reason=True, reason=("rank 1: a disk is full",)),
             [f"{name} was killed: 120 s after the error of another rank, still running"],
+        ),
+        (
+            launch.JobResult(1, stuck=[0], stopped_by=15, was_cut_off=True),
+            [
+                f"{name} was killed: 130 minutes after the signal, the steps were not saved; "
+                f"{resume}"
+            ],
+        ),
+        (
+            launch.JobResult(130, stuck=[0], stopped_by=15, was_insisted=True),
+            [f"{name} was killed: Ctrl-C came again; {resume}"],
+        ),
+        (
+            launch.JobResult(143, stuck=[0], stopped_by=15),
+            [f"{name} was killed: still running 120 s after another rank had ended; {resume}"],
         ),
         # A rank has named it already, or the error is the user's.
         (launch.JobResult(1, lost_peers=True), []),
@@ -127,7 +140,9 @@ def test_too_many_processes_for_the_cores_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "warm_up", lambda: None)
-    monkeypatch.setattr(launch, "run_ranks", lambda *_, processes: launch.JobResult(processes))
+    monkeypatch.setattr(
+        launch, "run_ranks", lambda *_, processes, **__: launch.JobResult(processes)
+    )
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     small_recipe(tmp_path)
 
@@ -256,7 +271,7 @@ def test_the_launcher_adds_to_the_log_how_ranks_have_ended(
 ) -> None:
     recipe = small_recipe(tmp_path)
     result = launch.JobResult(1, {0: 9}, raised=True, traceback="Traceback:\nValueError: boom")
-    monkeypatch.setattr(launch, "run_ranks", lambda *_, processes: result)
+    monkeypatch.setattr(launch, "run_ranks", lambda *_, **__: result)
     # A rank that ended before it had a folder leaves none behind.
     assert train.run_with_restarts(recipe, "r.toml", [], 2) == 1
     assert not (tmp_path / "a").exists()
@@ -305,7 +320,7 @@ def test_only_what_was_lost_and_not_stopped_is_started_again(
 ) -> None:
     recipe = small_recipe(tmp_path, "reliability.restarts=2")
     results: list[launch.JobResult] = []
-    monkeypatch.setattr(launch, "run_ranks", lambda *_, processes: results.append(result) or result)
+    monkeypatch.setattr(launch, "run_ranks", lambda *_, **__: results.append(result) or result)
     # Nobody reads its lines.
     monkeypatch.setattr(sys, "stderr", Unwritable())
     assert train.run_with_restarts(recipe, "r.toml", [], 2) == result.status
@@ -319,7 +334,7 @@ def test_a_start_that_lacks_memory_is_repeated_only_if_it_has_saved(
     kills = iter(range(100))
     starts: list[int] = []
 
-    def run_ranks(*_: object, processes: int) -> launch.JobResult:
+    def run_ranks(*_: object, processes: int, **__: object) -> launch.JobResult:
         starts.append(processes)
         if len(starts) < 3:
             kept = tmp_path / f"a/checkpoints/step-0000000{len(starts)}"

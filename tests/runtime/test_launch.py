@@ -295,6 +295,62 @@ def test_the_second_signal_of_a_scheduler_does_not_look_like_a_lost_rank() -> No
     assert (result.stopped_by, result.is_lost) == (signal.SIGUSR1, False)
 
 
+def save_slowly(folder: str, launcher: int, saves_for_s: float) -> int:
+    """Rank 0 sends the signals. Each rank saves for some time after the first one."""
+    seen: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+    rank = os.environ["RANK"]
+    (Path(folder) / rank).touch()
+    while len(list(Path(folder).iterdir())) < 2:
+        time.sleep(0.02)
+    if rank == "0":
+        os.kill(launcher, signal.SIGTERM)
+    while not seen:
+        time.sleep(0.02)
+    time.sleep(saves_for_s)
+    return 128 + signal.SIGTERM
+
+
+def test_a_long_save_after_a_signal_is_not_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "SHUTDOWN_S", 0.6)
+    arguments = {"folder": str(tmp_path), "launcher": os.getpid(), "saves_for_s": 3.0}
+    result = run_ranks(save_slowly, arguments, processes=2, save_limit_s=90.0)
+    assert (result.status, result.stuck, result.was_cut_off) == (143, [], False)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("2 ranks still run 1 s after signal 15: they finish a step or a save")
+
+
+def test_a_save_that_is_cut_off_has_not_the_status_of_a_saved_run(tmp_path: Path) -> None:
+    arguments = {"folder": str(tmp_path), "launcher": os.getpid(), "saves_for_s": 60.0}
+    result = run_ranks(save_slowly, arguments, processes=2, save_limit_s=1.0)
+    assert (result.status, result.stuck, result.was_cut_off) == (1, [0, 1], True)
+    assert (result.stopped_by, result.is_lost) == (signal.SIGTERM, False)
+
+
+def test_a_save_that_a_second_ctrl_c_ends_has_the_status_of_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "INSIST_S", 0.2)
+    arguments = {"folder": str(tmp_path), "launcher": os.getpid(), "saves_for_s": 60.0}
+
+    def insist(*_: object) -> None:
+        # On a busy machine, the first signal may not have come.
+        if len(list(tmp_path.iterdir())) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    previous = signal.signal(signal.SIGALRM, insist)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
+        result = run_ranks(save_slowly, arguments, processes=2, save_limit_s=90.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert (result.status, result.stuck, result.was_insisted) == (130, [0, 1], True)
+
+
 def lose_the_network() -> int:
     return LOST_PEERS
 

@@ -55,6 +55,25 @@ def test_signal_ends_the_step_saves_and_resumes(
     assert again.returncode == 0
 
 
+def test_a_run_whose_last_save_fails_is_not_said_to_have_stopped(folder: Path) -> None:
+    (folder / "recipe.toml").write_text(RECIPE.format(mesh=SINGLE))
+    sets = ("run.steps=100000", "checkpoint.every=0", "checkpoint.async_save=true")
+    arguments = [sys.executable, *command(*sets)]
+    with subprocess.Popen(arguments, cwd=folder, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("step     12/"):
+                break
+        # The save would make a folder of this name.
+        (folder / "runs/small/checkpoints").touch()
+        process.send_signal(signal.SIGTERM)
+        last_lines = process.stderr.read()
+        status = process.wait(timeout=60)
+    assert status == 1, last_lines
+    assert "could not be saved" in last_lines
+    assert "stopped by signal" not in last_lines
+
+
 def test_torchrun_gives_the_same_losses(pool: Pool, folder: Path) -> None:
     (folder / "recipe.toml").write_text(RECIPE.format(mesh=DATA))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
