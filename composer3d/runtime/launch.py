@@ -48,6 +48,9 @@ REPORT_S = 10.0
 # has: each service of metrics takes at most 25, and the copy of the run's folder as many.
 CLOSE_S = 120.0
 
+# Seconds between two looks for a stop signal, while the starter imports torch.
+_STOP_CHECK_S = 0.2
+
 # A function at the top of a module, or its name as ``module:function``. With a name, this process
 # does not import what the function's module imports, and no process runs the main module of this
 # one.
@@ -110,6 +113,14 @@ class _Starter:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             self._socket = ours
             atexit.register(self._close)
+
+    def abandon(self) -> None:
+        """End the starter at once, although it may still import torch, and all that it has forked.
+
+        The next request launches another one.
+        """
+        with self._lock:
+            self._close()
 
     def _close(self) -> None:
         if self._process is not None and self._socket is not None:
@@ -300,10 +311,21 @@ class _Worker:
         self.status_pipe.close()
 
 
+class _StoppedEarlyError(Exception):
+    """A stop signal came before the starter could fork."""
+
+
 def _start_workers(
-    cleanup: ExitStack, task: Task, arguments: Mapping[str, Any], size: int
+    cleanup: ExitStack,
+    task: Task,
+    arguments: Mapping[str, Any],
+    size: int,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> list[_Worker]:
-    """Start the processes of a new world. Closing ``cleanup`` ends all of them."""
+    """Start the processes of a new world. Closing ``cleanup`` ends all of them.
+
+    Raises _StoppedEarlyError if ``is_stopped`` before the starter has imported torch.
+    """
     world = cleanup.enter_context(_open_world(size))
     with_main = not isinstance(task, str)
     preparation = pickle.dumps(starter.preparation_data(with_main=with_main))
@@ -314,6 +336,11 @@ def _start_workers(
         worker = _Worker.start(rank, preparation, call, world.store)
         cleanup.callback(worker.close)
         workers.append(worker)
+    # The first process is forked when the starter has imported torch, and the others at once.
+    while not workers[0].status_pipe.poll(_STOP_CHECK_S):
+        if is_stopped():
+            _starter.abandon()
+            raise _StoppedEarlyError
     for worker in workers:
         worker.wait_for_start()
     return workers
@@ -406,7 +433,12 @@ def run_ranks(
     limit_s = SHUTDOWN_S if save_limit_s is None else save_limit_s
     has_told = False
     with ExitStack() as cleanup, _forward_signals() as stop:
-        workers = _start_workers(cleanup, task, arguments, processes)
+        try:
+            workers = _start_workers(
+                cleanup, task, arguments, processes, is_stopped=lambda: stop.number > 0
+            )
+        except _StoppedEarlyError:
+            return JobResult(128 + stop.number, stopped_by=stop.number)
         stop.workers = workers
         running = list(workers)
         while running:

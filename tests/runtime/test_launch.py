@@ -263,6 +263,38 @@ def test_a_signal_while_ranks_are_forked_reaches_all_of_them(
         signal.signal(signal.SIGALRM, previous)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_start_whose_starter_still_imports(tmp_path: Path, number: int) -> None:
+    begun = tmp_path / "begun"
+    (tmp_path / "slow_import.py").write_text(
+        "import os, pathlib, time\n"
+        f"pathlib.Path({str(tmp_path / 'writing')!r}).write_text(str(os.getpid()))\n"
+        f"os.rename({str(tmp_path / 'writing')!r}, {str(begun)!r})\n"
+        "time.sleep(100)\n"
+    )
+    code = (
+        "from composer3d.runtime import launch\n"
+        "launch._PRELOAD = 'slow_import'\n"
+        f"print(launch.run_ranks('{light_tasks.__name__}:hang_up', {{}}, processes=2))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    ) as process:
+        while not begun.exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        began_s = time.monotonic()
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+    assert f"status={128 + number}," in output
+    assert f"stopped_by={number:d}," in output
+    assert time.monotonic() - began_s < 30
+    assert not is_running(int(begun.read_text()))
+
+
 def save_and_be_ended_by_another_signal() -> int:
     """As rank 0, save after SIGUSR1 and leave; rank 1 is ended by SIGTERM when it has saved."""
     seen: list[int] = []
