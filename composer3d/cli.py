@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.commands import registry
+from composer3d.commands.arguments import refuse_idle
 from composer3d.commands.parser import did_you_mean
 from composer3d.facts.bounds import is_utf8
 from composer3d.facts.errors import LaunchError, RecipeError, UserError
@@ -131,6 +132,7 @@ def _run(argv: Sequence[str]) -> int:
     command, options = parsed.name, parsed.options
     try:
         _check_texts(vars(options))
+        refuse_idle(command, options)
         if command in _RANK_COMMANDS:
             environment.check()
         recipe = getattr(options, "recipe", None)

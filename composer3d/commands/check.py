@@ -30,12 +30,15 @@ EXAMPLES = (
 class Options:
     """The arguments of the command."""
 
-    recipe: str | None = recipe_argument(is_optional=True)
-    sets: Sequence[str] = set_option()
+    recipe: str | None = recipe_argument(is_optional=True, without=("--schema",))
+    sets: Sequence[str] = set_option(without=("--schema",))
     as_json: bool = json_option()
-    gpus: int | None = gpus_option()
+    gpus: int | None = gpus_option(without=("--schema",))
     changed: bool = argument(
-        "--changed", action="store_true", help="leave out values that are defaults"
+        "--changed",
+        without=("--schema", "--json"),
+        action="store_true",
+        help='leave out values that are defaults, which "origins" says with --json',
     )
     schema: bool = argument(
         "--schema", action="store_true", help="print every key that a recipe may have, and exit"
@@ -48,11 +51,6 @@ def run(options: Options) -> int:
     Raises:
         UserError: the recipe or this machine cannot be used.
     """
-    if options.changed and (options.as_json or options.schema):
-        raise UserError(
-            "composer3d check: --changed is for a RECIPE that is printed as text; with --json, "
-            '"origins" says which values are defaults'
-        )
     if options.schema:
         text = schema_text()
         print(json.dumps({"ok": True, "schema": text}) + "\n" if options.as_json else text, end="")

@@ -115,6 +115,8 @@ def _publish(report: DoctorReport, write: str | None, as_json: bool) -> bool:
     """Print the report and write the row of hardware. Return whether nothing is wrong."""
     row = row_of(report) if report.is_measured else None
     print(printable_lines(text_of(report)))
+    if write is not None and row is None:
+        print(f"{one_line(write)} is not made: no rates were measured")
     if write is not None and row is not None:
         with open(write, "x", encoding="utf-8") as file:
             file.write(toml_of(row))

@@ -5,7 +5,7 @@ The loss is computed in one process or on any layout; tasks are in ``eval_tasks`
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -80,6 +80,7 @@ class Options:
     )
     packing: str | None = argument(
         "--packing",
+        needs=("DATA",),
         choices=("none", "documents"),
         help="as data.packing of a recipe; default: that of the run, or none",
     )
@@ -87,59 +88,54 @@ class Options:
     device: str = device_option()
     recipe: str | None = own_recipe_option()
     sets: Sequence[str] = set_option(
-        help="with DATA: a value of the job's recipe, such as mesh.tp=2; may be repeated"
+        needs=("DATA",),
+        help="with DATA: a value of the job's recipe, such as mesh.tp=2; may be repeated",
     )
     limit: int | None = argument(
         "--limit",
+        needs=("--tasks",),
         metavar="N",
         type=positive,
         help="with --tasks: only the first N documents of each task",
     )
     shots: int | None = argument(
         "--shots",
+        needs=("--tasks",),
         metavar="N",
         type=whole,
         help="with --tasks: examples before each question; default: as each task says",
     )
     tokenizer: str | None = argument(
         "--tokenizer",
+        needs=("--tasks",),
         metavar="FILE|bytes",
         help="with --tasks: as for generate; default: that of SRC",
     )
     no_special_tokens: bool = argument(
         "--no-special-tokens",
+        needs=("--tasks",),
         action="store_true",
         help="with --tasks: take texts without the tokens that the tokenizer adds, such as <s>",
     )
     chat: bool = argument(
         "--chat",
+        needs=("--tasks",),
         action="store_true",
         help="with --tasks: the tokenizer's chat template renders examples and questions",
     )
     tp: int | None = argument(
         "--tp",
+        needs=("--tasks",),
         metavar="N",
         type=positive,
         help="with --tasks: processes that share each layer; default: 1, or all under torchrun",
     )
     out: str | None = argument(
         "--out",
+        needs=("--tasks",),
         metavar="FILE.jsonl",
         help="with --tasks: make FILE.jsonl, with a line for each document",
     )
-
-
-# Fields of ``Options`` that count only with DATA, and only with --tasks.
-_OF_DATA = {"packing": "--packing", "sets": "--set"}
-_OF_TASKS = {
-    "limit": "--limit",
-    "shots": "--shots",
-    "tokenizer": "--tokenizer",
-    "no_special_tokens": "--no-special-tokens",
-    "chat": "--chat",
-    "tp": "--tp",
-    "out": "--out",
-}
 
 
 def run(options: Options) -> int:
@@ -152,27 +148,11 @@ def run(options: Options) -> int:
         UserError: the checkpoint, the data, a task or the layout cannot be used.
     """
     if options.tasks is not None:
-        _refuse_options(options, _OF_DATA, "DATA, not with --tasks")
         with local_source(options.src) as src:
             return _run_tasks(options, options.tasks, src)
-    _refuse_options(options, _OF_TASKS, "--tasks, not with DATA")
     assert options.data is not None  # the parser has required DATA or --tasks
     with local_source(options.src) as src:
         return _run_data(options, options.data, src)
-
-
-def _refuse_options(options: Options, names: Mapping[str, str], place: str) -> None:
-    """Raise UserError if an option is given that does not count here."""
-    values = {field: getattr(options, field) for field in names}
-    # 0 is a value that is given.
-    given = [
-        names[field]
-        for field, value in values.items()
-        if not (value is None or value is False or value == [])
-    ]
-    if given:
-        hint = "; --tp N runs tasks on several processes" if "--set" in given else ""
-        raise UserError(f"{', '.join(given)} can be used with {place}{hint}; leave it out")
 
 
 def _run_tasks(options: Options, tasks: str, src: Path) -> int:

@@ -90,6 +90,7 @@ class Options:
     )
     top_k: int = argument(
         "--top-k",
+        needs=("--temperature",),
         metavar="K",
         type=whole,
         default=0,
@@ -97,6 +98,7 @@ class Options:
     )
     top_p: float = argument(
         "--top-p",
+        needs=("--temperature",),
         metavar="P",
         type=_probability,
         default=1.0,
@@ -104,7 +106,12 @@ class Options:
         "probability; default: 1",
     )
     seed: int = argument(
-        "--seed", metavar="N", type=whole, default=0, help="of random choices; default: 0"
+        "--seed",
+        needs=("--temperature",),
+        metavar="N",
+        type=whole,
+        default=0,
+        help="of random choices; default: 0",
     )
     batch: int = argument(
         "--batch",
@@ -120,6 +127,7 @@ class Options:
     )
     no_special_tokens: bool = argument(
         "--no-special-tokens",
+        without=("--chat",),
         action="store_true",
         help="take prompts without the tokens that the tokenizer adds, such as <s>",
     )

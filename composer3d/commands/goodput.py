@@ -41,12 +41,10 @@ def read_question(
         The question, or None without ``--goodput``.
 
     Raises:
-        UserError: a value is not a number in its range, or is given without ``--goodput``.
+        UserError: a value is not a number in its range.
     """
     others = {"--storage": storage_gb_s, "--restart": restart_minutes}
     for option, value in others.items():
-        if value is not None and hours is None:
-            raise UserError(f"{option} is for --goodput HOURS|{PUBLISHED}; give both")
         if value is not None and not _LEAST <= value <= _MOST:
             raise UserError(f"{option} {value:g}: give a number from {_LEAST:g} to {_MOST:g}")
     if hours is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from composer3d.commands.arguments import argument, json_option
 from composer3d.commands.sources import local_source
-from composer3d.facts.errors import DataError
+from composer3d.facts.errors import DataError, UserError
 from composer3d.facts.remote import RemotePath, is_url
 from composer3d.facts.text import printable
 from composer3d.facts.token_manifest import MANIFEST, read_manifest
@@ -20,6 +20,9 @@ EXAMPLES = (
     "composer3d inspect runs/quickstart",
     "composer3d inspect data/train --json",
 )
+
+
+_SAMPLES = 3  # documents that are shown if nobody says how many
 
 
 def _samples(text: str) -> int:
@@ -39,7 +42,7 @@ class Options:
         "--samples",
         metavar="N",
         type=_samples,
-        default=3,
+        default=_SAMPLES,
         help="documents of token files to show as text; default: %(default)s; 0: none",
     )
     full: bool = argument(
@@ -48,6 +51,24 @@ class Options:
         help="read all token files, and compare them with their digests; without it, only their "
         "sizes are checked. A checkpoint is always read whole",
     )
+
+
+def _refuse_options_of_others(options: Options, *, has_tokens: bool) -> None:
+    """Refuse options that say nothing of what is at PATH.
+
+    Raises:
+        UserError: with a line for each of them.
+    """
+    of_tokens = {"--samples": options.samples != _SAMPLES, "--full": options.full}
+    of_checkpoint = {"--tensors": options.tensors}
+    given, found = (of_checkpoint, "token files") if has_tokens else (of_tokens, "a checkpoint")
+    lines = [
+        f"composer3d inspect: {name} has no effect on {found}; leave it out"
+        for name, is_given in given.items()
+        if is_given
+    ]
+    if lines:
+        raise UserError(lines)
 
 
 def run(options: Options) -> int:
@@ -62,6 +83,7 @@ def run(options: Options) -> int:
         UserError: a later version of composer3d wrote the checkpoint.
     """
     if _has_tokens(options.path):
+        _refuse_options_of_others(options, has_tokens=True)
         return _inspect_tokens(
             options.path, full=options.full, samples=options.samples, as_json=options.as_json
         )
@@ -80,6 +102,7 @@ def _has_tokens(text: str) -> bool:
 def _inspect(options: Options, path: Path) -> int:
     """Print a report on what is on a disk: see ``run``."""
     if os.path.exists(path / MANIFEST):  # unlike Path.exists, False for any odd name
+        _refuse_options_of_others(options, has_tokens=True)
         return _inspect_tokens(
             path, full=options.full, samples=options.samples, as_json=options.as_json
         )
@@ -87,6 +110,7 @@ def _inspect(options: Options, path: Path) -> int:
     from composer3d.convert.inspect import inspect
 
     report = inspect(path)
+    _refuse_options_of_others(options, has_tokens=False)
     status = 0 if report["whole"] else 1
     if options.as_json:
         if not options.tensors:

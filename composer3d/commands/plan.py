@@ -85,26 +85,35 @@ class Options:
         help="a device, such as A100-80GB, H100, H200, H20, B200, GB200, MI300X or CPU, or a TOML "
         "file with a row of your own; default: %(default)s",
     )
-    gpus_per_node: int = gpus_per_node_option()
+    gpus_per_node: int = gpus_per_node_option(without=("--memory",), unless=("--goodput",))
     top: int = argument(
-        "--top", metavar="N", type=positive, default=10, help="layouts; default: %(default)s"
+        "--top",
+        without=("--memory",),
+        metavar="N",
+        type=positive,
+        default=10,
+        help="layouts; default: %(default)s",
     )
     memory: bool = argument(
         "--memory", action="store_true", help="only say whether the recipe, as it is, fits"
     )
     scale: bool = argument(
         "--scale",
+        without=("--memory",),
         action="store_true",
         help="also plan for 8, 64, 512 and 2048 devices",
     )
     calibrate: float | None = argument(
         "--calibrate",
+        without=("--memory",),
+        unless=("--keep",),
         metavar="TOKENS_PER_S",
         type=float,
         help="what a run of the recipe, as it is, reached on this device: tokens/s of all ranks",
     )
     keep: str | None = argument(
         "--keep",
+        needs=("--calibrate",),
         metavar="FILE.toml",
         help="make FILE.toml, a row for --gpu that remembers what --calibrate says",
     )
@@ -116,6 +125,7 @@ class Options:
     )
     storage: float | None = argument(
         "--storage",
+        needs=("--goodput",),
         metavar="GB_S",
         type=float,
         help="with --goodput: GB/s of all ranks to the storage of checkpoints; default: "
@@ -123,6 +133,7 @@ class Options:
     )
     restart: float | None = argument(
         "--restart",
+        needs=("--goodput",),
         metavar="MINUTES",
         type=float,
         help="with --goodput: from the end of the job until its ranks load; default: "
@@ -130,13 +141,17 @@ class Options:
     )
     why: str | None = argument(
         "--why",
+        without=("--memory",),
         metavar="LAYOUT",
         help="also compare the first layout with LAYOUT, term by term: the number of a row, or "
         f"overrides of the recipe as one text, such as 'mesh.tp=2 mesh.pp=4', or {AS_IT_IS}, as it "
         "is",
     )
     write: str | None = argument(
-        "--write", metavar="FILE", help="make FILE, a recipe with the fastest layout"
+        "--write",
+        without=("--memory",),
+        metavar="FILE",
+        help="make FILE, a recipe with the fastest layout",
     )
 
 
@@ -150,10 +165,6 @@ def run(options: Options) -> int:
         UserError: the recipe or the device cannot be used.
     """
     question = read_question(options.goodput, options.storage, options.restart)
-    of_search = {"--why": options.why, "--write": options.write, "--scale": options.scale or None}
-    for option, value in of_search.items():
-        if options.memory and value is not None:
-            raise UserError(f"--memory prices the recipe as it is, and {option} the fastest layout")
     device = Device(hardware=find_device(options.gpu), per_node=options.gpus_per_node)
     resolved = load(options.recipe, options.sets, check_files=False, may_import=True)
     if options.gpus is not None and resolved.fills_world:
@@ -176,8 +187,6 @@ def run(options: Options) -> int:
     calibrated = None
     if options.calibrate is not None:
         device, calibrated = _calibrated(resolved.recipe, device, options)
-    elif options.keep is not None:
-        raise UserError("--keep keeps what --calibrate TOKENS_PER_S says; give both")
     if not device.hardware.is_fitted and not options.as_json and not options.memory:
         print(_NOT_FITTED.format(name=device.hardware.name))
     if options.memory:

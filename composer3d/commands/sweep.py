@@ -45,7 +45,7 @@ class Options:
     sets: Sequence[str] = set_option(
         help="override a value; several values, with commas between them, are tried in turn"
     )
-    as_json: bool = json_option()
+    as_json: bool = json_option(without=("--print",))
     prints: bool = argument(
         "--print",
         action="store_true",
@@ -54,6 +54,7 @@ class Options:
     out: str | None = argument(
         "-o",
         "--out",
+        without=("--print",),
         metavar="FILE.html",
         help="the report of all runs; default: NAME-sweep.html in run.out_dir",
     )

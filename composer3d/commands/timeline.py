@@ -75,9 +75,9 @@ class Options:
     """The arguments of the command."""
 
     recipe: str | None = recipe_argument(is_optional=True)
-    sets: Sequence[str] = set_option()
+    sets: Sequence[str] = set_option(needs=("RECIPE",))
     as_json: bool = json_option()
-    gpus: int | None = gpus_option()
+    gpus: int | None = gpus_option(needs=("RECIPE",))
     out: str | None = picture_option()
     compare: str | None = argument(
         "--compare",
@@ -86,18 +86,23 @@ class Options:
     )
     gpu: str | None = argument(
         "--gpu",
+        needs=("RECIPE",),
         metavar="NAME|FILE",
         help="predict the times of layers and messages on a device, as in plan; without it, all "
         "stages are equal and messages take no time",
     )
-    gpus_per_node: int = gpus_per_node_option()
+    gpus_per_node: int = gpus_per_node_option(needs=("--gpu",))
     measured: str | None = argument(
         "--measured",
         metavar="RUN",
         help="draw what the run in this folder has done, from its trace (metrics.timeline_steps)",
     )
     step: int | None = argument(
-        "--step", metavar="N", type=positive, help="step of the run; default: the last traced one"
+        "--step",
+        needs=("--measured",),
+        metavar="N",
+        type=positive,
+        help="step of the run; default: the last traced one",
     )
 
 
@@ -121,8 +126,6 @@ def run(options: Options) -> int:
             page.notes.extend(predicted.notes)
     elif options.recipe is None:
         raise UserError("composer3d timeline: name a RECIPE, or a run with --measured RUN")
-    elif options.step is not None:
-        raise UserError("--step is a step of a run; name the run with --measured RUN")
     else:
         page = _page_of_recipe(options.recipe, options)
     heading, notes, unit, timelines, facts = page

@@ -129,7 +129,7 @@ def test_a_run_is_drawn_beside_its_simulation(
     ("arguments", "words"),
     [
         ([], "composer3d timeline: name a RECIPE, or a run with --measured RUN"),
-        ([RECIPE, "--step", "3"], "--step is a step of a run; name the run with --measured RUN"),
+        ([RECIPE, "--step", "3"], "--step has no effect without --measured; give both"),
         (["--measured", "no/such"], "no/such/timeline/pp0.jsonl is missing; a run writes it with"),
         (["--measured", "RUN", "--step", "9"], "pp0.jsonl has no step 9"),
         (["--measured", "RUN", RECIPE], "--measured: only times in seconds can stand beside a run"),

@@ -365,6 +365,11 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["tensors"]["optim.last.norm.weight.step"] == [[], "float32"]
     assert found["optimizer"] is True
+    assert main(["inspect", str(tmp_path / "a"), "--samples", "1", "--full"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"composer3d inspect: {option} has no effect on a checkpoint; leave it out"
+        for option in ("--samples", "--full")
+    ]
     file = tmp_path / "a/__0_0.distcp"
     flip(file, 1000)
     assert main(["inspect", str(tmp_path / "a")]) == 1

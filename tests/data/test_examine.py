@@ -102,6 +102,10 @@ def test_starts_are_not_trusted(
     assert main(["inspect", str(folder)]) == 1  # although the digests are right
     assert "documents.bin does not cut 2 tokens into 1 documents in" in capsys.readouterr().out
     assert main(["inspect", str(folder), "--full"]) == 1
+    capsys.readouterr()
+    assert main(["inspect", str(folder), "--tensors"]) == 2
+    refused = "composer3d inspect: --tensors has no effect on token files; leave it out\n"
+    assert capsys.readouterr().err == refused
 
 
 @pytest.mark.parametrize("number", ["-1", "1001", "x", "9" * 5000])

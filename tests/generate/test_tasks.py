@@ -598,15 +598,10 @@ def test_lm_eval_is_asked_for(
         (["--tasks", "a", "--shots", "-1"], "must be a whole number of at least 0, got -1"),
         (["--tasks", "a", "--limit", "0"], "must be a whole number above 0"),
         (["--tasks", "a,,b"], "--tasks has an empty name"),
-        (["--tasks", "a", "--packing", "none"], "--packing can be used with DATA, not with"),
-        (
-            ["--tasks", "a", "--set", "mesh.tp=2"],
-            "--set can be used with DATA, not with --tasks; --tp N runs tasks on several",
-        ),
-        (
-            ["data", "--tp", "2", "--chat", "--shots", "0"],
-            "--shots, --chat, --tp can be used with --tasks, not with DATA; leave it out",
-        ),
+        (["--tasks", "a", "--packing", "none"], "--packing has no effect without DATA; give both"),
+        (["--tasks", "a", "--set", "mesh.tp=2"], "--set has no effect without DATA; give both"),
+        (["data", "--chat"], "--chat has no effect without --tasks; give both"),
+        (["data", "--shots", "0"], "--shots has no effect without --tasks; give both"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
