@@ -31,7 +31,7 @@ from composer3d.report import folder, page
 from composer3d.report.folder import RunFolder
 from composer3d.report.page import Drawing, Forecast, KeyDifference, Subject
 from composer3d.runtime import run_files
-from composer3d.runtime.files import write_atomic
+from composer3d.runtime.files import replace_own
 
 # Of a pipeline, so that a recipe of somebody else takes seconds: stages whose speed is predicted,
 # and actions whose traffic the drawing of the layout counts.
@@ -123,7 +123,7 @@ def _write(options: Options, paths: Sequence[str]) -> int:
     differences = _differences(folders) if len(folders) > 1 else None
     text = page.render(subjects, differences)
     try:
-        write_atomic(path, text)
+        replace_own(path, text)
     except OSError as error:
         raise UserError(
             f"{one_line(path)} cannot be written ({error.strerror}); name a file with -o"
@@ -163,9 +163,7 @@ def _path(folders: list[RunFolder], beside: Path, out: str | None) -> Path:
             others = folders[1].name if len(folders) == 2 else f"{len(folders)}-runs"
             name = f"compare-{others}.html"
         return beside / name
-    if not out.endswith(".html"):
-        raise UserError(f"-o {one_line(out)}: the report is an HTML file; use a name in .html")
-    return Path(out)
+    return page.page_path(out)
 
 
 def _as_json(subject: Subject) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from composer3d.facts.errors import RecipeError, UserError
 from composer3d.facts.text import one_line
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
-from composer3d.report.page import MOST_RUNS
+from composer3d.report.page import MOST_RUNS, page_path
 from composer3d.runtime import environment
 
 _NAME = "run.name"
@@ -91,6 +91,10 @@ def run(options: Options) -> int:
             "composer3d sweep starts the ranks of its runs itself: start it without torchrun, or "
             "take the commands of --print"
         )
+    if options.out is not None and not page_path(options.out).parent.is_dir():
+        # Before the hours of training.
+        folder = one_line(page_path(options.out).parent)
+        raise UserError(f"-o {one_line(options.out)}: there is no folder {folder}; make it first")
     trials = make_trials(options.recipe, options.sets, most=None if options.prints else MOST_RUNS)
     if options.prints:
         for trial in trials:

@@ -8,11 +8,14 @@ digests, so that nothing that a run has written can run or load anything.
 import base64
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from composer3d.draw.svg import for_page
+from composer3d.facts.errors import UserError
 from composer3d.facts.markup import escape
 from composer3d.facts.tags import COUNTED_TOKENS
+from composer3d.facts.text import one_line
 from composer3d.planner.intervals import Interval
 from composer3d.report.chart import LEFT, RIGHT, WIDTH, Level, Line, Mark, draw, number
 from composer3d.report.folder import RunEvent, RunFolder
@@ -197,6 +200,17 @@ class KeyDifference(NamedTuple):
 
     key: str
     values: tuple[str, ...]
+
+
+def page_path(out: str) -> Path:
+    """Return the path of a report that ``-o`` names.
+
+    Raises:
+        UserError: the name does not end in .html.
+    """
+    if not out.endswith(".html"):
+        raise UserError(f"-o {one_line(out)}: the report is an HTML file; use a name in .html")
+    return Path(out)
 
 
 def render(subjects: Sequence[Subject], differences: Sequence[KeyDifference] | None) -> str:

@@ -12,6 +12,9 @@ from typing import BinaryIO
 
 from composer3d.facts.files import open_descriptor, require_plain
 
+# Bytes by which ``replace_own`` knows an earlier file of the same kind.
+_SAME_BEGINNING = 50
+
 
 def sync(path: str | os.PathLike[str]) -> None:
     """Wait until the content of a file, or the list of names in a folder, is on the disk."""
@@ -66,6 +69,20 @@ def write_atomic(path: str | os.PathLike[str], content: bytes | str | Iterable[b
     except BaseException:
         staging.unlink(missing_ok=True)
         raise
+
+
+def replace_own(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file whole or not at all, in place of none but one that begins as it does.
+
+    Raises:
+        OSError: the file cannot be written, or another one of the name is there.
+    """
+    if os.path.isfile(path):
+        with open(path, "rb") as file:
+            beginning = file.read(_SAME_BEGINNING)
+        if not text.encode().startswith(beginning):
+            raise OSError(errno.EEXIST, "another file of this name is there")
+    write_atomic(path, text)
 
 
 def open_own(path: str | os.PathLike[str], *, append: bool = False) -> BinaryIO:

@@ -64,13 +64,17 @@ def test_every_combination_has_a_name_of_its_own(recipe: str) -> None:
         (["optim.lr=1,2,3", "run.seed=1,2,3"], "9 runs are more than the 8"),
         (["optim.lr=1e-3,x"], "--set optim.lr=x: 'optim.lr' must be float, got \"x\""),
         (["optim.lr=1e-3,"], "--set optim.lr=: 'optim.lr' must be float"),
+        (["optim.lr=1,2", "-o", "x.pdf"], "-o x.pdf: the report is an HTML file"),
+        (["optim.lr=1,2", "-o", "no/x.html"], "-o no/x.html: there is no folder no; make it first"),
     ],
 )
 def test_nothing_starts_if_a_run_could_not(
     recipe: str, sets: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [word for override in sets for word in ("--set", override)]
-    assert cli.main(["sweep", recipe, *arguments]) == 2
+    keys = [text for text in sets if "=" in text]
+    others = sets[len(keys) :]
+    arguments = [word for override in keys for word in ("--set", override)]
+    assert cli.main(["sweep", recipe, *arguments, *others]) == 2
     assert message in capsys.readouterr().err
     assert not Path("runs").exists()
 

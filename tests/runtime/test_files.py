@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from composer3d.facts.files import NotPlainFileError
-from composer3d.runtime.files import open_own, publish, write_atomic
+from composer3d.runtime.files import open_own, publish, replace_own, write_atomic
 
 
 @pytest.mark.timeout(10)  # opening a pipe would wait forever
@@ -31,6 +31,18 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     assert not link.is_symlink()
     assert link.read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "secret"]
+
+
+def test_only_a_file_that_begins_alike_is_replaced(tmp_path: Path) -> None:
+    path, beginning = tmp_path / "a.svg", "<svg of ours".ljust(60)
+    path.touch()
+    for size in ("small", "larger"):
+        replace_own(path, beginning + size)
+        assert path.read_text() == beginning + size
+    path.write_text("<svg drawn by hand>")
+    with pytest.raises(FileExistsError, match="another file of this name is there"):
+        replace_own(path, beginning)
+    assert path.read_text() == "<svg drawn by hand>"
 
 
 def test_own_files_are_created_and_appended_to(tmp_path: Path) -> None:
