@@ -127,6 +127,11 @@ def test_a_signal_stops_the_sweep_after_a_save(recipe: str, tmp_path: Path) -> N
     assert list(tmp_path.glob("runs/small-seed-1/checkpoints/step-*/manifest.json"))
 
 
+def test_a_signal_counts_also_if_the_run_has_then_done_all_its_steps() -> None:
+    script = "trap 'exit 0' TERM; sleep 0.5; kill -TERM $PPID; while :; do sleep 0.1; done"
+    assert sweep._run(["bash", "-c", script]) == (0, signal.SIGTERM)
+
+
 def test_a_rank_of_torchrun_starts_no_sweep(
     recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
