@@ -606,6 +606,10 @@ class Recorder(DispatchMode):
         """Return a context around the one step of a rank, for what watches more than this."""
         return nullcontext()
 
+    def watching_body(self, name: str, arguments: Sequence[Any]) -> AbstractContextManager[None]:
+        """Return a context around the Python function of a custom operator."""
+        return nullcontext()
+
     def see_read(self, number: Tensor) -> None:
         """Is called when the host reads a number without data, of any shape with one element."""
 
@@ -638,7 +642,8 @@ class Recorder(DispatchMode):
                 return operator.decompose(*arguments, **keywords)
         if traits.body is not None:
             counter = self._collectives
-            with self, nullcontext() if counter is None else counter.inside(operator):
+            inside = nullcontext() if counter is None else counter.inside(operator)
+            with self, inside, self.watching_body(traits.name, arguments):
                 return traits.body(*arguments, **keywords)
         if _on_gpu(keywords) and not in_fake_tensors():
             # While a model is composed: no tensor with data can be there.

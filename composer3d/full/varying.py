@@ -19,7 +19,6 @@ of tensors, with one that varies.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -89,12 +88,13 @@ class Follower:
 
     Attributes:
         unread: the operations whose results no operator has read yet, by a running number.
+        next_number: the number of the next result.
     """
 
     def __init__(self, digits: Sequence[Digit]) -> None:
         self.unread: dict[int, str] = {}
         self._digits = digits
-        self._numbers = count()
+        self.next_number = 0
         self._accesses: dict[Any, _Access] = {}
         self._groups: dict[str, Varying] = {}
         self._sent: dict[str, Varying] = {}
@@ -152,9 +152,18 @@ class Follower:
         for tensor in tensors_in(target):
             _write(tensor, made)
             if message.group.size() > 1 and tensor.numel():
-                number = next(self._numbers)
-                vars(tensor.untyped_storage())[_UNREAD] = number
-                self.unread[number] = message.operation
+                vars(tensor.untyped_storage())[_UNREAD] = self.next_number
+                self.unread[self.next_number] = message.operation
+                self.next_number += 1
+
+    def excuse(self, operation: str, most: int, since: int) -> None:
+        """Count as read at most ``most`` unread results of an operation.
+
+        They are the first ones whose numbers are at least ``since`` (``next_number``).
+        """
+        numbers = [number for number, name in self.unread.items() if name == operation]
+        for number in [number for number in numbers if number >= since][:most]:
+            del self.unread[number]
 
     def _read(self, arguments: Sequence[Any]) -> Varying:
         """Return the type of what is computed from arguments, and mark these as read."""

@@ -25,6 +25,8 @@ from composer3d.full import paths, places
 from composer3d.full.places import SAME, Varying
 from composer3d.full.varying import Follower, Seams, fix, of_placements, varying
 from composer3d.parallel import Stages
+from composer3d.parallel.context.ownership import OwnedRange, owned_ranges
+from composer3d.parallel.context.tiles import NO_WINDOW, NOT_CAUSAL, starts_of
 from composer3d.parallel.data import fsdp
 from composer3d.parallel.pipeline.neighbours import form_routes
 from composer3d.parallel.pipeline.runtime import Pipeline, place_stages
@@ -37,6 +39,7 @@ from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.torch_private import (
     fake_world,
     gathered_by_shard,
+    group_by_name,
     messages_of_stage,
     reduction_of_argument,
 )
@@ -168,6 +171,17 @@ class _Watcher(Recorder):
             if message.group.size() > 1:
                 self._see_call(message, arguments)
         paths.follow(traits.name, arguments, keywords, result)
+
+    @contextmanager
+    def watching_body(self, name: str, arguments: Sequence[Any]) -> Iterator[None]:
+        first = self._follower.next_number
+        yield
+        if self.counts and name in _RINGS:
+            # Keys that no query sees are only passed on, and the last ones that arrive not even
+            # that. All other messages of a ring must be read.
+            with self.ignoring():
+                most = int(_hides_last_keys(arguments))
+            self._follower.excuse("recv", most, since=first)
 
     def _see_call(self, message: Message, arguments: Sequence[Any]) -> None:
         number = self._number_of(message.group)
@@ -317,6 +331,44 @@ class _Watcher(Recorder):
                 found = paths.paths_of(local_shard(parameter.grad))
                 lost = paths.GradientPath(problem="it comes from something else than backward")
                 self.gradients[name] = found.get(name, lost)
+
+
+# The custom operators of ``parallel.context.ring``. Their last arguments are the same.
+_RINGS = frozenset(("composer3d::ring_attention", "composer3d::ring_attention_backward"))
+
+
+def _hides_last_keys(arguments: Sequence[Any]) -> bool:
+    """Return whether no query of this rank sees the keys that a ring brings last.
+
+    Args:
+        arguments: of one of ``_RINGS``.
+    """
+    *(queries, *_), documents, window, method, is_balanced, group_name = arguments
+    if method != "ring" or not group_name:
+        return False
+    group = group_by_name(group_name)
+    rank, size, tokens = group.rank(), group.size(), queries.shape[2]
+    own, last = (
+        owned_ranges(each % size, size, tokens, balanced=is_balanced) for each in (rank, rank + 1)
+    )
+    starts = starts_of(documents) or ((),)
+    return not any(
+        _sees(query, key, window, of_row) for query in own for key in last for of_row in starts
+    )
+
+
+def _sees(query: OwnedRange, key: OwnedRange, window: int, starts: Sequence[int]) -> bool:
+    """Return whether a query of one range sees a key of another.
+
+    If any does, that is so for the two tokens that are nearest to each other.
+    """
+    first, last = key.position + key.length - 1, query.position
+    if first > last:
+        if window != NOT_CAUSAL:
+            return False
+        first, last = query.position + query.length - 1, key.position
+    is_near = window in (NO_WINDOW, NOT_CAUSAL) or last - first < window
+    return is_near and not any(first < start <= last for start in starts)
 
 
 def _mark_content(content: Content, tensors: Sequence[Tensor]) -> None:

@@ -17,6 +17,7 @@ from composer3d.runtime.launch import Pool
 from tools.prove.faults.exchanges import (
     drop_reduction_of_norms,
     drop_sum_of_outputs,
+    lose_the_hop_of_key_gradients,
     lose_the_hop_of_keys,
 )
 from tools.prove.faults.pipeline import lose_a_gradient_between_stages
@@ -30,6 +31,7 @@ from tools.prove.full.spoil import Spoil
 from tools.prove.paths import RECIPE, ROOT
 
 _3D = "mesh.pp=2 mesh.dp_shard=2 mesh.tp=2 data.global_batch=8"
+_RING = "mesh.cp=4 data.global_batch=4"
 
 
 def _spoil(way: str, call: str) -> Any:
@@ -49,6 +51,10 @@ def _spoil(way: str, call: str) -> Any:
             None,
         ),
         ("mesh.cp=3 data.seq_len=252 data.global_batch=4", _nothing, None),
+        # Some ranks see none of the keys that a ring brings last, for one reason each.
+        (f"{_RING} data.packing=documents", _nothing, None),
+        (f"{_RING} parallel.cp_balance=contiguous", _nothing, None),
+        (f"{_RING} model.window=8", _nothing, None),
         (
             "mesh.tp=2",
             drop_reduction_of_norms,
@@ -60,6 +66,12 @@ def _spoil(way: str, call: str) -> Any:
             "seams: the activations after block 0 vary between the ranks of tp",
         ),
         ("mesh.cp=2", lose_the_hop_of_keys, "seams: .* results of recv are read by nothing"),
+        # Ranks that must not read the last keys must still read the rest.
+        *(
+            (f"{_RING} {hides}", fault, "seams: .* results of recv are read by nothing")
+            for hides in ("data.packing=documents", "parallel.cp_balance=contiguous")
+            for fault in (lose_the_hop_of_keys, lose_the_hop_of_key_gradients)
+        ),
         # All of it trains, so nothing is left out of the check.
         (
             "mesh.cp=2 optim.train=['*']",

@@ -118,6 +118,19 @@ def test_collectives_make_values_the_same_or_let_them_vary(follower: Follower) -
     assert _send(follower, "recv", "tp", torch.zeros(4)) == {TP, LOW}
 
 
+def test_as_many_unread_results_are_excused_as_need_not_be_read(follower: Follower) -> None:
+    _send(follower, "recv", "tp", torch.zeros(4))
+    since = follower.next_number
+    for operation in ("recv", "all_reduce", "recv"):
+        _send(follower, operation, "tp", torch.zeros(4))
+    follower.excuse("recv", 0, since)
+    assert list(follower.unread.values()) == ["recv", "recv", "all_reduce", "recv"]
+    follower.excuse("recv", 1, since)
+    assert list(follower.unread.values()) == ["recv", "all_reduce", "recv"]
+    follower.excuse("recv", 2, since)
+    assert list(follower.unread.values()) == ["recv", "all_reduce"]
+
+
 def test_seams_say_what_varies_too_much() -> None:
     seams = Seams()
     seams.expect("the sums", _typed(frozenset({TP})), frozenset({TP}))
