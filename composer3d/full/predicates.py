@@ -15,13 +15,12 @@ from composer3d.facts.schedules import fewest_micro_batches, micro_batch_require
 from composer3d.facts.units import units_of_blocks
 from composer3d.planner.stages import checkpointed_stages_of_ranks, stage_layers
 from composer3d.planner.trained import is_trained
-from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import AXES, MeshTable, Recipe
 from composer3d.recipe.stages import n_stages_of
 from composer3d.recipe.values import FIELDS, divisors, value_of
 from composer3d.verify.blocks import by_stage, kinds_of_blocks, kinds_of_predicting_blocks
 from composer3d.verify.cuts import cuts_of_tensors
-from composer3d.verify.shrink import LIMIT, shrink_to
+from composer3d.verify.shrink import LIMIT, shrink_to, violations_of_small
 
 
 class Predicate(NamedTuple):
@@ -137,7 +136,7 @@ def _with_micro_batches(small: Recipe) -> Iterable[Recipe]:
         if pp > 1 and micro_batch_requirement(small.parallel.schedule, number, pp, "") is not None:
             continue
         other = small.with_micro_batches(number)
-        if not violations(other):
+        if not violations_of_small(other):
             yield other
 
 

@@ -14,7 +14,7 @@ from composer3d.facts.units import units_of_blocks
 from composer3d.models.registry import architecture
 from composer3d.planner.stages import checkpointed_stages_of_ranks
 from composer3d.recipe.matrices import matrices_of
-from composer3d.recipe.rules import settle, violations
+from composer3d.recipe.rules import Violation, settle, violations
 from composer3d.recipe.schema import AXES, MeshTable, Model, Recipe
 from composer3d.recipe.stages import n_stages_of, stage_ranges
 from composer3d.recipe.values import FIELDS, divisors, value_of, variant
@@ -442,11 +442,22 @@ def _shrink_to(full: Recipe, mesh: MeshTable, cuts: Mapping[str, Cut]) -> Recipe
     )
     small = _with_stages_checkpointed(full, small)
     small = settle(small, [*_GIVING_WAY, _UNUSED_WITHOUT_WINDOWS])
-    # A proof emulates products in float8, with sizes that kernels do not take.
-    in_wide_dtypes = replace(small, precision=replace(small.precision, matmul="compute"))
-    for violation in violations(in_wide_dtypes):
-        raise UserError(f"verify cannot make this recipe small: {violation.reason(in_wide_dtypes)}")
+    for violation in violations_of_small(small):
+        raise UserError(f"verify cannot make this recipe small: {violation.reason(small)}")
     return small
+
+
+def violations_of_small(small: Recipe) -> list[Violation]:
+    """Return the violations of a small recipe, apart from sizes that float8 kernels do not take.
+
+    A proof emulates these products.
+    """
+    return violations(without_float8(small))
+
+
+def without_float8(recipe: Recipe) -> Recipe:
+    """Return the recipe with products in the dtype of all else that is computed."""
+    return replace(recipe, precision=replace(recipe.precision, matmul="compute"))
 
 
 def _kinds_of_matrices(full: Recipe) -> tuple[str, ...]:

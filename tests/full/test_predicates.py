@@ -87,8 +87,10 @@ def test_another_tensor_shows_a_cut_that_no_small_vocabulary_has() -> None:
     assert (found.full, found.left_out) == ("some have none", "")
 
 
-def test_a_pipeline_of_two_does_not_stand_for_one_with_middle_ranks() -> None:
-    full = load(ROOT / "recipes" / "llama3-405b-16384-4d.toml", [], check_files=False).recipe
+@pytest.mark.parametrize("matmul", ["compute", "float8"])
+def test_a_pipeline_of_two_does_not_stand_for_one_with_middle_ranks(matmul: str) -> None:
+    path = ROOT / "recipes" / "llama3-405b-16384-4d.toml"
+    full = load(path, [f"precision.matmul={matmul}"], check_files=False).recipe
     lost = {one.name for one in differences(full, shrink(full))}
     assert lost == {"pipeline ranks between others", "micro-batches against pipeline ranks"}
     (more,) = completed(full, shrink(full))
