@@ -17,7 +17,7 @@ from composer3d.planner.stages import checkpointed_stages_of_ranks, stage_layers
 from composer3d.planner.trained import is_trained
 from composer3d.recipe.schema import AXES, MeshTable, Recipe
 from composer3d.recipe.stages import n_stages_of
-from composer3d.recipe.values import FIELDS, divisors, value_of
+from composer3d.recipe.values import FIELDS, divisors, value_of, variant
 from composer3d.verify.blocks import by_stage, kinds_of_blocks, kinds_of_predicting_blocks
 from composer3d.verify.cuts import cuts_of_tensors
 from composer3d.verify.shrink import LIMIT, shrink_to, violations_of_small
@@ -95,7 +95,7 @@ def completed(full: Recipe, small_recipes: Sequence[Recipe]) -> list[Recipe]:
 
 
 def _candidates(full: Recipe) -> Iterable[Recipe]:
-    """Yield small recipes on meshes of few ranks, with every number of micro-batches."""
+    """Yield small recipes on meshes of few ranks, with other micro-batches and other stages."""
     mesh = full.mesh
     # A schedule from a file fixes the number of pipeline ranks.
     most = 1 if full.parallel.schedule == "csv" else 4
@@ -107,6 +107,7 @@ def _candidates(full: Recipe) -> Iterable[Recipe]:
             for small in _small_on(full, MeshTable(**sizes)):
                 yield small
                 yield from _with_micro_batches(small)
+                yield from _with_stages(small)
     for small_mesh in _meshes_of_stages(mesh):
         yield from _small_on(full, small_mesh)
 
@@ -136,6 +137,18 @@ def _with_micro_batches(small: Recipe) -> Iterable[Recipe]:
         if pp > 1 and micro_batch_requirement(small.parallel.schedule, number, pp, "") is not None:
             continue
         other = small.with_micro_batches(number)
+        if not violations_of_small(other):
+            yield other
+
+
+def _with_stages(small: Recipe) -> Iterable[Recipe]:
+    """Yield a recipe with stages of equal numbers of blocks, and with a first stage of one more."""
+    count = n_stages_of(small)
+    if count == 1:
+        return
+    few = max(1, small.model.n_layers // count)
+    for stages in ((few,) * count, (few + 1, *(few,) * (count - 1))):
+        other = variant(small, {"model.n_layers": sum(stages), "parallel.stages": stages})
         if not violations_of_small(other):
             yield other
 
@@ -276,18 +289,21 @@ def _kinds_by_stage(recipe: Recipe) -> Hashable:
     kinds = kinds_of_blocks(recipe.model, recipe.data.seq_len)
     if len(set(kinds)) == 1 or recipe.mesh.pp == 1:
         return None
-    layers = [len([b for b in s.blocks if b < len(kinds)]) for s in stage_layers(recipe)]
+    layers = map(len, _blocks_of_stages(recipe))
     return tuple(sorted(tuple(sorted(each)) for each in by_stage(kinds, layers)))
 
 
 def _blocks_over_stages(recipe: Recipe) -> Hashable:
-    """Return whether stages have equal numbers of blocks; if the cut is not given, could have."""
+    """Return whether stages have equal numbers of blocks, those of multi-token prediction apart."""
     if recipe.mesh.pp == 1:
         return None
-    given = recipe.parallel.stages
-    if given is None:
-        return _divides(n_stages_of(recipe), recipe.model.n_layers)
-    return "even" if len(set(given)) == 1 else "uneven"
+    return "even" if len(set(map(len, _blocks_of_stages(recipe)))) == 1 else "uneven"
+
+
+def _blocks_of_stages(recipe: Recipe) -> list[list[int]]:
+    """Return the blocks of each stage, without those of multi-token prediction."""
+    n_layers = recipe.model.n_layers
+    return [[block for block in stage.blocks if block < n_layers] for stage in stage_layers(recipe)]
 
 
 def _checkpointed(recipe: Recipe) -> Hashable:
@@ -303,10 +319,8 @@ def _units(recipe: Recipe) -> Hashable:
     size = recipe.parallel.fsdp_blocks
     if size == 1:
         return "units of one block"
-    stages, n_layers = stage_layers(recipe), recipe.model.n_layers
     # Blocks of multi-token prediction are units of their own.
-    together = [[block for block in stage.blocks if block < n_layers] for stage in stages]
-    most = max(len(units_of_blocks(blocks, size)) for blocks in together)
+    most = max(len(units_of_blocks(blocks, size)) for blocks in _blocks_of_stages(recipe))
     return f"units of several blocks, {'several' if most > 1 else 'one'} a stage"
 
 

@@ -42,6 +42,15 @@ def test_a_proof_on_the_whole_mesh_keeps_every_predicate_of_a_layout() -> None:
         (RECIPE, "model.architecture=deepseek model.preset=debug-deepseek model.n_heads=4 "
          "model.n_kv_heads=4 model.mtp_layers=1 model.n_layers=4 parallel.fsdp_blocks=8"),
         (RECIPE, "mesh.pp=2 model.n_layers=8 optim.train=['blocks.[1357].*']"),
+        *((RECIPE, f"mesh.pp={pp} model.architecture=olmo2 model.preset=olmo3-7b model.n_heads=32 "
+           "model.n_kv_heads=32 data.seq_len=8192 data.global_batch=64") for pp in (2, 4, 8)),
+        (RECIPE, "mesh.pp=2 model.architecture=gemma3 model.preset=gemma3-1b model.n_heads=4 "
+         "model.n_kv_heads=1 data.seq_len=8192 data.global_batch=64"),
+        (RECIPE, "mesh.pp=4 model.preset=llama3-8b model.n_heads=32 model.n_kv_heads=8 "
+         "data.seq_len=8192 data.global_batch=64 model.window=1024 model.full_every=3"),
+        (RECIPE, "mesh.pp=2 model.preset=llama3-8b model.n_heads=32 model.n_kv_heads=8 "
+         "data.seq_len=8192 data.global_batch=64 model.window=1024 model.full_every=4 "
+         "parallel.stages=[16,16]"),
         (RECIPE, "mesh.pp=4 model.n_layers=16 parallel.stages=[1,1,13,1] "
          "optim.train=['first.*','blocks.1.*','blocks.2.*','last.*']"),
         (RECIPE, "mesh.pp=8 mesh.dp_shard=4 model.n_layers=32 data.global_batch=128 "
@@ -107,6 +116,9 @@ def test_a_pipeline_of_two_does_not_stand_for_one_with_middle_ranks(matmul: str)
         (RECIPE, "mesh.cp=3 data.seq_len=252", "mesh.cp=2", "ranks of a ring"),
         (RECIPE, "mesh.cp=4 model.window=60", "mesh.cp=2 model.window=60", "window"),
         (RECIPE, "mesh.pp=2 model.n_layers=3", "mesh.pp=2 model.n_layers=2", "blocks over stages"),
+        # The head counts as blocks, so that the stages of 4 blocks are not equal.
+        (RECIPE, "mesh.pp=2 model.n_layers=4 model.vocab=4096",
+         "mesh.pp=2 model.n_layers=2 parallel.stages=[1,1]", "blocks over stages"),
         (RECIPE, "data.global_batch=2", "data.global_batch=4", "micro-batches"),
         (
             RECIPE,
