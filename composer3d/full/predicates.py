@@ -142,12 +142,16 @@ def _with_micro_batches(small: Recipe) -> Iterable[Recipe]:
 
 
 def _with_stages(small: Recipe) -> Iterable[Recipe]:
-    """Yield a recipe with stages of equal numbers of blocks, and with a first stage of one more."""
+    """Yield a recipe with stages of equal numbers of blocks, and with more on the first one.
+
+    With two blocks more, it has several units of FSDP of which one has several blocks.
+    """
     count = n_stages_of(small)
     if count == 1:
         return
     few = max(1, small.model.n_layers // count)
-    for stages in ((few,) * count, (few + 1, *(few,) * (count - 1))):
+    for more in range(3):
+        stages = (few + more, *(few,) * (count - 1))
         other = variant(small, {"model.n_layers": sum(stages), "parallel.stages": stages})
         if not violations_of_small(other):
             yield other
@@ -316,12 +320,27 @@ def _checkpointed(recipe: Recipe) -> Hashable:
 
 def _units(recipe: Recipe) -> Hashable:
     """Return whether FSDP units have several blocks, and whether stages have several such units."""
-    size = recipe.parallel.fsdp_blocks
-    if size == 1:
+    units = _units_of_stages(recipe)
+    if all(len(unit) == 1 for of_stage in units for unit in of_stage):
         return "units of one block"
-    # Blocks of multi-token prediction are units of their own.
-    most = max(len(units_of_blocks(blocks, size)) for blocks in _blocks_of_stages(recipe))
+    most = max(map(len, units))
     return f"units of several blocks, {'several' if most > 1 else 'one'} a stage"
+
+
+def _kinds_of_units(recipe: Recipe) -> Hashable:
+    """Return that a unit has several kinds of blocks, if one has. Units of one kind need no proof.
+
+    Any proof of units of several blocks has what these do.
+    """
+    kinds = kinds_of_blocks(recipe.model, recipe.data.seq_len)
+    units = (unit for of_stage in _units_of_stages(recipe) for unit in of_stage)
+    return "several" if any(len({kinds[block] for block in unit}) > 1 for unit in units) else None
+
+
+def _units_of_stages(recipe: Recipe) -> list[list[list[int]]]:
+    """Return the units of each stage. Blocks of multi-token prediction, units too, are left out."""
+    size = recipe.parallel.fsdp_blocks
+    return [units_of_blocks(blocks, size) for blocks in _blocks_of_stages(recipe)]
 
 
 def _frozen_blocks(recipe: Recipe) -> Hashable:
@@ -422,6 +441,9 @@ PREDICATES: Mapping[str, Predicate] = {
     "checkpointed blocks": Predicate(_checkpointed, "memory.activation_checkpoint, mesh.pp"),
     "frozen blocks": Predicate(_frozen_blocks, "optim.train"),
     "units of FSDP": Predicate(_units, "parallel.fsdp_blocks, model.n_layers"),
+    "kinds of blocks of a unit of FSDP": Predicate(
+        _kinds_of_units, "parallel.fsdp_blocks, model.full_every, model.dense_layers"
+    ),
     # Micro-batches.
     "micro-batches": Predicate(
         lambda r: _few(r.micro_batches, 2), "data.global_batch, data.micro_batch"

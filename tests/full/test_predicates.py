@@ -41,6 +41,13 @@ def test_a_proof_on_the_whole_mesh_keeps_every_predicate_of_a_layout() -> None:
          "data.global_batch=64"),
         (RECIPE, "model.architecture=deepseek model.preset=debug-deepseek model.n_heads=4 "
          "model.n_kv_heads=4 model.mtp_layers=1 model.n_layers=4 parallel.fsdp_blocks=8"),
+        # The units of a proof have two blocks: its middle stages would have one unit each.
+        (RECIPE, "mesh.pp=4 model.n_layers=8 parallel.stages=[1,3,3,1] parallel.fsdp_blocks=2 "
+         "data.global_batch=64"),
+        # A stage is one unit, of several kinds of blocks.
+        *((RECIPE, f"mesh.pp={pp} model.architecture=gemma3 model.preset=gemma3-1b model.n_heads=4 "
+           "model.n_kv_heads=1 data.seq_len=8192 data.global_batch=64 parallel.fsdp_blocks=32")
+          for pp in (1, 2, 4)),
         (RECIPE, "mesh.pp=2 model.n_layers=8 optim.train=['blocks.[1357].*']"),
         *((RECIPE, f"mesh.pp={pp} model.architecture=olmo2 model.preset=olmo3-7b model.n_heads=32 "
            "model.n_kv_heads=32 data.seq_len=8192 data.global_batch=64") for pp in (2, 4, 8)),
@@ -146,6 +153,12 @@ def test_a_pipeline_of_two_does_not_stand_for_one_with_middle_ranks(matmul: str)
             "checkpointed blocks",
         ),
         (RECIPE, "memory.activation_checkpoint=full", "", "checkpointed blocks"),
+        # No unit is as large as the key allows.
+        (RECIPE, "mesh.pp=4 model.n_layers=4 parallel.fsdp_blocks=4",
+         "mesh.pp=2 model.n_layers=4 parallel.fsdp_blocks=2", "units of"),
+        (RECIPE, "model.n_layers=6 model.window=16 model.full_every=3 parallel.fsdp_blocks=3",
+         "model.n_layers=3 model.window=16 model.full_every=3 parallel.fsdp_blocks=2",
+         "kinds of blocks of a unit"),
         (MOE_RECIPE, "mesh.dp_shard=8 mesh.ep=8 data.global_batch=16", "mesh.dp_shard=2 mesh.ep=2",
          "experts of a rank"),
         (MOE_RECIPE, "mesh.dp_shard=4 mesh.ep=2", "mesh.dp_shard=2 mesh.ep=2", "experts over"),
