@@ -10,10 +10,13 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from composer3d.facts.errors import UserError
+from composer3d.facts.limits import JOB, PROOF, Limits
 from composer3d.facts.ranges import AS_IT_IS
 from composer3d.facts.schedules import fewest_micro_batches, micro_batch_requirement
 from composer3d.facts.units import units_of_blocks
+from composer3d.planner import matrices
 from composer3d.planner.stages import checkpointed_stages_of_ranks, stage_layers
+from composer3d.planner.traffic import FIRST_OF_ROUND, flows
 from composer3d.planner.trained import is_trained
 from composer3d.recipe.schema import AXES, MeshTable, Recipe
 from composer3d.recipe.stages import n_stages_of
@@ -30,11 +33,13 @@ class Predicate(NamedTuple):
         of: returns its value in a recipe; None: it decides nothing there.
         keys: the recipe keys that it reads, for messages.
         left_out: why it may be lost, if no proof can keep it; "": some proof must keep it.
+        of_proof: returns its value in a proof, whose limits are lower; None: as ``of``.
     """
 
     of: Callable[[Recipe], Hashable]
     keys: str
     left_out: str = ""
+    of_proof: Callable[[Recipe], Hashable] | None = None
 
 
 class LostPredicate(NamedTuple):
@@ -67,7 +72,7 @@ def differences(full: Recipe, small_recipes: Sequence[Recipe]) -> list[LostPredi
     found = []
     for name, predicate in PREDICATES.items():
         wanted = predicate.of(full)
-        values = tuple(predicate.of(small) for small in small_recipes)
+        values = tuple((predicate.of_proof or predicate.of)(small) for small in small_recipes)
         if wanted is not None and wanted not in values:
             found.append(LostPredicate(name, predicate.keys, wanted, values, predicate.left_out))
     found += _lost_cuts(full, small_recipes)
@@ -362,6 +367,45 @@ def _ring(recipe: Recipe) -> Hashable:
     return _few(recipe.mesh.cp) if is_ring else None
 
 
+def _by_limits(of: Callable[[Recipe, Limits], Hashable], keys: str) -> Predicate:
+    """Return a predicate that is compared with the limits of a job and with those of a proof."""
+    return Predicate(
+        lambda recipe: of(recipe, JOB), keys, of_proof=lambda recipe: of(recipe, PROOF)
+    )
+
+
+def _rounds(recipe: Recipe, limits: Limits) -> Hashable:
+    """Return that matrices travel in several rounds, if they do. One round needs no proof."""
+    if not recipe.optim.optimizer.has_matrices:
+        return None
+    before, matrices.ELEMENTS_PER_ROUND = matrices.ELEMENTS_PER_ROUND, limits.elements_per_round
+    try:
+        counts = [
+            sum(flow.count for flow in flows(recipe, rank) if flow.purpose == FIRST_OF_ROUND)
+            for rank in range(recipe.mesh.pp)
+        ]
+    finally:
+        matrices.ELEMENTS_PER_ROUND = before
+    return "several" if max(counts) > 1 else None
+
+
+def _rows(recipe: Recipe, limits: Limits) -> Hashable:
+    """Return that gradients in host memory have several rows, if they have."""
+    mesh, parallel = recipe.mesh, recipe.parallel
+    if not recipe.memory.cpu_offload:
+        return None
+    shards = mesh.tp * (mesh.dp_shard * mesh.cp if parallel.zero else 1)
+    largest = max(row.elements for row in recipe.parameters.kinds.values())
+    return "several" if largest / shards >= limits.row else None
+
+
+def _bands(recipe: Recipe, limits: Limits) -> Hashable:
+    """Return that a window is wider than a band of queries, if it is."""
+    window = recipe.model.window
+    is_wide = limits.band < window < recipe.data.seq_len
+    return "wider" if is_wide and recipe.mesh.cp > 1 else None
+
+
 def _model_field(name: str) -> Callable[[Recipe], Hashable]:
     return lambda recipe: getattr(recipe.model, name, None)
 
@@ -444,6 +488,10 @@ PREDICATES: Mapping[str, Predicate] = {
     "kinds of blocks of a unit of FSDP": Predicate(
         _kinds_of_units, "parallel.fsdp_blocks, model.full_every, model.dense_layers"
     ),
+    # What is computed in parts.
+    "rounds of matrices": _by_limits(_rounds, "optim.name, model.*, mesh.*"),
+    "rows of gradients in host memory": _by_limits(_rows, "memory.cpu_offload, model.*"),
+    "window against a band of queries": _by_limits(_bands, "model.window, mesh.cp"),
     # Micro-batches.
     "micro-batches": Predicate(
         lambda r: _few(r.micro_batches, 2), "data.global_batch, data.micro_batch"

@@ -5,11 +5,12 @@ the order of all collectives and messages, the ranks of their groups, the path o
 (``paths``), and the axes over which values vary (``varying``).
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -46,6 +47,7 @@ from composer3d.runtime.torch_private import (
 
 _CONTENT = "composer3d_content"
 _SEEN = "composer3d_seen"
+_WEIGHT = "composer3d_weight"
 
 
 class CollectiveCall(NamedTuple):
@@ -149,6 +151,9 @@ class _Watcher(Recorder):
         self._numbers: dict[str, int] = {}
         self._pipeline: Pipeline | None = None
         self._action: Action | None = None
+        # While the optimizer works: the parts of each weight that it has written, as the first
+        # place in memory and the shape.
+        self._updates: dict[str, list[tuple[int, tuple[int, ...]]]] | None = None
 
     def see(
         self,
@@ -164,7 +169,11 @@ class _Watcher(Recorder):
         message = message_of(operator, arguments) if traits.is_collective else None
         if message is None:
             for changed in self._follower.follow(operator, arguments, keywords, result):
-                vars(changed.untyped_storage()).pop(_CONTENT, None)
+                known = vars(changed.untyped_storage())
+                known.pop(_CONTENT, None)
+                if self._updates is not None and _WEIGHT in known:
+                    part = int(changed.storage_offset()), tuple(changed.shape)
+                    self._updates[known[_WEIGHT]].append(part)
         else:
             is_functional = not traits.name.startswith("c10d::")
             self._follower.follow_message(message, is_functional, arguments, result)
@@ -252,6 +261,7 @@ class _Watcher(Recorder):
                 _watch_seams(module, types, self.seams)
         if types.digits:
             self._watch_sums(own)
+        self._watch_updates(own)
         if not isinstance(stages.executor, Pipeline):
             yield
             return
@@ -310,6 +320,31 @@ class _Watcher(Recorder):
 
         executor.forward_backward = forward_backward  # type: ignore[method-assign, assignment]
         optimizer.apply_gradients = apply_gradients  # type: ignore[method-assign]
+
+    def _watch_updates(self, own: RankWithoutData) -> None:
+        """Check that the optimizer writes each element of each weight that has a gradient once."""
+        apply = own.optimizer.apply_gradients
+        weights = {
+            name: local_shard(parameter)
+            for name, parameter in own.stages.named_parameters()
+            if parameter.requires_grad
+        }
+        for name, weight in weights.items():
+            vars(weight.untyped_storage())[_WEIGHT] = name
+
+        def apply_gradients(**scalars: Tensor) -> None:
+            updates: dict[str, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
+            self._updates = updates
+            apply(**scalars)
+            self._updates = None
+            for name, weight in weights.items():
+                parts = updates[name]
+                written = sum(prod(shape) for _, shape in parts)
+                is_once = written == weight.numel() and len({*parts}) == len(parts)
+                problem = f"writes {written:,} elements of {weight.numel():,}, or some twice"
+                self.seams.agree(f"the update of {name}", is_once, problem)
+
+        own.optimizer.apply_gradients = apply_gradients  # type: ignore[method-assign]
 
     def see_unread(self) -> None:
         """Report, after the step, what arrived from other ranks and was never read.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from composer3d.facts.limits import JOB
 from composer3d.runtime.mesh import Mesh
 
 # The parts of a model whose norms are reported, and how the name of a parameter tells its part: the
@@ -26,7 +27,7 @@ PARTS: Mapping[str, str] = {
 
 
 # As many squares of gradients in host memory are added up in their own dtype.
-_ROW = 4096
+ROW = JOB.row
 
 
 @cache
@@ -95,12 +96,12 @@ def _norm_sq(grads: list[Tensor]) -> Tensor:
         return torch.stack(torch._foreach_norm(grads)).to(torch.float64).square().sum()
     squares, short = [], []
     for grad in grads:
-        if grad.numel() < _ROW:
+        if grad.numel() < ROW:
             short.append(grad)
             continue
         flat = grad.flatten()
-        end_of_rows = flat.numel() // _ROW * _ROW
-        norms = torch.linalg.vector_norm(flat[:end_of_rows].view(-1, _ROW), dim=1)
+        end_of_rows = flat.numel() // ROW * ROW
+        norms = torch.linalg.vector_norm(flat[:end_of_rows].view(-1, ROW), dim=1)
         squares.append(norms.to(torch.float64).square().sum())
         short.append(flat[end_of_rows:])
     norms = torch.stack(torch._foreach_norm(short, 2, torch.float64))

@@ -15,10 +15,11 @@ from math import prod
 from typing import NamedTuple
 
 from composer3d.facts.box import Box
+from composer3d.facts.limits import JOB
 
 # The most elements of matrices that a rank owns in one round, and that it sends or receives in one
 # message, unless one matrix has more.
-ELEMENTS_PER_ROUND = 1 << 26
+ELEMENTS_PER_ROUND = JOB.elements_per_round
 
 
 def owned_in_round(owned: float, largest: float) -> float:

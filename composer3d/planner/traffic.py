@@ -53,6 +53,9 @@ Phase = Literal["forward", "backward", "step"]
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _COUNT_BYTES = 8  # int64 numbers of rows, and float64 sums
 
+# The purpose of the first all-to-all of each round of matrices.
+FIRST_OF_ROUND = "momentum of matrices"
+
 # As ``parallel.grad_norm.PARTS``, which needs torch.
 _PARTS = 8
 
@@ -582,7 +585,7 @@ class _RankTraffic:
                 for message in messages_of_results(units, n_ranks)
             ]
             for purpose, parts in (
-                ("momentum of matrices", to_owners),
+                (FIRST_OF_ROUND, to_owners),
                 *(("updates of matrices", message) for message in of_results),
             ):
                 payload_bytes = element_bytes * sum(elements for elements, _ in parts)

@@ -21,12 +21,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composer3d.data import Batch, Corpus
+from composer3d.facts.limits import JOB, PROOF
 from composer3d.models.contract import IGNORE_INDEX, Decoder
 from composer3d.models.layers.moe import Router, Routing
 from composer3d.models.registry import architecture, resolve
 from composer3d.parallel import Stages, grad_norm, init
+from composer3d.parallel.context import tiles
 from composer3d.parallel.data import fsdp
 from composer3d.parallel.data.reduce_scatter import SendNarrow, WithPlainBuffers
+from composer3d.planner import matrices
 from composer3d.recipe.matrices import matrices_of
 from composer3d.recipe.schema import OptimTable, PrecisionTable, Recipe
 from composer3d.runtime.mesh import Mesh
@@ -426,6 +429,24 @@ def run_composed(
         return compare_steps(recipe, mesh, dtype, steps, lambda _: expected, compute)
 
 
+@contextmanager
+def _small_limits() -> Iterator[None]:
+    """Let the small tensors of a proof be computed in parts, as the large ones of a job are."""
+    matrices.ELEMENTS_PER_ROUND, grad_norm.ROW = PROOF.elements_per_round, PROOF.row
+    try:
+        yield
+    finally:
+        matrices.ELEMENTS_PER_ROUND, grad_norm.ROW = JOB.elements_per_round, JOB.row
+        _use_band(JOB.band)
+
+
+def _use_band(band: int) -> None:
+    if band != tiles.BAND:
+        tiles.BAND = band
+        tiles.tiles.cache_clear()
+
+
+@_small_limits()
 def compare_steps(
     recipe: Recipe,
     mesh: Mesh,
@@ -489,6 +510,8 @@ def compare_steps(
     )
     batch_tokens = recipe.data.global_batch * recipe.data.seq_len
     for step in range(steps):
+        # Attention has whole tiles first, and then bands of them.
+        _use_band(PROOF.band if step else JOB.band)
         # Validate between two steps, so that a validation that disturbs the next step shows.
         if step == steps - 1:
             validation_loss = train_validation.validate(

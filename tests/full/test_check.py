@@ -22,6 +22,7 @@ from tools.prove.faults.exchanges import (
 )
 from tools.prove.faults.pipeline import lose_a_gradient_between_stages
 from tools.prove.full.at_scale import (
+    lose_a_matrix_between_rounds,
     lose_the_seventeenth_message,
     pair_ranks_of_cp,
     send_to_the_rank_before,
@@ -96,6 +97,11 @@ def _spoil(way: str, call: str) -> Any:
             "mesh.pp=2 data.global_batch=40",
             lose_the_seventeenth_message,
             "messages: activations of stage 0, micro-batch 16: sent 0 times",
+        ),
+        (
+            "optim.name=muon mesh.dp_shard=2 model.dim=8192 model.ffn=32768 model.vocab=512",
+            lose_a_matrix_between_rounds,
+            "seams: the update of blocks.0.attn.wo.weight writes 0 elements of 33,554,432",
         ),
         ("mesh.cp=4 data.global_batch=4", pair_ranks_of_cp, "groups: rank 0 sends over cp to"),
         (

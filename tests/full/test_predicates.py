@@ -153,6 +153,12 @@ def test_a_pipeline_of_two_does_not_stand_for_one_with_middle_ranks(matmul: str)
             "checkpointed blocks",
         ),
         (RECIPE, "memory.activation_checkpoint=full", "", "checkpointed blocks"),
+        # A proof has lower limits than the job, and must still go beyond them.
+        (RECIPE, "optim.name=muon mesh.dp_shard=2 model.dim=8192 model.ffn=32768",
+         "optim.name=muon mesh.dp_shard=2 model.n_layers=1 optim.matrices=['*.wo.weight']",
+         "rounds of matrices"),
+        (RECIPE, "mesh.cp=2 data.seq_len=1024 model.window=257",
+         "mesh.cp=2 data.seq_len=64 model.window=2", "window against a band"),
         # No unit is as large as the key allows.
         (RECIPE, "mesh.pp=4 model.n_layers=4 parallel.fsdp_blocks=4",
          "mesh.pp=2 model.n_layers=4 parallel.fsdp_blocks=2", "units of"),

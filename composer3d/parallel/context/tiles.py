@@ -18,10 +18,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from composer3d.facts.limits import JOB
 from composer3d.parallel.context.ownership import OwnedRange
 
 # The most queries in a tile at the edge of a window, or of a kernel that builds all scores.
-BAND = 256
+BAND = JOB.band
 
 # Values of ``window`` that are not a width.
 NO_WINDOW = 0  # a query sees all keys of its document up to its own

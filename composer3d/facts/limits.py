@@ -1,0 +1,25 @@
+"""Sizes from which on a step computes in parts. A proof lowers them, as its tensors are small."""
+
+from typing import NamedTuple
+
+
+class Limits(NamedTuple):
+    """The sizes.
+
+    Attributes:
+        elements_per_round: the most elements of matrices that a rank owns in one round, and that it
+            sends or receives in one message, unless one matrix has more (``planner.matrices``).
+        row: as many squares of gradients in host memory are added up in their own dtype
+            (``parallel.grad_norm``).
+        band: the most queries in a tile at the edge of a window, or of a kernel that builds all
+            scores (``parallel.context.tiles``).
+    """
+
+    elements_per_round: int
+    row: int
+    band: int
+
+
+JOB = Limits(elements_per_round=1 << 26, row=4096, band=256)
+# Few tensors have a multiple of 50 elements, so that most have a part of a row, too.
+PROOF = Limits(elements_per_round=256, row=50, band=2)

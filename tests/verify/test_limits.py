@@ -1,0 +1,63 @@
+"""A proof computes small tensors in parts, as a job does its large ones, and finds faults there."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from composer3d.facts.limits import JOB, PROOF
+from composer3d.parallel import grad_norm
+from composer3d.parallel.context import tiles
+from composer3d.runtime.launch import Pool
+from composer3d.verify.proof import verify_layout
+from tools.prove.full.at_scale import lose_a_matrix_between_rounds
+from tools.prove.paths import RECIPE
+
+
+def lose_the_end_of_rows() -> None:
+    """Gradients in host memory: what is left after the last whole row is lost."""
+    right = grad_norm._norm_sq
+
+    def wrong(grads: list[torch.Tensor]) -> torch.Tensor:
+        row = grad_norm.ROW
+        return right(
+            [g if g.numel() < row else g.flatten()[: g.numel() // row * row] for g in grads]
+        )
+
+    grad_norm._norm_sq = wrong
+
+
+def lose_the_last_of_several_bands() -> None:
+    """Windows that are wider than a band: the last tile is lost."""
+    right = tiles._visible
+
+    def wrong(q: Any, k: Any, window: int, banded: bool) -> Iterator[Any]:
+        found = [*right(q, k, window, banded)]
+        return iter(found[:-1] if window > tiles.BAND and len(found) > 1 else found)
+
+    tiles._visible = wrong
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault"),
+    [
+        ("optim.name=muon mesh.dp_shard=2", lose_a_matrix_between_rounds),
+        ("mesh.dp_shard=2", lose_the_end_of_rows),
+        ("mesh.cp=2 model.window=40", lose_the_last_of_several_bands),
+    ],
+)
+def test_a_fault_of_what_is_computed_in_parts_is_found(
+    pool: Pool, tmp_path: Path, layout: str, fault: Callable[[], None]
+) -> None:
+    sets = layout.split()
+    verdict = verify_layout(
+        pool, tmp_path, str(RECIPE), sets, dtype="float64", steps=2, fault=fault
+    )
+    assert not verdict.passed
+    assert not verdict.refused, verdict.error
+
+
+def test_every_limit_of_a_proof_is_lower() -> None:
+    assert all(low < high for low, high in zip(PROOF, JOB, strict=True))
