@@ -310,10 +310,7 @@ def _problem_of_path(full: Recipe, rank: int, ranks: tuple[int, ...], path: "Gra
 
 def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Plant) -> None:
     """Check that ranks of a group make the same calls, and that every message is received."""
-    # In float8, kernels do not take its sizes. Its ranks are compared with each other alone.
-    small = without_float8(shrink_to(full, full.mesh))
-    small = _with_fewer_micro_batches(small, full.micro_batches)
-    small = _with_every_action(small)
+    small = _small_job(full)
     sizes, pp = small.mesh, small.mesh.pp
 
     def see(
@@ -364,19 +361,20 @@ def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Plant) -
     see_messages(whole, see(whole, (0, 1) if pp == 2 else (pp // 2,)))
 
 
+def _small_job(full: Recipe) -> Recipe:
+    """Return a small model on the full-size mesh, whose step has every kind of action of the job's.
+
+    In float8, kernels do not take its sizes. Its ranks are only compared with each other.
+    """
+    small = without_float8(shrink_to(full, full.mesh))
+    return _with_every_action(small.with_micro_batches(full.micro_batches))
+
+
 def _with_one_block_a_stage(small: Recipe) -> Recipe:
     """Return the recipe with one block on each stage, if its rules allow that; else itself."""
     values = {"model.n_layers": n_stages_of(small), "parallel.stages": None}
     thin = variant(small, values)
     return small if violations(thin) else thin
-
-
-def _with_fewer_micro_batches(small: Recipe, most: int) -> Recipe:
-    """Return the recipe with at most ``most`` micro-batches, if its rules allow that."""
-    if most >= small.micro_batches:
-        return small
-    fewer = small.with_micro_batches(most)
-    return small if violations(fewer) else fewer
 
 
 def _unlike(one: "Witness", other: "Witness", tp: int) -> Iterator[str]:

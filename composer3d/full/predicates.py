@@ -6,19 +6,22 @@ value in the full recipe must be its value in at least one of the small recipes.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
+from composer3d.dryrun.replay import keys
 from composer3d.facts.errors import UserError
 from composer3d.facts.limits import JOB, PROOF, Limits
 from composer3d.facts.ranges import AS_IT_IS
 from composer3d.facts.schedules import fewest_micro_batches, micro_batch_requirement
 from composer3d.facts.units import units_of_blocks
 from composer3d.planner import matrices
+from composer3d.planner.schedule import recipe_actions
 from composer3d.planner.stages import checkpointed_stages_of_ranks, stage_layers
 from composer3d.planner.traffic import FIRST_OF_ROUND, flows
 from composer3d.planner.trained import is_trained
-from composer3d.recipe.schema import AXES, MeshTable, Recipe
+from composer3d.recipe.schema import AXES, MeshTable, ParallelTable, Recipe
 from composer3d.recipe.stages import n_stages_of
 from composer3d.recipe.values import FIELDS, divisors, value_of, variant
 from composer3d.verify.blocks import by_stage, kinds_of_blocks, kinds_of_predicting_blocks
@@ -76,6 +79,7 @@ def differences(full: Recipe, small_recipes: Sequence[Recipe]) -> list[LostPredi
         if wanted is not None and wanted not in values:
             found.append(LostPredicate(name, predicate.keys, wanted, values, predicate.left_out))
     found += _lost_cuts(full, small_recipes)
+    found += _lost_actions(full, small_recipes)
     for key, entry in FIELDS.items():
         if entry.metadata["in_proof"] is AS_IT_IS and not _is_resized(key):
             wanted, values = _kept(full, key), tuple(_kept(small, key) for small in small_recipes)
@@ -138,7 +142,7 @@ def _meshes_of_stages(mesh: MeshTable) -> Iterator[MeshTable]:
 def _with_micro_batches(small: Recipe) -> Iterable[Recipe]:
     """Yield a recipe with other numbers of micro-batches that its schedule takes."""
     pp = small.mesh.pp
-    for number in range(1, 2 * pp + 2):
+    for number in range(1, 3 * pp + 1):
         if pp > 1 and micro_batch_requirement(small.parallel.schedule, number, pp, "") is not None:
             continue
         other = small.with_micro_batches(number)
@@ -195,6 +199,32 @@ def _lost_cuts(full: Recipe, small_recipes: Sequence[Recipe]) -> Iterator[LostPr
             left_out = "a proof cuts another tensor so" if cut in shown else ""
             keys = "model.*, mesh.dp_shard, mesh.cp, mesh.tp"
             yield LostPredicate(f"shards of {name}", keys, cut, values, left_out)
+
+
+def _lost_actions(full: Recipe, small_recipes: Sequence[Recipe]) -> Iterator[LostPredicate]:
+    """Yield the kinds of actions of a pipeline that none of the proofs runs."""
+    if full.mesh.pp == 1:
+        return
+    wanted, *proofs = (
+        _kinds_of_actions(each.mesh.pp, each.parallel, each.micro_batches)
+        for each in (full, *small_recipes)
+    )
+    for position, kind, before in sorted(wanted - set().union(*proofs)):
+        name = f"the {position} {kind} of a stage after {before or 'nothing'}"
+        keys_of = "parallel.schedule, data.global_batch, data.micro_batch, mesh.pp"
+        yield LostPredicate(name, keys_of, "runs", ("does not",) * len(proofs), "")
+
+
+@cache
+def _kinds_of_actions(
+    pp: int, parallel: ParallelTable, micro_batches: int
+) -> frozenset[tuple[str, str, str]]:
+    """Return the actions of all pipeline ranks as ``replay.Key`` tells them apart, by any stage."""
+    if pp == 1:
+        return frozenset()
+    rows = recipe_actions(pp, parallel, micro_batches)
+    found = (key for row in rows for key in keys([action for cell in row for action in cell]))
+    return frozenset((key.position, key.kind, key.before) for key in found)
 
 
 # --- predicates ---

@@ -7,7 +7,7 @@ import pytest
 
 from composer3d.dryrun.replay import Key, keys
 from composer3d.dryrun.run import rank_actions
-from composer3d.full.check import _problem_of_path, _with_every_action, check_structure
+from composer3d.full.check import _problem_of_path, _small_job, _with_every_action, check_structure
 from composer3d.full.paths import GradientPath, Sum
 from composer3d.full.places import SAME, digits
 from composer3d.recipe.draft import split_overrides
@@ -156,6 +156,15 @@ def test_as_many_micro_batches_run_as_have_every_kind_of_action(
     assert kinds_of(job) == kinds_of(full)
     if number < full.micro_batches:
         assert kinds_of(full.with_micro_batches(number - 1)) != kinds_of(full)
+
+
+@pytest.mark.parametrize("recipe", ["mixtral-8x7b-64-4d", "llama-175b-512-3d", "glm-4.5-air-64"])
+def test_the_small_model_on_the_mesh_of_the_job_runs_every_kind_of_its_actions(recipe: str) -> None:
+    full = load(ROOT / "recipes" / f"{recipe}.toml", [], check_files=False).recipe
+    small = _small_job(full)
+    for pp_rank in range(full.mesh.pp):
+        wanted = set(keys(rank_actions(full, pp_rank)))
+        assert set(keys(rank_actions(small, pp_rank))) == wanted
 
 
 def test_the_ranks_of_a_formula_and_the_axes_of_the_types_must_agree() -> None:
