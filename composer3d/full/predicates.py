@@ -106,8 +106,9 @@ def completed(full: Recipe, small_recipes: Sequence[Recipe]) -> list[Recipe]:
 def _candidates(full: Recipe) -> Iterable[Recipe]:
     """Yield small recipes on meshes of few ranks, with other micro-batches and other stages."""
     mesh = full.mesh
-    # A schedule from a file fixes the number of pipeline ranks.
-    most = 1 if full.parallel.schedule == "csv" else 4
+    # A schedule from a file fixes the number of pipeline ranks. DualPipeV has actions of a middle
+    # rank that four ranks do not have.
+    most = 1 if full.parallel.schedule == "csv" else 5
     for pp in sorted({min(mesh.pp, size) for size in range(1, most + 1)}):
         for axis in (None, "dp_shard", "tp", "cp"):
             if axis is not None and getattr(mesh, axis) == 1:

@@ -44,6 +44,8 @@ def test_a_proof_on_the_whole_mesh_keeps_every_predicate_of_a_layout() -> None:
         # The units of a proof have two blocks: its middle stages would have one unit each.
         (RECIPE, "mesh.pp=4 model.n_layers=8 parallel.stages=[1,3,3,1] parallel.fsdp_blocks=2 "
          "data.global_batch=64"),
+        (RECIPE, "mesh.pp=16 parallel.schedule=DualPipeV model.n_layers=32 mesh.dp_shard=2 "
+         "data.global_batch=128"),
         # A stage is one unit, of several kinds of blocks.
         *((RECIPE, f"mesh.pp={pp} model.architecture=gemma3 model.preset=gemma3-1b model.n_heads=4 "
            "model.n_kv_heads=1 data.seq_len=8192 data.global_batch=64 parallel.fsdp_blocks=32")
