@@ -21,7 +21,7 @@ _MOST_AT_ONCE = 8
 
 # With more stages on a rank, torch's runtime gathers parameters at times that depend on the whole
 # order of actions, and not only on the action before.
-_STAGES_THAT_REPLAY = 3
+STAGES_THAT_REPLAY = 3
 
 
 def dry_run(recipe: Recipe, *, skew: float = 1.0) -> DryRun:
@@ -119,7 +119,7 @@ def at_once() -> int:
 def _representatives(pool: Pool, recipe: Recipe) -> list[int]:
     """Return for each pipeline rank the one that runs for it: the first that holds equal stages."""
     pp = recipe.mesh.pp
-    if pp == 1 or recipe.parallel.stages_per_rank > _STAGES_THAT_REPLAY:
+    if pp == 1 or recipe.parallel.stages_per_rank > STAGES_THAT_REPLAY:
         return list(range(pp))
     (first_alike,) = _run(pool, "first_alike", {"recipe": recipe}, 1)
     return list(first_alike)

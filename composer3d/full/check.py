@@ -35,7 +35,13 @@ from typing import TYPE_CHECKING
 
 from composer3d.dryrun.replay import TapedStage, keys
 from composer3d.dryrun.report import StageReport
-from composer3d.dryrun.run import at_once, rank_actions, report_all, run_workers
+from composer3d.dryrun.run import (
+    STAGES_THAT_REPLAY,
+    at_once,
+    rank_actions,
+    report_all,
+    run_workers,
+)
 from composer3d.facts.schedules import micro_batch_requirement
 from composer3d.full import expected, messages, places
 from composer3d.full.places import SAME, names
@@ -357,8 +363,18 @@ def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Plant) -
             f"{violation.reason(whole)}"
         )
         return
-    # A rank between two others sends and receives of both kinds.
-    see_messages(whole, see(whole, (0, 1) if pp == 2 else (pp // 2,)))
+    # A rank between two others sends and receives of both kinds. With many stages on a rank, what
+    # it gathers depends on the whole order of its actions.
+    pp_ranks: Sequence[int] = (0, 1) if pp == 2 else (pp // 2,)
+    if whole.parallel.stages_per_rank > STAGES_THAT_REPLAY:
+        pp_ranks = range(pp)
+    of_whole = see(whole, pp_ranks)
+    see_messages(whole, of_whole)
+    for pp_rank, (witness,) in of_whole.items():
+        report = witness.taped.report(pp_rank, rank_actions(whole, pp_rank))
+        assert report is not None  # it has run all of its own actions
+        texts = _wrong_traffic(whole, report, witness, has_frozen(whole))
+        structure.add("collectives", texts, sum(map(len, report.comm.values())))
 
 
 def _small_job(full: Recipe) -> Recipe:

@@ -22,6 +22,7 @@ from tools.prove.faults.exchanges import (
 )
 from tools.prove.faults.pipeline import lose_a_gradient_between_stages
 from tools.prove.full.at_scale import (
+    gather_once_more_late_in_the_order,
     lose_a_matrix_between_rounds,
     lose_the_seventeenth_message,
     pair_ranks_of_cp,
@@ -102,6 +103,12 @@ def _spoil(way: str, call: str) -> Any:
             "optim.name=muon mesh.dp_shard=2 model.dim=8192 model.ffn=32768 model.vocab=512",
             lose_a_matrix_between_rounds,
             "seams: the update of blocks.0.attn.wo.weight writes 0 elements of 33,554,432",
+        ),
+        (
+            "mesh.pp=2 mesh.dp_shard=2 parallel.virtual_stages=4 model.n_layers=8 "
+            "parallel.schedule=Interleaved1F1B data.global_batch=80",
+            gather_once_more_late_in_the_order,
+            "collectives: pipeline rank 0: .* all_gather of .* over fsdp",
         ),
         ("mesh.cp=4 data.global_batch=4", pair_ranks_of_cp, "groups: rank 0 sends over cp to"),
         (

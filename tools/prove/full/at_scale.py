@@ -241,6 +241,28 @@ def lose_the_seventeenth_message(right: Any, self: Any, chunk: int) -> Any:
     return [] if chunk >= 16 else right(self, chunk)
 
 
+_MANY_STAGES = "mesh.pp=2 mesh.dp_shard=2 parallel.virtual_stages=4 model.n_layers=8"
+
+
+@_shows(
+    f"{_MANY_STAGES} parallel.schedule=Interleaved1F1B data.global_batch=80",
+    f"{_MANY_STAGES} parallel.schedule=Interleaved1F1B data.global_batch=16",
+)
+@fault_of(_PipelineStageBase, _PipelineStageBase.get_fwd_send_ops)
+def gather_once_more_late_in_the_order(right: Any, self: Any, chunk: int) -> Any:
+    """Pipeline: what a rank gathers is gathered twice after micro-batch 16."""
+    if chunk == 16:
+        gather = dist.all_gather_single
+
+        def twice(*arguments: Any, **options: Any) -> Any:
+            dist.all_gather_single = gather
+            gather(*arguments, **options)
+            return gather(*arguments, **options)
+
+        dist.all_gather_single = twice
+    return right(self, chunk)
+
+
 @_shows("mesh.pp=4 model.n_layers=4 data.global_batch=8", "mesh.pp=2")
 @fault_of(_PipelineStageBase, _PipelineStageBase.get_bwd_send_ops)
 def keep_gradients_between_middle_stages(right: Any, self: Any, chunk: int) -> Any:
