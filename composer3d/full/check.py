@@ -89,6 +89,8 @@ class Structure:
 
     Attributes:
         world_size: ranks of the job.
+        micro_batches: those of the job's step.
+        micro_batches_run: those of the steps that the full-size model has run.
         findings: what is wrong.
         left_out: predicates that are known to differ in every proof, with the reason.
         unchecked: what could not be checked, and why.
@@ -97,6 +99,8 @@ class Structure:
     """
 
     world_size: int
+    micro_batches: int
+    micro_batches_run: int = 0
     findings: list[Finding] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
@@ -137,7 +141,7 @@ def check_structure(
         WorkerError: a worker failed for another reason.
     """
     begin = time.monotonic()
-    structure = Structure(full.world_size)
+    structure = Structure(full.world_size, full.micro_batches)
     lost: list[LostPredicate] = differences(full, small_recipes)
     structure.left_out = [f"{one}: {one.left_out}" for one in lost if one.left_out]
     if not places.digits(full.mesh):
@@ -181,8 +185,9 @@ def _check_job(pool: Pool, full: Recipe, structure: Structure, plant: Plant) -> 
         structure.add("gradients", texts, len(witness.gradients))
         structure.add("seams", witness.unmet, witness.seams)
         structure.add("groups", _wrong_group_of_axis(full, witness), 0)
-    compared = sum(m.sender in seen or m.receiver in seen for m in expected.messages(full))
-    structure.add("messages", messages.wrong_messages(full, seen), compared)
+    structure.micro_batches_run = max(map(_micro_batches_run, seen.values()))
+    # ``_check_peers`` counts them, as it sees both ends of each.
+    structure.add("messages", messages.wrong_messages(full, seen), 0)
     leaves_some_out = has_frozen(full)
     if leaves_some_out:
         structure.unchecked.append(
@@ -268,7 +273,7 @@ def _wrong_traffic(
 
 def _wrong_gradients(full: Recipe, witness: "Witness") -> Iterator[str]:
     wanted = expected.gradients(full, witness.rank)
-    micro_batches = 1 + max(action.micro_batch for action in witness.taped.tape.actions)
+    micro_batches = _micro_batches_run(witness)
     for name in sorted({*wanted, *witness.gradients}):
         if name not in wanted or name not in witness.gradients:
             yield f"{name} is {'missing on' if name in wanted else 'also on'} rank {witness.rank}"
@@ -286,6 +291,10 @@ def _wrong_gradients(full: Recipe, witness: "Witness") -> Iterator[str]:
                 )
             if problem:
                 yield f"the gradient of {name}: {problem}"
+
+
+def _micro_batches_run(witness: "Witness") -> int:
+    return 1 + max(action.micro_batch for action in witness.taped.tape.actions)
 
 
 def _problem_of_path(full: Recipe, rank: int, ranks: tuple[int, ...], path: "GradientPath") -> str:
@@ -340,7 +349,10 @@ def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Plant) -
 
     def see_messages(recipe: Recipe, found: "dict[int, list[Witness]]") -> None:
         first = {pp_rank: witnesses[0] for pp_rank, witnesses in found.items()}
-        structure.add("messages", messages.wrong_messages(recipe, first), 0)
+        # Each counts once, by the longest step of which both ends of all messages were seen.
+        compared = sum(1 for _ in expected.messages(recipe)) if len(first) == pp else 0
+        more = max(0, compared - structure.counts.get("messages", 0))
+        structure.add("messages", messages.wrong_messages(recipe, first), more)
 
     chosen = sorted({0, pp // 2, pp - 1})
     of_small = see(small, chosen, (0, 2, -1))
@@ -425,11 +437,9 @@ def _wrong_reductions(small: Recipe, witness: "Witness") -> Iterator[str]:
         for call in witness.calls
         if call.reduction not in ("", "sum")
     )
-    actions = witness.taped.tape.actions
-    micro_batches = 1 + max((action.micro_batch for action in actions), default=0)
     wanted: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
     if small.mesh.tp > 1:
-        number = expected.maxima(small, witness.rank) * micro_batches
+        number = expected.maxima(small, witness.rank) * _micro_batches_run(witness)
         wanted["maximum", "all_reduce", over_tp] = number
     for key in sorted({*counted, *wanted}):
         if counted[key] != wanted[key]:

@@ -17,7 +17,7 @@ _COMPARED = {
     "predicates": "predicates of the job and its proofs",
     "groups": "ranks whose groups are those of a formula",
     "collectives": "operations of all pipeline ranks, by group, as predicted",
-    "messages": "messages of a pipeline, sent once and received once",
+    "messages": "messages of small models in a pipeline, each sent once and received once",
     "gradients": "gradients summed once, over the right ranks",
     "seams": "activations, gradients and divisors that vary over the right axes",
     "peers": "calls that ranks at other places make alike",
@@ -64,6 +64,11 @@ class FullVerdict:
             for check, words in _COMPARED.items()
             if structure.counts.get(check)
         ]
+        if structure.micro_batches_run < structure.micro_batches:
+            lines.append(
+                f"  the full-size model ran a reduced step: {structure.micro_batches_run:,} of "
+                f"{structure.micro_batches:,} micro-batches, which show every kind of action"
+            )
         lines += [f"  not kept by any proof: {words}" for words in structure.left_out]
         lines += [f"  not checked: {words}" for words in structure.unchecked]
         lines += [f"  {finding}" for finding in structure.findings]

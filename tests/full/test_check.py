@@ -10,10 +10,12 @@ from composer3d.dryrun.run import rank_actions
 from composer3d.full.check import _problem_of_path, _small_job, _with_every_action, check_structure
 from composer3d.full.paths import GradientPath, Sum
 from composer3d.full.places import SAME, digits
+from composer3d.full.verdict import FullVerdict
 from composer3d.recipe.draft import split_overrides
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
+from composer3d.verify.judge import Verdict
 from tools.prove.faults.exchanges import (
     drop_reduction_of_norms,
     drop_sum_of_outputs,
@@ -137,6 +139,23 @@ def test_a_fault_is_found_and_a_right_layout_is_sound(
         # Each check has compared something.
         assert all(structure.counts[check] > 0 for check in structure.counts)
         assert structure.counts["messages"] == 4
+        assert (structure.micro_batches_run, structure.micro_batches) == (2, 2)
+
+
+@pytest.mark.timeout(900)
+def test_a_reduced_step_is_called_so_and_each_message_counts_once(pool: Pool) -> None:
+    full = load(str(RECIPE), split_overrides("mesh.pp=2 data.global_batch=40"), check_files=False)
+    structure = check_structure(pool, full.recipe, [full.recipe])
+    assert structure.findings == []
+    assert (structure.micro_batches_run, structure.micro_batches) == (4, 20)
+    # Activations and their gradients, once for each micro-batch.
+    assert structure.counts["messages"] == 2 * 20
+    verdict = Verdict(passed=True, world_size=2, layout="", dtype="float64")
+    lines = str(FullVerdict(verdict, 1, structure)).splitlines()
+    assert (
+        "  the full-size model ran a reduced step: 4 of 20 micro-batches, which show every kind of "
+        "action"
+    ) in lines
 
 
 @pytest.mark.parametrize(
