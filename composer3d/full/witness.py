@@ -324,15 +324,16 @@ class _Watcher(Recorder):
     def _watch_updates(self, own: RankWithoutData) -> None:
         """Check that the optimizer writes each element of each weight that has a gradient once."""
         apply = own.optimizer.apply_gradients
-        weights = {
-            name: local_shard(parameter)
-            for name, parameter in own.stages.named_parameters()
-            if parameter.requires_grad
-        }
-        for name, weight in weights.items():
-            vars(weight.untyped_storage())[_WEIGHT] = name
 
         def apply_gradients(**scalars: Tensor) -> None:
+            # Not before the step: FSDP pads uneven shards when it begins.
+            weights = {
+                name: local_shard(parameter)
+                for name, parameter in own.stages.named_parameters()
+                if parameter.requires_grad
+            }
+            for name, weight in weights.items():
+                vars(weight.untyped_storage())[_WEIGHT] = name
             updates: dict[str, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
             self._updates = updates
             apply(**scalars)
