@@ -1,4 +1,4 @@
-"""Sizes from which on a step computes in parts. A proof lowers them, as its tensors are small."""
+"""Sizes from which on a step computes in parts. Proofs lower them (``verify.limits``)."""
 
 from typing import NamedTuple
 
@@ -21,5 +21,3 @@ class Limits(NamedTuple):
 
 
 JOB = Limits(elements_per_round=1 << 26, row=4096, band=256)
-# Few tensors have a multiple of 50 elements, so that most have a part of a row, too.
-PROOF = Limits(elements_per_round=256, row=50, band=2)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from composer3d.dryrun.replay import keys
 from composer3d.facts.errors import UserError
-from composer3d.facts.limits import JOB, PROOF, Limits
+from composer3d.facts.limits import JOB, Limits
 from composer3d.facts.ranges import AS_IT_IS
 from composer3d.facts.schedules import fewest_micro_batches, micro_batch_requirement
 from composer3d.facts.units import units_of_blocks
@@ -26,6 +26,7 @@ from composer3d.recipe.stages import n_stages_of
 from composer3d.recipe.values import FIELDS, divisors, value_of, variant
 from composer3d.verify.blocks import by_stage, kinds_of_blocks, kinds_of_predicting_blocks
 from composer3d.verify.cuts import cuts_of_tensors
+from composer3d.verify.limits import limits_of_proof
 from composer3d.verify.shrink import LIMIT, shrink_to, violations_of_small
 
 
@@ -401,7 +402,9 @@ def _ring(recipe: Recipe) -> Hashable:
 def _by_limits(of: Callable[[Recipe, Limits], Hashable], keys: str) -> Predicate:
     """Return a predicate that is compared with the limits of a job and with those of a proof."""
     return Predicate(
-        lambda recipe: of(recipe, JOB), keys, of_proof=lambda recipe: of(recipe, PROOF)
+        lambda recipe: of(recipe, JOB),
+        keys,
+        of_proof=lambda recipe: of(recipe, limits_of_proof(recipe)),
     )
 
 

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from functools import partial, wraps
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composer3d.data import Batch, Corpus
-from composer3d.facts.limits import JOB, PROOF
+from composer3d.facts.limits import JOB
 from composer3d.models.contract import IGNORE_INDEX, Decoder
 from composer3d.models.layers.moe import Router, Routing
 from composer3d.models.registry import architecture, resolve
@@ -54,6 +54,7 @@ from composer3d.verify.data import (
 )
 from composer3d.verify.float8 import use_float8
 from composer3d.verify.judge import RankErrors, ShardError, scalar_scale
+from composer3d.verify.limits import limits_of_proof
 from composer3d.verify.rounding import (
     Noise,
     StepResults,
@@ -62,6 +63,8 @@ from composer3d.verify.rounding import (
     round_to_float32,
 )
 from composer3d.verify.routing import SeenOnOneProcess, find_wrong_load
+
+P = ParamSpec("P")
 
 ProofDtype = Literal["float32", "float64"]
 
@@ -429,15 +432,22 @@ def run_composed(
         return compare_steps(recipe, mesh, dtype, steps, lambda _: expected, compute)
 
 
-@contextmanager
-def _small_limits() -> Iterator[None]:
+def _with_small_limits(
+    compare: Callable[Concatenate[Recipe, P], RankErrors],
+) -> Callable[Concatenate[Recipe, P], RankErrors]:
     """Let the small tensors of a proof be computed in parts, as the large ones of a job are."""
-    matrices.ELEMENTS_PER_ROUND, grad_norm.ROW = PROOF.elements_per_round, PROOF.row
-    try:
-        yield
-    finally:
-        matrices.ELEMENTS_PER_ROUND, grad_norm.ROW = JOB.elements_per_round, JOB.row
-        _use_band(JOB.band)
+
+    @wraps(compare)
+    def compare_in_parts(recipe: Recipe, /, *args: P.args, **kwargs: P.kwargs) -> RankErrors:
+        small = limits_of_proof(recipe)
+        matrices.ELEMENTS_PER_ROUND, grad_norm.ROW = small.elements_per_round, small.row
+        try:
+            return compare(recipe, *args, **kwargs)
+        finally:
+            matrices.ELEMENTS_PER_ROUND, grad_norm.ROW = JOB.elements_per_round, JOB.row
+            _use_band(JOB.band)
+
+    return compare_in_parts
 
 
 def _use_band(band: int) -> None:
@@ -446,7 +456,7 @@ def _use_band(band: int) -> None:
         tiles.tiles.cache_clear()
 
 
-@_small_limits()
+@_with_small_limits
 def compare_steps(
     recipe: Recipe,
     mesh: Mesh,
@@ -511,7 +521,7 @@ def compare_steps(
     batch_tokens = recipe.data.global_batch * recipe.data.seq_len
     for step in range(steps):
         # Attention has whole tiles first, and then bands of them.
-        _use_band(PROOF.band if step else JOB.band)
+        _use_band(limits_of_proof(recipe).band if step else JOB.band)
         # Validate between two steps, so that a validation that disturbs the next step shows.
         if step == steps - 1:
             validation_loss = train_validation.validate(

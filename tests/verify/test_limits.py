@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from composer3d.facts.limits import JOB, PROOF
+from composer3d.facts.limits import JOB
 from composer3d.parallel import grad_norm
 from composer3d.parallel.context import tiles
+from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
+from composer3d.verify.limits import limits_of_proof
 from composer3d.verify.proof import verify_layout
 from tools.prove.full.at_scale import lose_a_matrix_between_rounds
-from tools.prove.paths import RECIPE
+from tools.prove.paths import MOE_RECIPE, RECIPE
 
 
 def lose_the_end_of_rows() -> None:
@@ -60,4 +62,12 @@ def test_a_fault_of_what_is_computed_in_parts_is_found(
 
 
 def test_every_limit_of_a_proof_is_lower() -> None:
-    assert all(low < high for low, high in zip(PROOF, JOB, strict=True))
+    small = limits_of_proof(load(str(RECIPE)).recipe)
+    assert all(low < high for low, high in zip(small, JOB, strict=True))
+
+
+def test_the_matrices_of_two_experts_fit_a_round() -> None:
+    """So that a proof computes several together, as a job does."""
+    recipe = load(str(MOE_RECIPE)).recipe
+    _, rows, columns = recipe.parameters.kinds["blocks.*.moe.experts.w1"].shape
+    assert limits_of_proof(recipe).elements_per_round >= 2 * rows * columns
