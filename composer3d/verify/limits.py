@@ -1,9 +1,25 @@
-"""From which sizes on a proof computes in parts. No torch here."""
+"""How long a proof may take, and from which sizes on it computes in parts. No torch here."""
 
 from math import prod
 
 from composer3d.facts.limits import Limits
 from composer3d.recipe.schema import Recipe
+
+# The seconds for one run of the reference or of the composed job, and for a rank that waits for
+# another one there. Each rank of a compiled layout compiles its blocks, which takes minutes where
+# many ranks share few cores. Meanwhile the ranks of later stages wait for their first message.
+_RUN_S, _WAIT_S = 240.0, 60.0
+_COMPILED_RUN_S, _COMPILED_WAIT_S = 960.0, 900.0
+
+
+def run_limit_s(recipe: Recipe) -> float:
+    """Return the seconds that one run of a small recipe may take."""
+    return _COMPILED_RUN_S if recipe.compile.enabled else _RUN_S
+
+
+def wait_limit_s(recipe: Recipe) -> float:
+    """Return the seconds that a rank of a small recipe may wait for another one."""
+    return _COMPILED_WAIT_S if recipe.compile.enabled else _WAIT_S
 
 
 def limits_of_proof(recipe: Recipe) -> Limits:

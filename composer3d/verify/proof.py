@@ -28,6 +28,7 @@ from composer3d.recipe.values import FIELDS, entries_of_recipe, value_of
 from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.verify.cuts import cuts_of_tensors
 from composer3d.verify.judge import ReferenceStats, Verdict, has_little_noise, judge
+from composer3d.verify.limits import run_limit_s
 from composer3d.verify.shrink import lost_kinds, shrink
 
 # Scores of a router are at most 1, and have a few roundings of 6e-8 in float32, 1e-16 in float64.
@@ -37,10 +38,6 @@ _NEAR_ROUNDING = 1e-13
 _SEEDS = 8
 # The tables whose keys a layout is described by, in this order.
 _NAMED_TABLES = ("parallel", "memory", "compile", "precision", "data", "model", "optim")
-# The time for one run of the reference or of the composed job. Each rank of a compiled layout
-# compiles its blocks, which takes minutes where many ranks share few cores.
-_LIMIT_S = 240.0
-_LIMIT_COMPILED_S = 960.0
 
 
 def verify_layout(
@@ -173,7 +170,7 @@ def _prove(
             "composer3d.verify.worker:run_composed",
             arguments,
             world_size=small.world_size,
-            limit_s=_LIMIT_COMPILED_S if small.compile.enabled else _LIMIT_S,
+            limit_s=run_limit_s(small),
         )
     except WorkerError as error:
         user_error = error.user_error
@@ -301,7 +298,10 @@ def _make_reference(
     if not stats_path.exists():
         arguments = {"recipe": small, "dtype": dtype, "steps": steps, "path": str(path)}
         (stats,) = pool.run(
-            "composer3d.verify.worker:run_reference", arguments, world_size=1, limit_s=_LIMIT_S
+            "composer3d.verify.worker:run_reference",
+            arguments,
+            world_size=1,
+            limit_s=run_limit_s(small),
         )
         stats_path.write_text(json.dumps(stats))
     return str(path), ReferenceStats(**json.loads(stats_path.read_text()))

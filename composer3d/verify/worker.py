@@ -54,7 +54,7 @@ from composer3d.verify.data import (
 )
 from composer3d.verify.float8 import use_float8
 from composer3d.verify.judge import RankErrors, ShardError, scalar_scale
-from composer3d.verify.limits import limits_of_proof
+from composer3d.verify.limits import limits_of_proof, wait_limit_s
 from composer3d.verify.rounding import (
     Noise,
     StepResults,
@@ -427,7 +427,7 @@ def run_composed(
     if fault is not None:
         fault()
     expected = torch.load(reference, mmap=True, weights_only=True)
-    with pool_world() as device:
+    with pool_world(timeout_s=wait_limit_s(recipe)) as device:
         mesh = Mesh.build(recipe.mesh, device)
         return compare_steps(recipe, mesh, dtype, steps, lambda _: expected, compute)
 

@@ -12,7 +12,8 @@ from composer3d.parallel import grad_norm
 from composer3d.parallel.context import tiles
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
-from composer3d.verify.limits import limits_of_proof
+from composer3d.verify import worker
+from composer3d.verify.limits import limits_of_proof, run_limit_s, wait_limit_s
 from composer3d.verify.proof import verify_layout
 from tools.prove.full.at_scale import lose_a_matrix_between_rounds
 from tools.prove.paths import MOE_RECIPE, RECIPE
@@ -71,3 +72,24 @@ def test_the_matrices_of_two_experts_fit_a_round() -> None:
     recipe = load(str(MOE_RECIPE)).recipe
     _, rows, columns = recipe.parameters.kinds["blocks.*.moe.experts.w1"].shape
     assert limits_of_proof(recipe).elements_per_round >= 2 * rows * columns
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_rank_waits_for_others_that_compile(
+    compiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A last stage gets its first message after minutes if the stages before it compile."""
+    waits = []
+
+    def stop(*, timeout_s: float) -> None:
+        waits.append(timeout_s)
+        raise InterruptedError
+
+    monkeypatch.setattr(worker, "pool_world", stop)
+    torch.save({}, tmp_path / "reference")
+    recipe = load(str(RECIPE), [f"compile.enabled={compiles}".lower()]).recipe
+    with pytest.raises(InterruptedError):
+        worker.run_composed(recipe, "float64", 1, str(tmp_path / "reference"))
+    assert waits == [wait_limit_s(recipe)]
+    assert (waits[0] > 600) == compiles
+    assert waits[0] < run_limit_s(recipe)

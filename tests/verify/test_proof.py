@@ -18,7 +18,7 @@ from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import MeshTable, Recipe
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import coordinates
-from composer3d.verify import proof
+from composer3d.verify import limits
 from composer3d.verify.judge import (
     RankErrors,
     ReferenceStats,
@@ -584,7 +584,7 @@ def test_command_prints_one_json_object(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layout that is not proven in time is not called wrong, and the next one is proven."""
-    monkeypatch.setattr(proof, "_LIMIT_COMPILED_S", 0.1)
+    monkeypatch.setattr(limits, "_COMPILED_RUN_S", 0.1)
     layouts = tmp_path / "layouts.txt"
     layouts.write_text(
         "# three\nmesh.dp_shard=2 data.global_batch=4 compile.enabled=true\n"
