@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Limits(NamedTuple):
+class PartLimits(NamedTuple):
     """The sizes.
 
     Attributes:
@@ -20,4 +20,4 @@ class Limits(NamedTuple):
     band: int
 
 
-JOB = Limits(elements_per_round=1 << 26, row=4096, band=256)
+JOB = PartLimits(elements_per_round=1 << 26, row=4096, band=256)

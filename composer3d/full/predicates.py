@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from composer3d.dryrun.replay import keys
 from composer3d.facts.errors import UserError
-from composer3d.facts.limits import JOB, Limits
+from composer3d.facts.limits import JOB, PartLimits
 from composer3d.facts.ranges import AS_IT_IS
 from composer3d.facts.schedules import fewest_micro_batches, micro_batch_requirement
 from composer3d.facts.units import units_of_blocks
@@ -399,7 +399,7 @@ def _ring(recipe: Recipe) -> Hashable:
     return _few(recipe.mesh.cp) if is_ring else None
 
 
-def _by_limits(of: Callable[[Recipe, Limits], Hashable], keys: str) -> Predicate:
+def _by_limits(of: Callable[[Recipe, PartLimits], Hashable], keys: str) -> Predicate:
     """Return a predicate that is compared with the limits of a job and with those of a proof."""
     return Predicate(
         lambda recipe: of(recipe, JOB),
@@ -408,7 +408,7 @@ def _by_limits(of: Callable[[Recipe, Limits], Hashable], keys: str) -> Predicate
     )
 
 
-def _rounds(recipe: Recipe, limits: Limits) -> Hashable:
+def _rounds(recipe: Recipe, limits: PartLimits) -> Hashable:
     """Return that matrices travel in several rounds, if they do. One round needs no proof."""
     if not recipe.optim.optimizer.has_matrices:
         return None
@@ -423,7 +423,7 @@ def _rounds(recipe: Recipe, limits: Limits) -> Hashable:
     return "several" if max(counts) > 1 else None
 
 
-def _rows(recipe: Recipe, limits: Limits) -> Hashable:
+def _rows(recipe: Recipe, limits: PartLimits) -> Hashable:
     """Return that gradients in host memory have several rows, if they have."""
     mesh, parallel = recipe.mesh, recipe.parallel
     if not recipe.memory.cpu_offload:
@@ -433,7 +433,7 @@ def _rows(recipe: Recipe, limits: Limits) -> Hashable:
     return "several" if largest / shards >= limits.row else None
 
 
-def _bands(recipe: Recipe, limits: Limits) -> Hashable:
+def _bands(recipe: Recipe, limits: PartLimits) -> Hashable:
     """Return that a window is wider than a band of queries, if it is."""
     window = recipe.model.window
     is_wide = limits.band < window < recipe.data.seq_len

@@ -2,7 +2,7 @@
 
 from math import prod
 
-from composer3d.facts.limits import Limits
+from composer3d.facts.limits import PartLimits
 from composer3d.recipe.schema import Recipe
 
 # The seconds for one run of the reference or of the composed job, and for a rank that waits for
@@ -22,7 +22,7 @@ def wait_limit_s(recipe: Recipe) -> float:
     return _COMPILED_WAIT_S if recipe.compile.enabled else _WAIT_S
 
 
-def limits_of_proof(recipe: Recipe) -> Limits:
+def limits_of_proof(recipe: Recipe) -> PartLimits:
     """Return lower limits than those of a job, as a proof has small tensors.
 
     A round has room for the matrices of two experts: a job computes those of several together.
@@ -33,4 +33,4 @@ def limits_of_proof(recipe: Recipe) -> Limits:
     shapes = [row.shape for row in recipe.parameters.kinds.values()]
     experts = [prod(shape[1:]) for shape in shapes if len(shape) == 3]
     # Few tensors have a multiple of 50 elements, so that most have a part of a row, too.
-    return Limits(elements_per_round=max(256, 2 * max(experts, default=0)), row=50, band=2)
+    return PartLimits(elements_per_round=max(256, 2 * max(experts, default=0)), row=50, band=2)
