@@ -64,7 +64,7 @@ from composer3d.verify.rounding import (
 )
 from composer3d.verify.routing import SeenOnOneProcess, find_wrong_load
 
-P = ParamSpec("P")
+_P = ParamSpec("_P")
 
 ProofDtype = Literal["float32", "float64"]
 
@@ -433,12 +433,12 @@ def run_composed(
 
 
 def _with_small_limits(
-    compare: Callable[Concatenate[Recipe, P], RankErrors],
-) -> Callable[Concatenate[Recipe, P], RankErrors]:
+    compare: Callable[Concatenate[Recipe, _P], RankErrors],
+) -> Callable[Concatenate[Recipe, _P], RankErrors]:
     """Let the small tensors of a proof be computed in parts, as the large ones of a job are."""
 
     @wraps(compare)
-    def compare_in_parts(recipe: Recipe, /, *args: P.args, **kwargs: P.kwargs) -> RankErrors:
+    def compare_in_parts(recipe: Recipe, /, *args: _P.args, **kwargs: _P.kwargs) -> RankErrors:
         small = limits_of_proof(recipe)
         matrices.ELEMENTS_PER_ROUND, grad_norm.ROW = small.elements_per_round, small.row
         try:

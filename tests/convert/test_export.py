@@ -145,6 +145,20 @@ def test_transformers_loads_a_run_and_stops_at_the_end_of_a_document(
     assert count_generated(model, tokenizer, "def f") == 9
 
 
+def assert_it_must_insist(pool: Pool, folder: Path, data: str, refusal: str, **tables: str) -> None:
+    """Check that a run is refused, and that it trains with data.other_tokenizer = true."""
+    for insists in (False, True):
+        line = f"{data}other_tokenizer = {str(insists).lower()}"
+        recipe = write_recipe(folder / "x.toml", line, **tables)
+        arguments = {"path": str(recipe), "out": str(folder)}
+        if insists:
+            pool.run(run_recipe, arguments, world_size=1)
+            assert (folder / "x/checkpoints/step-00000001").is_dir()
+        else:
+            with pytest.raises(Exception, match=refusal):
+                pool.run(run_recipe, arguments, world_size=1)
+
+
 def test_weights_of_another_tokenizer_are_refused(
     pool: Pool, trained: Path, tmp_path: Path
 ) -> None:
@@ -152,19 +166,8 @@ def test_weights_of_another_tokenizer_are_refused(
     command = ["prepare", str(tmp_path / "a.txt"), "-o", str(tmp_path / "data")]
     assert cli.main([*command, "--tokenizer", "bytes"]) == 0
     data = f'source = "tokens"\npath = "{tmp_path}/data"\n'
-    for insists in (False, True):
-        recipe = write_recipe(
-            tmp_path / "x.toml",
-            f"{data}other_tokenizer = {str(insists).lower()}",
-            checkpoint=f'init = "{trained}"',
-        )
-        arguments = {"path": str(recipe), "out": str(tmp_path)}
-        if insists:
-            pool.run(run_recipe, arguments, world_size=1)
-            assert (tmp_path / "x/checkpoints/step-00000001").is_dir()
-        else:
-            with pytest.raises(Exception, match=r"with another tokenizer than the data: token 0 "):
-                pool.run(run_recipe, arguments, world_size=1)
+    refusal = r"with another tokenizer than the data: token 0 "
+    assert_it_must_insist(pool, tmp_path, data, refusal, checkpoint=f'init = "{trained}"')
 
 
 def test_bytes_are_refused_for_weights_of_another_tokenizer(
@@ -172,21 +175,8 @@ def test_bytes_are_refused_for_weights_of_another_tokenizer(
 ) -> None:
     """A recipe that names no data is refused when its training starts, too."""
     folder = start_folder(tmp_path, tokenizer_file.read_bytes())
-    for insists in (False, True):
-        recipe = write_recipe(
-            tmp_path / "x.toml",
-            f"other_tokenizer = {str(insists).lower()}",
-            model=f'hf = "{folder}"',
-        )
-        arguments = {"path": str(recipe), "out": str(tmp_path)}
-        if insists:
-            pool.run(run_recipe, arguments, world_size=1)
-            assert (tmp_path / "x/checkpoints/step-00000001").is_dir()
-        else:
-            with pytest.raises(
-                Exception, match=r"makes each byte a token, but model\.hf = .* token"
-            ):
-                pool.run(run_recipe, arguments, world_size=1)
+    refusal = r"makes each byte a token, but model\.hf = .* token"
+    assert_it_must_insist(pool, tmp_path, "", refusal, model=f'hf = "{folder}"')
 
 
 def test_a_run_on_conversations_stops_at_the_end_of_a_turn(
