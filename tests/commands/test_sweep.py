@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,19 @@ def test_a_signal_stops_the_sweep_after_a_save(recipe: str, tmp_path: Path) -> N
 def test_a_signal_counts_also_if_the_run_has_then_done_all_its_steps() -> None:
     script = "trap 'exit 0' TERM; sleep 0.5; kill -TERM $PPID; while :; do sleep 0.1; done"
     assert sweep._run(["bash", "-c", script]) == (0, signal.SIGTERM)
+
+
+def test_no_other_run_starts_after_a_signal(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first run has done all its steps when the signal comes: its own status is 0."""
+    commands = []
+
+    def run(command: Sequence[str]) -> tuple[int, int]:
+        commands.append(command)
+        return 0, signal.SIGTERM
+
+    monkeypatch.setattr(sweep, "_run", run)
+    assert cli.main(["sweep", recipe, "--set", "optim.lr=1e-3,2e-3"]) == 128 + signal.SIGTERM
+    assert len(commands) == 1
 
 
 def test_a_rank_of_torchrun_starts_no_sweep(
