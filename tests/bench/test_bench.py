@@ -224,6 +224,7 @@ def test_counts_prints_what_a_layout_launches_copies_and_sends(
     assert row["traffic"]["fsdp"]["all_gather"][0] == 1 + 2 * 4 + 1
 
 
+@pytest.mark.long
 def test_a_compiled_layer_with_experts_launches_few_operators(pool: Pool) -> None:
     eager, compiled = (
         pool.run(layers.measure, {"kind": "experts", "is_compiled": is_compiled}, world_size=1)[0]

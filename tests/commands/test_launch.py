@@ -62,6 +62,7 @@ def test_an_unknown_script_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "; its scripts are slurm, node, rendezvous, k8s, docker\n" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_container_of_the_kubernetes_job_trains(tmp_path: Path) -> None:
     """Its command runs here with the settings of one node, and the rest agrees with them."""
     job_set: dict[str, Any] = yaml.safe_load((LAUNCH / "k8s.yaml").read_text())

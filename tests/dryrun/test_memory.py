@@ -7,6 +7,7 @@ from composer3d.dryrun.memory import Kind, MemoryLedger
 from composer3d.models.counts import parameters
 from composer3d.runtime.launch import Pool
 from tests.dryrun.jobs import dry_run_of, measure_real_memory, recipe_of
+from tests.long import some_of
 from tools.prove.paths import ROOT
 
 BASE = ROOT / "recipes" / "debug-1-single.toml"
@@ -112,7 +113,7 @@ def test_host_memory_is_not_on_the_device() -> None:
     assert ledger.now == (400, 0, 0, 40, 40)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@some_of(3, "name", LAYOUTS)
 def test_the_peak_is_that_of_real_allocations(name: str, pool: Pool) -> None:
     recipe = recipe_of(BASE, (*SIZES, *LAYOUTS[name]))
     counted = [dry_run_of(pool, recipe, rank).memory.peak for rank in range(recipe.mesh.pp)]

@@ -11,13 +11,15 @@ from composer3d.dryrun.stage import TapedStage, tape_stage
 from composer3d.facts.schedules import Action
 from composer3d.runtime.launch import Pool
 from tests.dryrun.jobs import recipe_of
+from tests.long import some_of
 from tools.prove.paths import ROOT
 
 BASE = ROOT / "recipes" / "debug-1-single.toml"
 SIZES = ("model.n_layers=8", "data.seq_len=32", "data.micro_batch=1", "mesh.dp_shard=2")
 
 
-@pytest.mark.parametrize(
+@some_of(
+    4,
     ("schedule", "sets"),
     [
         ("1F1B", ["parallel.zero=3", "data.global_batch=10"]),

@@ -17,6 +17,7 @@ from composer3d.planner.traffic import traffic
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
 from tests.dryrun.jobs import Traffic, count_real_step, dry_run_of, recipe_of, traffic_of
+from tests.long import some_of
 from tools.prove.paths import ROOT
 
 BASE = ROOT / "recipes" / "debug-1-single.toml"
@@ -325,7 +326,7 @@ REAL = {
 }
 
 
-@pytest.mark.parametrize("name", REAL)
+@some_of(4, "name", REAL)
 def test_real_processes_send_what_the_dry_run_counts(
     name: str, pool: Pool, dry_run: Callable[..., Traffic]
 ) -> None:
@@ -444,7 +445,7 @@ LATENT_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LATENT_LAYOUTS)
+@some_of(3, "name", LATENT_LAYOUTS)
 def test_the_planner_counts_what_latent_attention_sends(
     name: str, dry_run: Callable[..., Traffic]
 ) -> None:

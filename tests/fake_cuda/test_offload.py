@@ -16,6 +16,7 @@ from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
 from tests.dryrun.jobs import recipe_of
 from tests.fake_cuda.test_steps import BASE, BF16, SIZES
+from tests.long import some_of
 from tools.fake_cuda import counts, device
 from tools.fake_cuda.counts import OF_HOST_COPY, Counts, Job, Seen
 
@@ -55,7 +56,7 @@ TO_DEVICE = Counter({"batches.py:move_to_device": 3, "grad_norm.py:local_grad_no
 TO_HOST = Counter({OF_HOST_COPY: 1, "adamw.py:apply_gradients": 2})
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@some_of(2, "name", LAYOUTS)
 def test_a_step_copies_what_it_gathers_and_reduces(name: str, pool: Pool, library: Path) -> None:
     layout = LAYOUTS[name]
     recipe = recipe_of(BASE, (*SIZES, OFFLOAD, *layout.overrides))

@@ -12,6 +12,7 @@ import pytest
 
 from composer3d.runtime.launch import Pool
 from tests.dryrun.jobs import recipe_of
+from tests.long import some_of
 from tools.fake_cuda import counts, device
 from tools.fake_cuda.counts import (
     OF_HOST_COPY,
@@ -169,7 +170,7 @@ def check_launched(shallow: Seen, deep: Seen, layout: Layout) -> None:
     assert bool(launched[Phase.UPDATE]) == (MUON in layout.overrides)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@some_of(8, "name", LAYOUTS)
 def test_a_step_copies_only_its_batch_and_sends_what_it_sends_on_a_cpu(
     name: str, pool: Pool, library: Path
 ) -> None:

@@ -16,6 +16,7 @@ from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.launch import Pool
 from composer3d.verify.judge import Verdict
+from tests.long import some_of
 from tools.prove.faults.exchanges import (
     drop_reduction_of_norms,
     drop_sum_of_outputs,
@@ -43,7 +44,8 @@ def _spoil(way: str, call: str) -> Any:
 
 
 @pytest.mark.timeout(900)  # each forks up to ten processes
-@pytest.mark.parametrize(
+@some_of(
+    13,
     ("layout", "plant", "finding"),
     [
         (_3D, _nothing, None),

@@ -22,6 +22,7 @@ from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.registry import architecture, resolve
 from tests.generate.jobs import MODELS, greedy, greedy_of_transformers, random_model
+from tests.long import some_of
 
 LENGTHS = (5, 1, 23, 11)
 NEW_TOKENS = 64
@@ -34,7 +35,7 @@ def prompts() -> list[list[int]]:
     return [torch.randint(1, 131, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@some_of(5, "name", MODELS)
 def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Float32, one at a time; ragged batches whose places go to the next prompt; and in parts."""
     expected = greedy_of_transformers(name, tmp_path, prompts(), NEW_TOKENS)

@@ -36,6 +36,7 @@ from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.verify.proof import verify_layout
+from tests.long import some_of
 from tests.parallel.test_compile import RECIPE, compile_strictly
 
 SHAPE = ModelShape(dim=16, n_layers=2, n_heads=4, n_kv_heads=2, ffn=24, vocab=32, rope_theta=100.0)
@@ -164,7 +165,8 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize(
+@some_of(
+    1,
     ("checkpoint", "micro_batch"),
     [("none", 2), ("selective", 1), ("full", 2)],
 )

@@ -32,6 +32,7 @@ from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.verify.proof import verify_layout
+from tests.long import some_of
 from tools.prove.paths import MOE_RECIPE
 from tools.prove.paths import RECIPE as RECIPE_PATH
 
@@ -57,7 +58,8 @@ def compile_strictly(backend: str, cache: str, graphs: int = 2) -> None:
     torch._inductor.config.cpp.vec_isa_ok = True
 
 
-@pytest.mark.parametrize(
+@some_of(
+    3,
     ("layout", "graphs"),
     [
         (
@@ -106,7 +108,8 @@ def test_compiled_layout_is_exact(
     assert verdict.passed, verdict
 
 
-@pytest.mark.parametrize(
+@some_of(
+    2,
     ("layout", "graphs"),
     [
         ("mesh.ep=2 mesh.dp_shard=2 memory.activation_checkpoint=full", 2),

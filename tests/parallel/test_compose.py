@@ -35,6 +35,7 @@ from composer3d.training.step import compute_gradients, update
 from composer3d.verify.data import random_batch
 from composer3d.verify.proof import verify_layout
 from composer3d.verify.worker import local_batch
+from tests.long import some_of
 from tests.parallel.small_model import SHAPE, compose_small
 from tools.prove.paths import RECIPE, ROOT
 
@@ -111,7 +112,8 @@ def on_one_process(pool: Pool) -> Training:
     return narrow
 
 
-@pytest.mark.parametrize(
+@some_of(
+    2,
     ("layout", "loss_bound", "norm_bound"),
     [
         # A cut along the batch or the layers leaves every product as it is. Only sums in float32

@@ -22,6 +22,7 @@ from composer3d.training.optimizers import build_stages_optimizer
 from composer3d.training.step import compute_gradients
 from composer3d.verify.data import random_batch
 from composer3d.verify.worker import local_batch
+from tests.long import some_of
 from tools.prove.paths import ROOT
 
 RECIPES = ROOT / "recipes"
@@ -302,7 +303,7 @@ CASES = [
 
 
 # So many at a time that a test ends in seconds.
-@pytest.mark.parametrize("cases", [CASES[begin::4] for begin in range(4)])
+@some_of(2, "cases", [CASES[begin::4] for begin in range(4)])
 def test_steps_send_what_the_formulas_say(pool: Pool, cases: list[Case]) -> None:
     steps = [Step(case, pp_rank) for case in cases for pp_rank in {0, case.load().mesh.pp - 1}]
     found = pool.run(record_steps, {"steps": steps}, world_size=1, limit_s=200.0)[0]

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from composer3d.planner.goodput import Costs, goodput
+from tests.long import some_of
 from tools.prove.kills import jobs
 from tools.prove.kills.goodput import Result, gaps, summary
 from tools.prove.kills.jobs import STEPS, Job, Killer, Launcher
@@ -50,7 +51,8 @@ def start(killer: Killer) -> Iterator[Callable[..., Job]]:
         job.end()
 
 
-@pytest.mark.parametrize(
+@some_of(
+    2,
     "trouble",
     [
         Trouble("kill of launcher", 2, 0, 9),
@@ -143,6 +145,7 @@ def test_ranks_that_import_torch_die_with_their_agent(start: Callable[..., Job])
     assert job.left_over() == []
 
 
+@pytest.mark.long
 def test_a_killed_rank_costs_one_restart_on_two_nodes(
     killer: Killer, hosts: tuple[Host, Host], start: Callable[..., Job]
 ) -> None:
@@ -198,6 +201,7 @@ def rendezvous(hosts: tuple[Host, Host]) -> Iterator[None]:
         assert process.wait(20.0) == 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("rendezvous")
 def test_a_job_goes_on_without_a_lost_node_and_with_it_when_it_is_back(
     killer: Killer, hosts: tuple[Host, Host], start: Callable[..., Job]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from composer3d.runtime.launch import Pool
+from tests.long import some_of
 from tools.prove.faults.plant import instead_of
 from tools.prove.faults.resume import go_on_a_step_later
 from tools.prove.kills import run as kill
@@ -57,7 +58,8 @@ def test_killed_in_a_save(points: kill.Points) -> None:
     assert {killed.resumed for killed in kills} == {kill.BASE, kill.BASE + 1}
 
 
-@pytest.mark.parametrize(
+@some_of(
+    2,
     "name",
     [
         "save in the background",
@@ -73,6 +75,7 @@ def test_killed_in_a_save_of_another_kind(killer: kill.Killer, name: str) -> Non
     assert [killed for killed in kills if killed.problem is not None] == []
 
 
+@pytest.mark.long
 def test_killed_while_an_object_store_changes() -> None:
     # Its own workers, which know the server.
     with kill.Killer() as killer:

@@ -12,6 +12,7 @@ from composer3d.recipe.values import variant
 from composer3d.runtime.launch import Pool
 from composer3d.verify.proof import verify_layout
 from composer3d.verify.shrink import shrink
+from tests.long import some_of
 from tools.prove.faults.catch import STEPS
 from tools.prove.matrix import cover as matrix
 from tools.prove.matrix import report
@@ -196,7 +197,7 @@ def test_an_illegal_layout_is_refused_with_a_message(
     assert any(" use " in line or "remove" in line for line in caught.value.lines), caught.value
 
 
-@pytest.mark.parametrize("row", matrix.slice_of(COVER.rows), ids=id_of)
+@some_of(8, "row", matrix.slice_of(COVER.rows), ids=id_of)
 def test_a_layout_of_the_matrix_is_exact(
     pool: Pool, references: Path, row: matrix.Row, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
+from tests.long import some_of
 from tools.prove import resume as resume_matrix
 from tools.prove.faults.resume import go_on_a_step_later, swap_two_moments
 
@@ -74,6 +75,7 @@ def test_a_parameter_without_moments_is_an_error() -> None:
         [*resume_matrix.parts(run)]
 
 
+@pytest.mark.long
 def test_experts_resume_on_another_layout(pool: Pool, tmp_path: Path) -> None:
     matrix = resume_matrix.Matrix(pool, tmp_path, resume_matrix.MODELS["experts"])
     cells, problems = resume_matrix.prove(matrix, PART_WITH_EXPERTS, on=PART_WITH_EXPERTS[1:])
@@ -81,7 +83,8 @@ def test_experts_resume_on_another_layout(pool: Pool, tmp_path: Path) -> None:
     assert [cell.source for cell in cells] == list(PART_WITH_EXPERTS)
 
 
-@pytest.mark.parametrize(
+@some_of(
+    1,
     ("family", "target"),
     [
         ("Muon", "Muon, zero 3 x 3"),

@@ -24,6 +24,7 @@ from composer3d.runtime.launch import LOST_PEERS, Pool, WorkerError, run_ranks
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import on_all, open_store, pool_world, world
 from composer3d.runtime.situation import Situation
+from tests.long import some_of
 
 
 def make_watch(store: dist.Store, rank: int, size: int, **options: Any) -> peers.PeerWatch:
@@ -57,7 +58,8 @@ def lose_peers(events: dict[int, str]) -> None:
         dist.all_reduce(torch.ones(1))
 
 
-@pytest.mark.parametrize(
+@some_of(
+    1,
     ("events", "start"),
     [
         (
@@ -128,7 +130,7 @@ def hang(folder: Path) -> None:
 TIMEOUT_S = 6.0
 
 
-@pytest.mark.parametrize("place", ["in the script", "world", "mesh"])
+@some_of(1, "place", ["in the script", "world", "mesh"])
 def test_a_rank_that_hangs_before_the_first_exchange_of_a_group_is_named_in_one_time_out(
     pool: Pool, tmp_path: Path, place: str
 ) -> None:

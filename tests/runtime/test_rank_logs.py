@@ -13,6 +13,7 @@ import pytest
 from composer3d import cli
 from composer3d.facts.errors import RankLogError
 from composer3d.runtime import rank_logs
+from tests.long import some_of
 from tests.runtime.test_environment import free_port
 from tests.training.jobs import RECIPE, write_corpus
 from tools.prove.paths import ROOT
@@ -68,7 +69,7 @@ def test_a_file_has_what_c_and_children_print_and_the_last_words_of_a_killed_ran
     assert done.stderr.count("ValueError: of rank 0") == 1
 
 
-@pytest.mark.parametrize("launcher", ["composer3d", "torchrun"])
+@some_of(1, "launcher", ["composer3d", "torchrun"])
 def test_the_ranks_of_a_training_append_to_their_files(launcher: str, tmp_path: Path) -> None:
     write_corpus(tmp_path)
     recipe = RECIPE.format(mesh="dp_shard = 2").replace("steps = 20", "steps = 4")

@@ -52,6 +52,7 @@ def read_to_step_3(job: subprocess.Popen[str]) -> str:
     return output
 
 
+@pytest.mark.long
 def test_a_slurm_job_saves_goes_back_into_the_queue_and_goes_on(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     (tmp_path / "recipe.toml").write_text(RECIPE.format(mesh=DATA))

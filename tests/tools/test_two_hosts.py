@@ -25,6 +25,10 @@ class Ended(NamedTuple):
     errors: str
 
 
+# Two hosts of one core each take a minute.
+pytestmark = pytest.mark.long
+
+
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     """How each command ended on 4 ranks, two on each host, by its name."""

@@ -15,6 +15,7 @@ from composer3d.runtime.launch import Pool, WorkerError
 from composer3d.runtime.process_group import open_store, pool_world
 from composer3d.training import loop
 from composer3d.training.build import build
+from tests.long import some_of
 from tests.training.jobs import RECIPE
 
 STEP = 3
@@ -59,7 +60,8 @@ def train_until_a_rank_is_lost(folder: str, event: str) -> None:
 
 
 # What each rank waits for, by rank: the last one is lost. In one step, its peers wait for it.
-@pytest.mark.parametrize(
+@some_of(
+    1,
     ("mesh", "event", "waits"),
     [
         (

@@ -20,6 +20,7 @@ from tests.training.jobs import DATA, RECIPE, losses, train
 from tools.object_store import new_folder, variables
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_disk_to_disk_with_all_its_files(
     pool: Pool,
     tmp_path: Path,

@@ -30,6 +30,7 @@ from composer3d.verify.judge import (
 )
 from composer3d.verify.proof import badness, describe, verify_layout
 from composer3d.verify.shrink import shrink
+from tests.long import some_of
 from tools.prove.faults.catch import STEPS, catch
 from tools.prove.faults.checks import CHECKS
 from tools.prove.faults.table import FAULTS, Fault
@@ -57,7 +58,7 @@ SLICE = [
 ]
 
 
-@pytest.mark.parametrize("layout", SLICE)
+@some_of(9, "layout", SLICE)
 def test_layout_is_exact(pool: Pool, references: Path, layout: str) -> None:
     sets = split_overrides(layout)
     verdict = verify_layout(pool, references, RECIPE, sets, dtype="float64", steps=STEPS)
@@ -136,7 +137,7 @@ def test_every_check_has_a_planted_fault() -> None:
     assert {fault.check for fault in PLANTED} == checks - {"corruption", "stragglers"}
 
 
-@pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.title)
+@some_of(36, "fault", PLANTED, ids=lambda fault: fault.title)
 def test_planted_fault_is_seen(pool: Pool, references: Path, fault: Fault) -> None:
     outcome = catch(pool, references, fault)
     assert outcome.is_caught, outcome.finding

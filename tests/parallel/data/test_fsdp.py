@@ -24,6 +24,7 @@ from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.runtime.torch_private import DispatchMode, modules_of_unit
+from tests.long import some_of
 from tests.parallel.small_model import MICRO_BATCHES, compose_small, take_a_step
 from tests.parallel.small_model import SHAPE as SMALL_SHAPE
 
@@ -252,7 +253,8 @@ def run_with_units_of(
 BF16 = {"precision": {"compute": "bfloat16"}}
 
 
-@pytest.mark.parametrize(
+@some_of(
+    4,
     ("axes", "tables", "layers"),
     [
         ({"dp_shard": 2}, BF16 | {"memory": {"activation_checkpoint": "every 2 blocks"}}, 5),

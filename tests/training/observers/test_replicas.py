@@ -18,6 +18,7 @@ from composer3d.training.build import Run
 from composer3d.training.observers import replicas as replicas_of_training
 from composer3d.training.observers.observer import StepResult
 from composer3d.training.observers.replicas import ReplicaCheck
+from tests.long import some_of
 from tests.training.jobs import RECIPE, Listener, built_run
 
 SETS = [
@@ -219,7 +220,8 @@ def test_a_flipped_bit_is_named(
         assert values == {"corrupt_rank": suspects[0]}
 
 
-@pytest.mark.parametrize(
+@some_of(
+    2,
     ("mesh", "sets"),
     [
         ("pp=2 dp_replicate=2 tp=2", ["model.tied=true"]),
