@@ -11,7 +11,7 @@ from typing import NamedTuple
 from composer3d.full import places
 from composer3d.models.table import Row
 from composer3d.planner.stages import stage_layers, stages_by_rank
-from composer3d.planner.traffic import DTYPE_BYTES, Flow, cut_of, flows
+from composer3d.planner.traffic import DTYPE_BYTES, Flow, cut_of, flows, rows_for_experts
 from composer3d.planner.trained import is_trained
 from composer3d.recipe.schema import Recipe
 
@@ -49,6 +49,16 @@ def traffic(recipe: Recipe, rank: int) -> Traffic:
         if flow.operation == "send":
             add("recv", flow)
     return dict(found)
+
+
+def uneven_exchange(recipe: Recipe, rank: int) -> tuple[tuple[int, ...], str] | None:
+    """Return the key of the exchange over ep, if ep does not divide its rows; else None.
+
+    Then the bytes of ``traffic`` are a mean, and no rank may send just as many.
+    """
+    ep = recipe.mesh.ep
+    is_uneven = bool(recipe.model.experts) and rows_for_experts(recipe) % ep > 0
+    return (places.members("ep", rank, recipe.mesh), "all_to_all") if is_uneven else None
 
 
 def maxima(recipe: Recipe, rank: int) -> int:

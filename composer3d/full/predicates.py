@@ -16,10 +16,10 @@ from composer3d.facts.limits import JOB, PartLimits
 from composer3d.facts.ranges import AS_IT_IS
 from composer3d.facts.schedules import fewest_micro_batches, micro_batch_requirement
 from composer3d.facts.units import units_of_blocks
-from composer3d.planner import matrices
+from composer3d.planner.matrices import MatrixUnit, limited_rounds, messages_of_results
 from composer3d.planner.schedule import recipe_actions
 from composer3d.planner.stages import checkpointed_stages_of_ranks, stage_layers
-from composer3d.planner.traffic import FIRST_OF_ROUND, flows
+from composer3d.planner.traffic import rounds_of_matrices
 from composer3d.planner.trained import is_trained
 from composer3d.recipe.schema import AXES, MeshTable, ParallelTable, Recipe
 from composer3d.recipe.stages import n_stages_of
@@ -408,19 +408,54 @@ def _by_limits(of: Callable[[Recipe, PartLimits], Hashable], keys: str) -> Predi
     )
 
 
-def _rounds(recipe: Recipe, limits: PartLimits) -> Hashable:
-    """Return that matrices travel in several rounds, if they do. One round needs no proof."""
-    if not recipe.optim.optimizer.has_matrices:
-        return None
-    before, matrices.ELEMENTS_PER_ROUND = matrices.ELEMENTS_PER_ROUND, limits.elements_per_round
-    try:
-        counts = [
-            sum(flow.count for flow in flows(recipe, rank) if flow.purpose == FIRST_OF_ROUND)
-            for rank in range(recipe.mesh.pp)
-        ]
-    finally:
-        matrices.ELEMENTS_PER_ROUND = before
-    return "several" if max(counts) > 1 else None
+def _of_matrices(what: str) -> Predicate:
+    """Return the predicate that there are several of what ``_repeated`` finds. One needs no proof.
+
+    Args:
+        what: one of the results of ``_repeated``.
+    """
+
+    def of(recipe: Recipe, limits: PartLimits) -> Hashable:
+        if not recipe.optim.optimizer.has_matrices:
+            return None
+        return "several" if what in _repeated(recipe, limits.elements_per_round) else None
+
+    return _by_limits(of, "optim.name, model.*, mesh.*")
+
+
+_ROUNDS, _UNITS, _PARTS, _RESULTS = "rounds", "units", "parts", "results"
+
+
+@cache
+def _repeated(recipe: Recipe, elements_per_round: int) -> frozenset[str]:
+    """Return of what there are several in the matrices of a pipeline rank.
+
+    Rounds; units of one owner in a round; parts of matrices from one rank to an owner, or of
+    results from an owner to one rank, in a message.
+    """
+    n_ranks = recipe.mesh.world_size // recipe.mesh.pp
+    found = set()
+    with limited_rounds(elements_per_round):
+        for pp_rank in range(recipe.mesh.pp):
+            rounds = rounds_of_matrices(recipe, pp_rank)
+            found |= {_ROUNDS} if len(rounds) > 1 else set()
+            for units in rounds:
+                found |= _repeated_in_round(units, n_ranks)
+    return frozenset(found)
+
+
+def _repeated_in_round(units: Sequence[MatrixUnit], n_ranks: int) -> set[str]:
+    messages = messages_of_results(units, n_ranks)
+    named: dict[str, list[list[Hashable]]] = {
+        _UNITS: [[unit.owner for unit in units]],
+        _PARTS: [[(rank, unit.owner) for unit in units for rank, _ in unit.senders()]],
+        _RESULTS: [[(part.unit.owner, part.rank) for part in message] for message in messages],
+    }
+    return {what for what, lists in named.items() if any(map(_has_repeats, lists))}
+
+
+def _has_repeats(values: Sequence[Hashable]) -> bool:
+    return len(set(values)) < len(values)
 
 
 def _rows(recipe: Recipe, limits: PartLimits) -> Hashable:
@@ -523,7 +558,10 @@ PREDICATES: Mapping[str, Predicate] = {
         _kinds_of_units, "parallel.fsdp_blocks, model.full_every, model.dense_layers"
     ),
     # What is computed in parts.
-    "rounds of matrices": _by_limits(_rounds, "optim.name, model.*, mesh.*"),
+    "rounds of matrices": _of_matrices(_ROUNDS),
+    "matrices of an owner in a round": _of_matrices(_UNITS),
+    "parts of matrices from a rank to an owner in a message": _of_matrices(_PARTS),
+    "parts of results from an owner to a rank in a message": _of_matrices(_RESULTS),
     "rows of gradients in host memory": _by_limits(_rows, "memory.cpu_offload, model.*"),
     "window against a band of queries": _by_limits(_bands, "model.window, mesh.cp"),
     # Micro-batches.

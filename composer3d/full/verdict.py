@@ -19,7 +19,8 @@ _COMPARED = {
     "collectives": "operations of all pipeline ranks, by group, as predicted",
     "messages": "messages of small models in a pipeline, each sent once and received once",
     "gradients": "gradients summed once, over the right ranks",
-    "seams": "activations, gradients and divisors that vary over the right axes",
+    "seams": "activations, gradients and divisors that vary over the right axes, and weights "
+    "that are updated once",
     "peers": "calls that ranks at other places make alike",
 }
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -341,7 +342,7 @@ class _Watcher(Recorder):
             for name, weight in weights.items():
                 parts = updates[name]
                 written = sum(prod(shape) for _, shape in parts)
-                is_once = written == weight.numel() and len({*parts}) == len(parts)
+                is_once = written == weight.numel() and not _overlap(parts, weight)
                 problem = f"writes {written:,} elements of {weight.numel():,}, or some twice"
                 self.seams.agree(f"the update of {name}", is_once, problem)
 
@@ -379,8 +380,11 @@ def _hides_last_keys(arguments: Sequence[Any]) -> bool:
     Args:
         arguments: of one of ``_RINGS``.
     """
-    *(queries, *_), documents, window, method, is_balanced, group_name = arguments
-    if method != "ring" or not group_name:
+    *tensors, documents, window, method, is_balanced, group_name = arguments
+    # In backward, the first argument is a gradient, and the second a list of all other tensors.
+    queries, keys, *_ = tensors if isinstance(tensors[1], Tensor) else tensors[1]
+    # Latents that arrive all become keys (``messages.LatentMessages``).
+    if method != "ring" or not group_name or keys.dim() == 3:
         return False
     group = group_by_name(group_name)
     rank, size, tokens = group.rank(), group.size(), queries.shape[2]
@@ -405,6 +409,28 @@ def _sees(query: OwnedRange, key: OwnedRange, window: int, starts: Sequence[int]
         first, last = query.position + query.length - 1, key.position
     is_near = window in (NO_WINDOW, NOT_CAUSAL) or last - first < window
     return is_near and not any(first < start <= last for start in starts)
+
+
+def _overlap(parts: Sequence[tuple[int, tuple[int, ...]]], weight: Tensor) -> bool:
+    """Return whether two parts of a weight have an element in common.
+
+    Args:
+        parts: of each, the first place in memory, and the shape, of as many dims as the weight.
+        weight: the whole weight.
+    """
+    boxes = []
+    for place, shape in parts:
+        begins, left = [], place - int(weight.storage_offset())
+        for stride in weight.stride():
+            begin, left = divmod(left, stride)
+            begins.append(begin)
+        boxes.append(
+            [range(begin, begin + size) for begin, size in zip(begins, shape, strict=True)]
+        )
+    return any(
+        all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(one, other, strict=True))
+        for one, other in combinations(boxes, 2)
+    )
 
 
 def _mark_content(content: Content, tensors: Sequence[Tensor]) -> None:

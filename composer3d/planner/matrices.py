@@ -9,6 +9,7 @@ computed together.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -20,6 +21,17 @@ from composer3d.facts.limits import JOB
 # The most elements of matrices that a rank owns in one round, and that it sends or receives in one
 # message, unless one matrix has more.
 ELEMENTS_PER_ROUND = JOB.elements_per_round
+
+
+@contextmanager
+def limited_rounds(elements: int) -> Iterator[None]:
+    """Let rounds and messages have at most so many elements, as proofs of small models do."""
+    global ELEMENTS_PER_ROUND
+    before, ELEMENTS_PER_ROUND = ELEMENTS_PER_ROUND, elements
+    try:
+        yield
+    finally:
+        ELEMENTS_PER_ROUND = before
 
 
 def owned_in_round(owned: float, largest: float) -> float:

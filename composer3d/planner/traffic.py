@@ -22,7 +22,12 @@ from composer3d.facts.units import units_of_blocks
 from composer3d.models.registry import architecture
 from composer3d.models.shape import DecoderShape
 from composer3d.models.table import NORMS_OVER_HEADS, Row
-from composer3d.planner.matrices import CutParameter, messages_of_results, rounds_of_units
+from composer3d.planner.matrices import (
+    CutParameter,
+    MatrixUnit,
+    messages_of_results,
+    rounds_of_units,
+)
 from composer3d.planner.schedule import active_stages, keeps_gradients_of_loss, recipe_actions
 from composer3d.planner.stages import StageLayers, stage_layers, stages_by_rank
 from composer3d.planner.trained import is_trained
@@ -53,8 +58,6 @@ Phase = Literal["forward", "backward", "step"]
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _COUNT_BYTES = 8  # int64 numbers of rows, and float64 sums
 
-# The purpose of the first all-to-all of each round of matrices.
-FIRST_OF_ROUND = "momentum of matrices"
 
 # As ``parallel.grad_norm.PARTS``, which needs torch.
 _PARTS = 8
@@ -140,6 +143,17 @@ def traffic(recipe: Recipe, pp_rank: int = 0) -> dict[Axis, dict[Operation, Traf
 def flows(recipe: Recipe, pp_rank: int = 0) -> list[Flow]:
     """Return the same as ``traffic``, by purpose and phase."""
     return _RankTraffic(recipe, pp_rank).flows()
+
+
+def rounds_of_matrices(recipe: Recipe, pp_rank: int = 0) -> list[tuple[MatrixUnit, ...]]:
+    """Return the rounds in which a pipeline rank brings matrices to owners; none for AdamW."""
+    return _RankTraffic(recipe, pp_rank).rounds_of_matrices()
+
+
+def rows_for_experts(recipe: Recipe) -> int:
+    """Return how many rows a rank sends to experts in a micro-batch: each of its tokens K times."""
+    tokens = recipe.data.micro_batch * (recipe.data.seq_len // recipe.mesh.cp) // recipe.mesh.tp
+    return tokens * recipe.model.experts_per_token
 
 
 # How tp cuts a parameter: by rows, by columns, not at all (every rank has the whole gradient), not
@@ -456,7 +470,7 @@ class _RankTraffic:
             return
         shape, mesh, packing = self.shape, self.mesh, self.recipe.data.packing
         calls = len(layers) * self.m
-        rows_bytes = self.tokens // mesh.tp * shape.experts_per_token * shape.dim * self.e
+        rows_bytes = rows_for_experts(self.recipe) * shape.dim * self.e
         calls_again = self.m * sum(map(self._has_experts, self._fully_recomputed(stage)))
         forwards: list[tuple[Phase, str, int]] = [
             ("forward", "", calls),
@@ -563,17 +577,9 @@ class _RankTraffic:
         They bring the momentum of each matrix to its owner, and the result to all that hold parts
         of it. The payload is what the first rank of the stage sends.
         """
-        names = matrices_of(architecture(self.shape.architecture), self.shape, self.recipe.optim)
-        if not names:
-            return
         n_ranks = self.mesh.world_size // self.mesh.pp
-        parameters = [
-            CutParameter(parameter.row.shape, self._boxes(parameter, n_ranks))
-            for name, parameter in self._parameters()
-            if name in names and not parameter.is_frozen
-        ]
         element_bytes = DTYPE_BYTES[self.recipe.optim.newton_schulz_dtype]
-        for units in rounds_of_units(parameters, n_ranks):
+        for units in self.rounds_of_matrices():
             to_owners = [
                 (prod(box.shape), unit.owner)
                 for unit in units
@@ -585,7 +591,7 @@ class _RankTraffic:
                 for message in messages_of_results(units, n_ranks)
             ]
             for purpose, parts in (
-                (FIRST_OF_ROUND, to_owners),
+                ("momentum of matrices", to_owners),
                 *(("updates of matrices", message) for message in of_results),
             ):
                 payload_bytes = element_bytes * sum(elements for elements, _ in parts)
@@ -593,6 +599,18 @@ class _RankTraffic:
                 self._add(
                     "stage", "all_to_all", "step", purpose, 1, payload_bytes, n_ranks, kept_bytes
                 )
+
+    def rounds_of_matrices(self) -> list[tuple[MatrixUnit, ...]]:
+        names = matrices_of(architecture(self.shape.architecture), self.shape, self.recipe.optim)
+        if not names:
+            return []
+        n_ranks = self.mesh.world_size // self.mesh.pp
+        parameters = [
+            CutParameter(parameter.row.shape, self._boxes(parameter, n_ranks))
+            for name, parameter in self._parameters()
+            if name in names and not parameter.is_frozen
+        ]
+        return rounds_of_units(parameters, n_ranks)
 
     def _parameters(self) -> Iterator[tuple[str, _Parameter]]:
         """Yield the parameters of this rank's stages by global name, in the model's own order."""

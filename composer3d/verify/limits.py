@@ -1,8 +1,10 @@
 """How long a proof may take, and from which sizes on it computes in parts. No torch here."""
 
+from collections import defaultdict
 from math import prod
 
 from composer3d.facts.limits import PartLimits
+from composer3d.planner.traffic import rounds_of_matrices
 from composer3d.recipe.schema import Recipe
 
 # The seconds for one run of the reference or of the composed job, and for a rank that waits for
@@ -25,12 +27,23 @@ def wait_limit_s(recipe: Recipe) -> float:
 def limits_of_proof(recipe: Recipe) -> PartLimits:
     """Return lower limits than those of a job, as a proof has small tensors.
 
-    A round has room for the matrices of two experts: a job computes those of several together.
-
     Args:
         recipe: a small recipe.
     """
-    shapes = [row.shape for row in recipe.parameters.kinds.values()]
-    experts = [prod(shape[1:]) for shape in shapes if len(shape) == 3]
     # Few tensors have a multiple of 50 elements, so that most have a part of a row, too.
-    return PartLimits(elements_per_round=max(256, 2 * max(experts, default=0)), row=50, band=2)
+    return PartLimits(elements_per_round=_room_for_two(recipe), row=50, band=2)
+
+
+def _room_for_two(recipe: Recipe) -> int:
+    """Return the size of two matrices, so that there are several rounds, and several in a round.
+
+    They are the two largest of the rank that owns the most matrices, or its largest if it owns two.
+    """
+    sizes: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for pp_rank in range(recipe.mesh.pp):
+        for units in rounds_of_matrices(recipe, pp_rank):
+            for unit in units:
+                sizes[pp_rank, unit.owner].append(prod(unit.box.shape))
+    of_owners = sorted(sizes.values(), key=len)
+    first, *rest = sorted(of_owners[-1], reverse=True) if of_owners else [1]
+    return first + rest[0] if len(rest) > 1 else first

@@ -29,7 +29,7 @@ from composer3d.parallel import Stages, grad_norm, init
 from composer3d.parallel.context import tiles
 from composer3d.parallel.data import fsdp
 from composer3d.parallel.data.reduce_scatter import SendNarrow, WithPlainBuffers
-from composer3d.planner import matrices
+from composer3d.planner.matrices import limited_rounds
 from composer3d.recipe.matrices import matrices_of
 from composer3d.recipe.schema import OptimTable, PrecisionTable, Recipe
 from composer3d.runtime.mesh import Mesh
@@ -440,11 +440,12 @@ def _with_small_limits(
     @wraps(compare)
     def compare_in_parts(recipe: Recipe, /, *args: _P.args, **kwargs: _P.kwargs) -> RankErrors:
         small = limits_of_proof(recipe)
-        matrices.ELEMENTS_PER_ROUND, grad_norm.ROW = small.elements_per_round, small.row
+        grad_norm.ROW = small.row
         try:
-            return compare(recipe, *args, **kwargs)
+            with limited_rounds(small.elements_per_round):
+                return compare(recipe, *args, **kwargs)
         finally:
-            matrices.ELEMENTS_PER_ROUND, grad_norm.ROW = JOB.elements_per_round, JOB.row
+            grad_norm.ROW = JOB.row
             _use_band(JOB.band)
 
     return compare_in_parts
@@ -519,9 +520,10 @@ def compare_steps(
         wrong_learning_rate=wrong_learning_rate,
     )
     batch_tokens = recipe.data.global_batch * recipe.data.seq_len
+    small_band = limits_of_proof(recipe).band
     for step in range(steps):
-        # Attention has whole tiles first, and then bands of them.
-        _use_band(limits_of_proof(recipe).band if step else JOB.band)
+        # Of several steps, attention has whole tiles in the first one, and then bands of them.
+        _use_band(JOB.band if step == 0 and steps > 1 else small_band)
         # Validate between two steps, so that a validation that disturbs the next step shows.
         if step == steps - 1:
             validation_loss = train_validation.validate(

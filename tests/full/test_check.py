@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from composer3d.dryrun.replay import Key, keys
 from composer3d.dryrun.run import rank_actions
@@ -11,6 +12,7 @@ from composer3d.full.check import _problem_of_path, _small_job, _with_every_acti
 from composer3d.full.paths import GradientPath, Sum
 from composer3d.full.places import SAME, digits
 from composer3d.full.verdict import FullVerdict
+from composer3d.full.witness import _overlap
 from composer3d.recipe.draft import split_overrides
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
@@ -45,7 +47,7 @@ def _spoil(way: str, call: str) -> Any:
 
 @pytest.mark.timeout(900)  # each forks up to ten processes
 @some_of(
-    13,
+    14,
     ("layout", "plant", "finding"),
     [
         (_3D, _nothing, None),
@@ -57,6 +59,13 @@ def _spoil(way: str, call: str) -> Any:
             None,
         ),
         ("mesh.cp=3 data.seq_len=252 data.global_batch=4", _nothing, None),
+        # Three ranks share 1,024 rows, and 64 in the small model.
+        (
+            "model.architecture=moe model.preset=debug-moe mesh.pp=2 mesh.dp_shard=3 mesh.ep=3 "
+            "model.experts=6 data.global_batch=120",
+            _nothing,
+            None,
+        ),
         # Some ranks see none of the keys that a ring brings last, for one reason each.
         (f"{_RING} data.packing=documents", _nothing, None),
         (f"{_RING} parallel.cp_balance=contiguous", _nothing, None),
@@ -85,6 +94,13 @@ def _spoil(way: str, call: str) -> Any:
             (f"{_RING} {hides}", fault, "seams: .* results of recv are read by nothing")
             for hides in ("data.packing=documents", "parallel.cp_balance=contiguous")
             for fault in (lose_the_hop_of_keys, lose_the_hop_of_key_gradients)
+        ),
+        # Latents of keys that no query sees are read as well.
+        (
+            "model.architecture=deepseek model.preset=debug-deepseek model.n_kv_heads=8 mesh.cp=2 "
+            "data.packing=documents",
+            lose_the_hop_of_key_gradients,
+            "seams: .* results of recv are read by nothing",
         ),
         # All of it trains, so nothing is left out of the check.
         (
@@ -193,6 +209,28 @@ def test_the_small_model_on_the_mesh_of_the_job_runs_every_kind_of_its_actions(r
     for pp_rank in range(full.mesh.pp):
         wanted = set(keys(rank_actions(full, pp_rank)))
         assert set(keys(rank_actions(small, pp_rank))) == wanted
+
+
+@pytest.mark.parametrize(
+    ("parts", "have_common"),
+    [
+        ([], False),
+        ([(slice(0, 4), slice(0, 6))], False),
+        ([(slice(0, 2), slice(0, 6)), (slice(2, 4), slice(0, 6))], False),
+        ([(slice(0, 4), slice(0, 3)), (slice(0, 4), slice(3, 6))], False),
+        # As many elements as the weight has: a row is written twice, and one never.
+        ([(slice(0, 2), slice(0, 6)), (slice(1, 3), slice(0, 6))], True),
+        ([(slice(0, 2), slice(0, 6)), (slice(0, 2), slice(0, 6))], True),
+    ],
+)
+def test_parts_of_a_weight_that_overlap_are_seen(
+    parts: list[tuple[slice, slice]], have_common: bool
+) -> None:
+    # A shard lies anywhere in its memory.
+    weight = torch.zeros(29)[5:].view(4, 6)
+    written = [weight[part] for part in parts]
+    places = [(int(part.storage_offset()), tuple(part.shape)) for part in written]
+    assert _overlap(places, weight) == have_common
 
 
 def test_the_ranks_of_a_formula_and_the_axes_of_the_types_must_agree() -> None:

@@ -1,5 +1,7 @@
 """A proof computes small tensors in parts, as a job does its large ones, and finds faults there."""
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ import torch
 from composer3d.facts.limits import JOB
 from composer3d.parallel import grad_norm
 from composer3d.parallel.context import tiles
+from composer3d.planner.matrices import limited_rounds
+from composer3d.planner.traffic import rounds_of_matrices
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
 from composer3d.verify import worker
@@ -58,8 +62,8 @@ def test_a_fault_of_what_is_computed_in_parts_is_found(
     verdict = verify_layout(
         pool, tmp_path, str(RECIPE), sets, dtype="float64", steps=2, fault=fault
     )
-    assert not verdict.passed
-    assert not verdict.refused, verdict.error
+    assert verdict.error is not None
+    assert re.search(r" (is|are) off", verdict.error), verdict.error
 
 
 def test_every_limit_of_a_proof_is_lower() -> None:
@@ -67,11 +71,25 @@ def test_every_limit_of_a_proof_is_lower() -> None:
     assert all(low < high for low, high in zip(small, JOB, strict=True))
 
 
-def test_the_matrices_of_two_experts_fit_a_round() -> None:
-    """So that a proof computes several together, as a job does."""
-    recipe = load(str(MOE_RECIPE)).recipe
-    _, rows, columns = recipe.parameters.kinds["blocks.*.moe.experts.w1"].shape
-    assert limits_of_proof(recipe).elements_per_round >= 2 * rows * columns
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        (RECIPE, "mesh.dp_shard=2"),
+        (RECIPE, "mesh.pp=2 mesh.tp=2"),
+        (MOE_RECIPE, "mesh.dp_shard=2 mesh.ep=2"),
+    ],
+)
+def test_a_proof_has_several_rounds_of_several_matrices(recipe: Path, layout: str) -> None:
+    """As a job has. With one matrix a round, no message would have an order of its parts."""
+    small = load(str(recipe), ["optim.name=muon", *layout.split()]).recipe
+    with limited_rounds(limits_of_proof(small).elements_per_round):
+        rounds = rounds_of_matrices(small)
+    assert len(rounds) > 1
+    owners = [Counter(unit.owner for unit in units) for units in rounds]
+    assert max(owners[0].values()) > 1
+    shapes = {unit.box.shape for units in rounds for unit in units}
+    # Several experts are computed together.
+    assert small.model.experts == 0 or max(shape[0] for shape in shapes if len(shape) == 3) > 1
 
 
 @pytest.mark.parametrize("compiles", [False, True])
@@ -86,6 +104,7 @@ def test_a_rank_waits_for_others_that_compile(
         raise InterruptedError
 
     monkeypatch.setattr(worker, "pool_world", stop)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     torch.save({}, tmp_path / "reference")
     recipe = load(str(RECIPE), [f"compile.enabled={compiles}".lower()]).recipe
     with pytest.raises(InterruptedError):

@@ -64,6 +64,18 @@ def leave_out_a_replica(
 
 
 @_harms("mesh.dp_shard=2")
+@fault_of(MatrixExchange, MatrixExchange._deliver)
+def take_parts_of_one_rank_in_another_order(
+    right: Any, self: MatrixExchange, message: Any, *arguments: Any
+) -> None:
+    """Of several parts that one rank sends in a message, the last is taken for the first."""
+    incoming = sorted(message.incoming, key=lambda transfer: transfer.source, reverse=True)
+    # It is in the order of the other ranks again, and that of each rank's parts is turned.
+    incoming.reverse()
+    right(self, message._replace(incoming=tuple(incoming)), *arguments)
+
+
+@_harms("mesh.dp_shard=2")
 @fault_of(Box, Box.seen_from)
 def send_the_part_of_the_owner(right: Any, self: Box, origin: Any) -> tuple[slice, ...]:
     """The parts of replicas count twice: a matrix is made of the parts of one rank alone."""

@@ -104,13 +104,13 @@ class Storm:
         try:
             for kill in planned:
                 self._live(job, kill.after_s)
-                if job.process.poll() == 0:
-                    self.problems.append(f"the training ended before {kill}: it needs more --steps")
-                    return
-                if job.process.poll() is not None:
+                if job.process.poll() not in (None, 0):
                     # The kill before has ended it.
                     job = self._start(kill.launcher)
                     self._live(job, kill.after_s)
+                if job.process.poll() == 0:
+                    self.problems.append(f"the training ended before {kill}: it needs more --steps")
+                    return
                 self._note_resumes(job)
                 self._logged = max(logged_losses(self.folder / "run"), default=0)
                 if self._kill(job, kill):
