@@ -495,8 +495,8 @@ def _check_weights(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
 def _check_tokenizer(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
     """Check that the tokens of the data mean the same to the model of ``model.hf``.
 
-    A run that has checkpoints of its own does not read the weights in ``model.hf``. A recipe that
-    names no data may be meant for a plan: only a training refuses it.
+    A run that has checkpoints of its own does not read the weights in ``model.hf``. A recipe with
+    the source "python" names no data, and may be meant for a plan: only a training refuses it.
     """
     data, hf = recipe.data, recipe.model.hf
     keys = {
@@ -508,7 +508,7 @@ def _check_tokenizer(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None
     }
     if hf is None or wrong_keys & (keys | _KEYS_OF_OWN_CHECKPOINTS) or _has_checkpoints(recipe):
         return
-    if data.source != "tokens" and draft.origin("data.source") == DEFAULT:
+    if data.source == "python":
         return
     if not draft.may_import and any(map(is_url, data.paths)):
         return  # ``_data_problem`` refuses it
