@@ -18,6 +18,7 @@ from typing import NamedTuple
 from composer3d.commands import registry
 from composer3d.commands.arguments import argument, json_option, recipe_argument, set_option
 from composer3d.facts.errors import RecipeError, UserError
+from composer3d.facts.interrupts import signals_to_catch
 from composer3d.facts.text import one_line
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
@@ -142,8 +143,7 @@ def _run(command: Sequence[str]) -> tuple[int, int]:
             if number != signal.SIGINT:
                 process.send_signal(number)
 
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-        before = {number: signal.signal(number, send_on) for number in signals}
+        before = {number: signal.signal(number, send_on) for number in signals_to_catch()}
         try:
             status = process.wait()
         finally:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from composer3d.facts.errors import UserError
-from composer3d.facts.interrupts import INSIST_S, STOP_SIGNALS
+from composer3d.facts.interrupts import INSIST_S, STOP_SIGNALS, signals_to_catch
 from composer3d.facts.text import printable_lines
 from composer3d.runtime import starter
 from composer3d.runtime.console import say
@@ -706,15 +706,10 @@ class _StopRequest:
 
 @contextmanager
 def _forward_signals() -> Iterator[_StopRequest]:
-    """Forward the signals of ``STOP_SIGNALS`` to the ``workers`` of the yielded request.
-
-    After ``nohup``, SIGHUP stays ignored.
-    """
+    """Forward stop signals to the ``workers`` of the yielded request."""
     stop = _StopRequest()
     previous_handlers = {
-        number: signal.signal(number, stop.receive)
-        for number in STOP_SIGNALS
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        number: signal.signal(number, stop.receive) for number in signals_to_catch()
     }
     try:
         yield stop

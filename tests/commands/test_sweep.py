@@ -133,6 +133,16 @@ def test_a_signal_counts_also_if_the_run_has_then_done_all_its_steps() -> None:
     assert sweep._run(["bash", "-c", script]) == (0, signal.SIGTERM)
 
 
+def test_a_sweep_under_nohup_does_not_end_with_its_terminal() -> None:
+    script = "sleep 0.5; kill -HUP $PPID; sleep 0.5"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert sweep._run(["bash", "-c", script]) == (0, 0)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert sweep._run(["bash", "-c", f"trap : HUP; {script}"]) == (0, signal.SIGHUP)
+
+
 def test_no_other_run_starts_after_a_signal(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first run has done all its steps when the signal comes: its own status is 0."""
     commands = []
