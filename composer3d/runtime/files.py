@@ -12,8 +12,10 @@ from typing import BinaryIO
 
 from composer3d.facts.files import open_descriptor, require_plain
 
-# Bytes by which ``replace_own`` knows an earlier file of the same kind.
-_SAME_BEGINNING = 50
+# Stands in the first bytes of each picture and page, of SVG or HTML. By it ``replace_own`` knows an
+# earlier one from a file of the user.
+OWN_MARK = "<!-- made by composer3d -->"
+_FIRST_BYTES = 100
 
 
 def sync(path: str | os.PathLike[str]) -> None:
@@ -72,17 +74,28 @@ def write_atomic(path: str | os.PathLike[str], content: bytes | str | Iterable[b
 
 
 def replace_own(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file whole or not at all, in place of none but one that begins as it does.
+    """Write a file whole or not at all, in place of none but an empty one or one of ours.
+
+    Args:
+        path: the file.
+        text: its content, with ``OWN_MARK`` in the first bytes.
 
     Raises:
         OSError: the file cannot be written, or another one of the name is there.
     """
-    if os.path.isfile(path):
-        with open(path, "rb") as file:
-            beginning = file.read(_SAME_BEGINNING)
-        if not text.encode().startswith(beginning):
-            raise OSError(errno.EEXIST, "another file of this name is there")
+    assert OWN_MARK in text[:_FIRST_BYTES]
+    _require_own(path)
     write_atomic(path, text)
+
+
+def _require_own(path: str | os.PathLike[str]) -> None:
+    """Raise OSError if a file is there that has content without ``OWN_MARK``."""
+    if not os.path.isfile(path):
+        return
+    with open(path, "rb") as file:
+        beginning = file.read(_FIRST_BYTES)
+    if beginning and OWN_MARK.encode() not in beginning:
+        raise OSError(errno.EEXIST, "another file of this name is there")
 
 
 def open_own(path: str | os.PathLike[str], *, append: bool = False) -> BinaryIO:
