@@ -57,20 +57,24 @@ def write_atomic(path: str | os.PathLike[str], content: bytes | str | Iterable[b
     """
     if isinstance(content, str):
         content = content.encode()
-    target = Path(path)
-    staging = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-    descriptor = open_descriptor(
-        staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    )
+    staging, descriptor = _create_staging(path)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(staging, target)
+        os.replace(staging, path)
     except BaseException:
         staging.unlink(missing_ok=True)
         raise
+
+
+def _create_staging(path: str | os.PathLike[str]) -> tuple[Path, int]:
+    """Create a file beside ``path``, and return its path and its open descriptor."""
+    target = Path(path)
+    staging = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return staging, open_descriptor(staging, flags)
 
 
 def replace_own(path: str | os.PathLike[str], text: str) -> None:
@@ -88,14 +92,24 @@ def replace_own(path: str | os.PathLike[str], text: str) -> None:
     write_atomic(path, text)
 
 
+def require_replaceable(path: str | os.PathLike[str]) -> None:
+    """Raise OSError if ``replace_own`` would do so now. A file beside ``path`` comes and goes."""
+    _require_own(path)
+    staging, descriptor = _create_staging(path)
+    os.close(descriptor)
+    staging.unlink()
+
+
 def _require_own(path: str | os.PathLike[str]) -> None:
-    """Raise OSError if a file is there that has content without ``OWN_MARK``."""
-    if not os.path.isfile(path):
+    """Raise OSError if something else is there than an empty file or one with ``OWN_MARK``."""
+    if not os.path.lexists(path):
         return
-    with open(path, "rb") as file:
-        beginning = file.read(_FIRST_BYTES)
-    if beginning and OWN_MARK.encode() not in beginning:
-        raise OSError(errno.EEXIST, "another file of this name is there")
+    if os.path.isfile(path):
+        with open(path, "rb") as file:
+            beginning = file.read(_FIRST_BYTES)
+        if not beginning or OWN_MARK.encode() in beginning:
+            return
+    raise OSError(errno.EEXIST, "another file of this name is there")
 
 
 def open_own(path: str | os.PathLike[str], *, append: bool = False) -> BinaryIO:

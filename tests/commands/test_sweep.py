@@ -66,12 +66,21 @@ def test_every_combination_has_a_name_of_its_own(recipe: str) -> None:
         (["optim.lr=1e-3,x"], "--set optim.lr=x: 'optim.lr' must be float, got \"x\""),
         (["optim.lr=1e-3,"], "--set optim.lr=: 'optim.lr' must be float"),
         (["optim.lr=1,2", "-o", "x.pdf"], "-o x.pdf: the report is an HTML file"),
-        (["optim.lr=1,2", "-o", "no/x.html"], "-o no/x.html: there is no folder no; make it first"),
+        (["optim.lr=1,2", "-o", "no/x.html"], "written there (No such file or directory); name"),
+        (["optim.lr=1,2", "-o", f"{'n' * 300}/x.html"], "written there (File name too long)"),
+        (["optim.lr=1,2", "-o", f"{'n' * 230}.html"], "written there (File name too long)"),
+        (["optim.lr=1,2", "-o", "mine.html"], "mine.html: the report cannot be written there (an"),
+        (["optim.lr=1,2", "-o", "folder.html"], "folder.html: the report cannot be written there"),
+        (["optim.lr=1,2", "run.out_dir=out"], "out/small-sweep.html: the report cannot be writte"),
     ],
 )
 def test_nothing_starts_if_a_run_could_not(
     recipe: str, sets: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for file in ("mine.html", "out/small-sweep.html"):
+        Path(file).parent.mkdir(exist_ok=True)
+        Path(file).write_text("<!doctype html>\n")
+    Path("folder.html").mkdir()
     keys = [text for text in sets if "=" in text]
     others = sets[len(keys) :]
     arguments = [word for override in keys for word in ("--set", override)]

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from composer3d.facts.files import NotPlainFileError
-from composer3d.runtime.files import OWN_MARK, open_own, publish, replace_own, write_atomic
+from composer3d.runtime.files import (
+    OWN_MARK,
+    open_own,
+    publish,
+    replace_own,
+    require_replaceable,
+    write_atomic,
+)
 
 
 @pytest.mark.timeout(10)  # opening a pipe would wait forever
@@ -46,6 +53,20 @@ def test_only_a_file_of_ours_is_replaced(tmp_path: Path, beginning: str) -> None
         with pytest.raises(FileExistsError, match="another file of this name is there"):
             replace_own(path, f"{beginning}{OWN_MARK}\n{rest}")
         assert path.read_text() == text
+
+
+def test_whether_a_file_may_be_replaced_is_known_before(tmp_path: Path) -> None:
+    path = tmp_path / "a.html"
+    require_replaceable(path)
+    assert not list(tmp_path.iterdir())
+    replace_own(path, OWN_MARK)
+    require_replaceable(path)
+    os.mkfifo(tmp_path / "b.html")
+    for theirs in (tmp_path, tmp_path / "b.html"):
+        with pytest.raises(FileExistsError, match="another file of this name is there"):
+            require_replaceable(theirs)
+    with pytest.raises(OSError, match="File name too long"):
+        require_replaceable(tmp_path / f"{'n' * 250}.html")  # a name beside it would be too long
 
 
 def test_own_files_are_created_and_appended_to(tmp_path: Path) -> None:
