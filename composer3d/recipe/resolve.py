@@ -331,9 +331,12 @@ def _refuse_lost_choice(
     differing = []
     for key in farther:
         name = key.partition(".")[2]
-        written, chosen = values[name], getattr(row, name)
+        written = values[name]
+        # Presets and readers of config.json leave out the usual width of a head.
+        chosen = row.head_width if name == "head_dim" else getattr(row, name)
         if written != chosen:
-            place, instead = draft.place(key), as_short_toml(chosen)
+            instead = "an absent one" if chosen is None else as_short_toml(chosen)
+            place = draft.place(key)
             differing.append(f"{key} = {as_short_toml(written)} ({place}) instead of {instead}")
     if differing:
         draft.blame(
