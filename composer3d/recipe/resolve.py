@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.facts.errors import CheckpointError, DataError, PlanError, RecipeError
-from composer3d.facts.files import MIB, is_jsonl_name, read_plain
+from composer3d.facts.files import MIB, read_plain
 from composer3d.facts.remote import RemotePath, is_url
 from composer3d.facts.schedules import check_csv, read_csv
 from composer3d.facts.step_folders import list_steps
@@ -24,7 +24,7 @@ from composer3d.models.llama.shape import PRESETS
 from composer3d.models.shape import DecoderShape
 from composer3d.recipe.changes import values_of
 from composer3d.recipe.draft import DEFAULT, Draft, Source
-from composer3d.recipe.machine import count_bytes
+from composer3d.recipe.machine import JSONL_AS_TEXT, count_bytes, find_jsonl
 from composer3d.recipe.rules import PATHS, Violation, violations
 from composer3d.recipe.schema import (
     ARCHITECTURE,
@@ -659,8 +659,10 @@ def _data_problem(
             return f'contains {MANIFEST}, which composer3d prepare made; use data.source = "tokens"'
         if not (os.path.isdir(path) or os.path.isfile(path)):
             return f"is neither a file nor a folder; give {PATHS[source]}"
-        if source == "text" and os.path.isfile(path) and is_jsonl_name(path):
-            return 'is JSONL, whose keys and quotes would be learned; use data.source = "jsonl"'
+        found = find_jsonl(path) if source == "text" else None
+        if found is not None:
+            which = "" if found == path else f"has {one_line(found)}, which "
+            return f"{which}{JSONL_AS_TEXT}"
         return None
 
     try:
