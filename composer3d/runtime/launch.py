@@ -465,9 +465,9 @@ def run_ranks(
                 running.remove(worker)
                 answer = worker.answer()
                 answers[worker.rank] = answer
-                least_s = _patience_s(worker, answer)
-                if now_s + least_s < deadline_s:
-                    deadline_s, patience_s = now_s + least_s, least_s
+                further_s = _patience_s(worker, answer)
+                if now_s + further_s < deadline_s:
+                    deadline_s, patience_s = now_s + further_s, further_s
     has_saves = save_limit_s is not None
     return _job_result(workers, answers, stuck, stop, patience_s, has_saves=has_saves)
 
