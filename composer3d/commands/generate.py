@@ -81,11 +81,11 @@ class Options:
         default=64,
         help="the most tokens after a prompt; default: %(default)s",
     )
-    temperature: float = argument(
+    # Without a default, so that 0 counts as given: scripts set it beside a fixed seed.
+    temperature: float | None = argument(
         "--temperature",
         metavar="X",
         type=_temperature,
-        default=0.0,
         help="divides the logits; 0, the default, always takes the most likely token",
     )
     top_k: int = argument(
@@ -182,7 +182,7 @@ def _generate_from(options: Options, src: Path, prompts: Sequence[Prompt]) -> in
         prompts=tuple(prompts),
         max_tokens=options.max_tokens,
         sampling=Sampling(
-            temperature=options.temperature,
+            temperature=options.temperature or 0.0,
             top_k=options.top_k,
             top_p=options.top_p,
             seed=options.seed,

@@ -13,6 +13,7 @@ from composer3d.facts.errors import DataError, UserError
 from composer3d.facts.remote import RemotePath, is_url
 from composer3d.facts.text import printable
 from composer3d.facts.token_manifest import MANIFEST, read_manifest
+from composer3d.models import hub
 
 _BAR = 30  # characters of the longest bar of a histogram
 
@@ -82,8 +83,10 @@ def run(options: Options) -> int:
         DataError: the manifest of token files cannot be used.
         UserError: a later version of composer3d wrote the checkpoint.
     """
-    if _has_tokens(options.path):
-        _refuse_options_of_others(options, has_tokens=True)
+    has_tokens = _find_tokens(options.path)
+    if has_tokens is not None:
+        _refuse_options_of_others(options, has_tokens=has_tokens)
+    if has_tokens:
         return _inspect_tokens(
             options.path, full=options.full, samples=options.samples, as_json=options.as_json
         )
@@ -91,12 +94,24 @@ def run(options: Options) -> int:
         return _inspect(options, path)
 
 
-def _has_tokens(text: str) -> bool:
-    """Return whether there are token files at a URL, which are read where they are."""
+def _find_tokens(text: str) -> bool | None:
+    """Return whether there are token files at a URL, which are read where they are.
+
+    Returns:
+        False for a checkpoint, which must be copied, such as that of a name on the Hub. None if
+        PATH is on a disk, or if ``local_source`` will say what is wrong.
+    """
+    if hub.is_place(text):
+        return False
+    if not is_url(text):
+        return None
     try:
-        return is_url(text) and (RemotePath(text) / MANIFEST).exists()
+        place = RemotePath(text)
+        if (place / MANIFEST).exists():
+            return True
+        return False if place.exists() else None
     except (ValueError, OSError):
-        return False  # ``local_source`` says what is wrong
+        return None
 
 
 def _inspect(options: Options, path: Path) -> int:
@@ -106,11 +121,14 @@ def _inspect(options: Options, path: Path) -> int:
         return _inspect_tokens(
             path, full=options.full, samples=options.samples, as_json=options.as_json
         )
-    # Imported here because this module imports torch.
+    # Imported here because these modules import torch.
+    from composer3d.convert.formats import detect_format
     from composer3d.convert.inspect import inspect
 
-    report = inspect(path)
+    # All that is no checkpoint is refused first, and the checkpoint is read last: it may be large.
+    detect_format(path)
     _refuse_options_of_others(options, has_tokens=False)
+    report = inspect(path)
     status = 0 if report["whole"] else 1
     if options.as_json:
         if not options.tensors:

@@ -85,7 +85,7 @@ class Options:
         help="a device, such as A100-80GB, H100, H200, H20, B200, GB200, MI300X or CPU, or a TOML "
         "file with a row of your own; default: %(default)s",
     )
-    gpus_per_node: int = gpus_per_node_option(without=("--memory",), unless=("--goodput",))
+    gpus_per_node: int = gpus_per_node_option(without=("--memory",), unless=("--goodput", "--keep"))
     top: int = argument(
         "--top",
         without=("--memory",),
@@ -106,7 +106,7 @@ class Options:
     calibrate: float | None = argument(
         "--calibrate",
         without=("--memory",),
-        unless=("--keep",),
+        unless=("--keep", "--goodput"),
         metavar="TOKENS_PER_S",
         type=float,
         help="what a run of the recipe, as it is, reached on this device: tokens/s of all ranks",

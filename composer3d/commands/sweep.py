@@ -3,6 +3,7 @@
 It needs no torch itself: each run is a ``composer3d train`` of its own.
 """
 
+import os
 import re
 import shlex
 import signal
@@ -18,11 +19,13 @@ from typing import NamedTuple
 from composer3d.commands import registry
 from composer3d.commands.arguments import argument, json_option, recipe_argument, set_option
 from composer3d.facts.errors import RecipeError, UserError
+from composer3d.facts.interrupts import signals_to_catch
 from composer3d.facts.text import one_line
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.report.page import MOST_RUNS, page_path
 from composer3d.runtime import environment
+from composer3d.runtime.files import require_replaceable
 
 _NAME = "run.name"
 
@@ -84,23 +87,20 @@ def run(options: Options) -> int:
 
     Raises:
         UserError: this is a rank under torchrun, there are no several values, or too many for a
-            report; or a recipe cannot be used. No run has begun then.
+            report; a recipe cannot be used, or the report cannot be written. No run has begun then.
     """
     if environment.is_rank():
         raise UserError(
             "composer3d sweep starts the ranks of its runs itself: start it without torchrun, or "
             "take the commands of --print"
         )
-    if options.out is not None and not page_path(options.out).parent.is_dir():
-        # Before the hours of training.
-        folder = one_line(page_path(options.out).parent)
-        raise UserError(f"-o {one_line(options.out)}: there is no folder {folder}; make it first")
     trials = make_trials(options.recipe, options.sets, most=None if options.prints else MOST_RUNS)
     if options.prints:
         for trial in trials:
             print(shlex.join(["composer3d", *_arguments(options.recipe, trial)]))
         return 0
 
+    out = _report_path(options.out, trials[0])
     failed = []
     for number, trial in enumerate(trials, 1):
         name = trial.recipe.run.name
@@ -119,12 +119,30 @@ def run(options: Options) -> int:
     folders = [trial.recipe.run.folder for trial in trials]
     with_metrics = [str(folder) for folder in folders if (folder / "metrics.jsonl").is_file()]
     if with_metrics:
-        own_out = Path(trials[0].recipe.run.out_dir) / f"{trials[0].common_name}-sweep.html"
-        out = options.out or str(own_out)
         as_json = ["--json"] if options.as_json else []
-        parsed = registry.parse(["report", *as_json, "-o", out, "--", *with_metrics])
+        parsed = registry.parse(["report", *as_json, "-o", str(out), "--", *with_metrics])
         parsed.run(parsed.options)
     return 1 if failed else 0
+
+
+def _report_path(out: str | None, trial: Trial) -> Path:
+    """Return the path of the report: what ``-o`` says, or one in the folder of the runs.
+
+    Raises:
+        UserError: it cannot be written there. This is known before the hours of training.
+    """
+    folder = Path(trial.recipe.run.out_dir)
+    path = page_path(out) if out is not None else folder / f"{trial.common_name}-sweep.html"
+    if out is None and not os.path.exists(folder):
+        return path  # the first run makes the folder
+    try:
+        require_replaceable(path)
+    except OSError as error:
+        raise UserError(
+            f"{one_line(path)}: the report cannot be written there ({error.strerror}); name "
+            "another file with -o"
+        ) from None
+    return path
 
 
 def _run(command: Sequence[str]) -> tuple[int, int]:
@@ -142,8 +160,7 @@ def _run(command: Sequence[str]) -> tuple[int, int]:
             if number != signal.SIGINT:
                 process.send_signal(number)
 
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-        before = {number: signal.signal(number, send_on) for number in signals}
+        before = {number: signal.signal(number, send_on) for number in signals_to_catch()}
         try:
             status = process.wait()
         finally:

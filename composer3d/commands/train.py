@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from math import isinf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -252,14 +253,14 @@ def describe_failures(
     if result.stuck:
         names = describe_several(result.stuck, lambda rank: describe_rank(rank, recipe.mesh))
         were = "was" if len(result.stuck) == 1 else "were"
+        limit = f"{_save_limit_s(recipe) / 60:.0f} minutes after the signal"
         if result.was_cut_off:
-            waited = f"{_save_limit_s(recipe) / 60:.0f} minutes after the signal"
             lines.append(
-                f"{names} {were} killed: {waited}, the steps were not saved; "
-                f"{resume_advice(recipe)}"
+                f"{names} {were} killed: {limit}, the steps were not saved; {resume_advice(recipe)}"
             )
         elif result.status > 128:
-            waited = f"still running {launch.SHUTDOWN_S:.0f} s after another rank had ended"
+            after = f"{result.patience_s:.0f} s after another rank had ended"
+            waited = f"still running {limit if isinf(result.patience_s) else after}"
             cause = "Ctrl-C came again" if result.was_insisted else waited
             lines.append(f"{names} {were} killed: {cause}; {resume_advice(recipe)}")
         elif signal.SIGABRT in result.died.values():

@@ -449,14 +449,25 @@ def inspect_source(path: Path, own: OwnModel | None = None) -> Source:
         UserError: a later version of composer3d wrote the checkpoint. It is not damaged, so no
             older checkpoint of the run is used in its place.
     """
+    format = detect_format(path)
+    return _open_newest_of_run(path, own) if format == "run" else _open_as(path, format, own)
+
+
+def detect_format(path: Path) -> Format | Literal["run"]:
+    """Return the format of a checkpoint, or "run" for a folder that holds checkpoints.
+
+    No file is read but the list of their names.
+
+    Raises:
+        CheckpointError: ``path`` is neither, or cannot be read.
+    """
     require_valid_path(path)
     try:
-        format = _detect_format(path)
+        return _detect_format(path)
     except OSError as error:
         raise CheckpointError(
             f"{in_quotes(str(path))} cannot be read ({error}); give another path"
         ) from None
-    return _open_newest_of_run(path, own) if format == "run" else _open_as(path, format, own)
 
 
 def require_valid_path(path: Path) -> None:
@@ -483,10 +494,7 @@ def _open_as(path: Path, format: Format, own: OwnModel | None) -> Source:
 
 
 def _detect_format(path: Path) -> Format | Literal["run"]:
-    """Return the format of a checkpoint, or "run" for a folder that holds checkpoints.
-
-    Raises CheckpointError if ``path`` is neither, and OSError if it cannot be read.
-    """
+    """Return what ``detect_format`` returns. Raises OSError if ``path`` cannot be read."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; give another path")
     if not path.is_dir():

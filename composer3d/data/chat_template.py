@@ -27,6 +27,9 @@ _LEAST_LIMIT = 1 << 20
 # The keys of a message with its reasoning, best first: a template may read any of them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
+# Filters whose first argument is the key of a message.
+_FILTERS_OF_KEYS = frozenset(("attr", "groupby", "rejectattr", "selectattr"))
+
 Spans = list[tuple[int, int]]
 
 
@@ -61,10 +64,12 @@ class ChatTemplate:
         self._nonce = secrets.token_hex(16)
         self._begin, self._end = f"\0<{self._nonce}", f"\0>{self._nonce}"
         environment.extend(generation_marks=(self._begin, self._end), has_generation_tag=False)
-        self._template = environment.from_string(source)
+        tree = environment.parse(source)
+        self._read_keys = _find_read_keys(tree)
+        self._template = environment.from_string(tree)
         has_tag: bool = environment.has_generation_tag  # type: ignore[attr-defined]
         self._has_generation_tag = has_tag
-        self._source, self._tokens = source, tokens
+        self._tokens = tokens
 
     def render(self, conversation: dict[str, Any]) -> tuple[str, Spans]:
         """Render a conversation, and find what the assistant says in it.
@@ -159,9 +164,9 @@ class ChatTemplate:
     def _refuse_losses(self, conversation: dict[str, Any], text: str, limit: int) -> None:
         """Raise ValueError if the template leaves out a part of the conversation.
 
-        These are the reasoning, the calls of tools and all tools, unless the template names their
-        keys: some leave out the reasoning of earlier turns on purpose. And these are all messages
-        of a role, such as the system's.
+        These are the reasoning, the calls of tools and all tools, unless the template reads their
+        keys anywhere: some leave out the reasoning of earlier turns on purpose. And these are all
+        messages of a role, such as the system's.
 
         Args:
             conversation: the conversation.
@@ -178,12 +183,11 @@ class ChatTemplate:
         way_out = "or give another template by --chat-template"
         messages = conversation["messages"]
         for keys in (_REASONING, ("tool_calls",), ("tools",)):
-            if any(key in self._source for key in keys):
+            if not self._read_keys.isdisjoint(keys):
                 continue
-            without, *others = [
-                {key: value for key, value in each.items() if key not in keys or not value}
-                for each in (conversation, *messages)
-            ]
+            others = [_without(message, keys) for message in messages]
+            # Other variables of these names are switches, such as ``thinking``.
+            without = _without(conversation, keys) if keys == ("tools",) else conversation
             is_changed = others != messages or without.keys() != conversation.keys()
             if is_changed and is_lost(without, others):
                 raise ValueError(
@@ -335,6 +339,49 @@ def _name_reasoning(messages: list[Any]) -> list[Any]:
             message = {"thinking": found[0], **message, "reasoning_content": found[0]}
         named.append(message)
     return named
+
+
+def _find_read_keys(tree: nodes.Template) -> frozenset[str]:
+    """Return the keys of messages that a template reads, and ``tools`` if it reads that variable.
+
+    A key of any other object counts as one of a message, except those of a ``namespace``.
+    """
+    namespaces = {
+        statement.target.name
+        for statement in tree.find_all(nodes.Assign)
+        if isinstance(statement.target, nodes.Name)
+        and isinstance(statement.node, nodes.Call)
+        and isinstance(statement.node.node, nodes.Name)
+        and statement.node.node.name == "namespace"
+    }
+    found: set[object] = set()
+    for attribute in tree.find_all(nodes.Getattr):
+        owner = attribute.node
+        if not (isinstance(owner, nodes.Name) and owner.name in namespaces):
+            found.add(attribute.attr)
+    found.update(_constant(item.arg) for item in tree.find_all(nodes.Getitem))
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr == "get":
+            found.update(map(_constant, call.args[:1]))
+    for comparison in tree.find_all(nodes.Compare):
+        if comparison.ops[0].op in ("in", "notin"):
+            found.add(_constant(comparison.expr))
+    for filtered in tree.find_all(nodes.Filter):
+        if filtered.name in _FILTERS_OF_KEYS:
+            found.update(map(_constant, filtered.args[:1]))
+        found.update(_constant(each.value) for each in filtered.kwargs if each.key == "attribute")
+    found.update(name.name for name in tree.find_all(nodes.Name) if name.name == "tools")
+    return frozenset(key for key in found if isinstance(key, str))
+
+
+def _constant(node: nodes.Node) -> object:
+    """Return the value of a literal; None for another expression."""
+    return node.value if isinstance(node, nodes.Const) else None
+
+
+def _without(entry: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    """Return a message or a conversation without those of ``keys`` that have a content."""
+    return {key: value for key, value in entry.items() if key not in keys or not value}
 
 
 def _change(message: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from composer3d.facts.files import JSONL_SUFFIXES, is_jsonl_name
 from composer3d.facts.remote import Place, place_of
 from composer3d.facts.text import one_line
 from composer3d.facts.token_manifest import digest_of
+from composer3d.recipe.machine import JSONL_AS_TEXT
 
 # Folders of the standard library that are skipped: installed packages, and tests, whose fixtures
 # are not ordinary source code.
@@ -98,10 +99,7 @@ def open_corpus(
     files = list_files(root, JSONL_SUFFIXES if is_jsonl else "")
     lines = [] if is_jsonl else [file for file in files if is_jsonl_name(file)]
     if lines:
-        raise DataError(
-            f'{one_line(lines[0])}: is JSONL, and data.source = "text" would learn its keys and '
-            'quotes too; use data.source = "jsonl", or rename the file'
-        )
+        raise DataError(f"{one_line(lines[0])}: {JSONL_AS_TEXT}")
     documents = read_documents(files, field if is_jsonl else None)
     return _join(documents, name, root, len(files))
 

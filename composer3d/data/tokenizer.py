@@ -36,7 +36,8 @@ from composer3d.facts.model_files import VOCABULARY_NAMES
 from composer3d.facts.ranges import MOST_VOCAB
 from composer3d.facts.text import one_line
 from composer3d.facts.token_manifest import TOKENIZER
-from composer3d.recipe.values import as_short_toml, join_with_or
+from composer3d.recipe.tokenizers import code_that_writes_tokenizer
+from composer3d.recipe.values import join_with_or
 
 FILE_BYTES = 64 << 20  # in a tokenizer.json; the largest published ones have half of that
 _WORKER = Path(__file__).with_name("tokenizer_worker.py")
@@ -240,8 +241,7 @@ def tokenizer_file(name: str) -> Path:
         )
     raise DataError(
         f"--tokenizer {shown}: the folder has {others[0]}, which is not read, and no {TOKENIZER}; "
-        f"write one with transformers: AutoTokenizer.from_pretrained({as_short_toml(str(path))})"
-        '.save_pretrained("FOLDER"), and give that folder'
+        f"write one with transformers: {code_that_writes_tokenizer(path)}, and give that folder"
     )
 
 

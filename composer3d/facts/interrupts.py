@@ -19,6 +19,12 @@ INTERRUPTED = 128 + signal.SIGINT
 INSIST_S = 5.0
 
 
+def signals_to_catch() -> tuple[signal.Signals, ...]:
+    """Return the stop signals that a job catches: after ``nohup``, SIGHUP stays ignored."""
+    has_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(number for number in STOP_SIGNALS if number != signal.SIGHUP or not has_nohup)
+
+
 class Interrupts:
     """Raises KeyboardInterrupt at the first SIGINT of this process, and at no later one.
 

@@ -20,6 +20,13 @@ from composer3d.recipe.values import as_toml
 
 _LINE_LIMIT = 64 << 20  # bytes in a line of JSONL
 _NOTE_LIMIT = 4096  # bytes in the file that names the owner of a run's folder
+_MOST_NAMES = 10_000  # in a folder that is searched for JSONL
+
+# What is wrong with a file of JSONL that is read as text.
+JSONL_AS_TEXT = (
+    "is JSONL, whose keys and quotes would be learned; "
+    'use data.source = "jsonl", or rename the file'
+)
 
 # Folders of the standard library that training skips.
 NOT_LIBRARY = frozenset(
@@ -169,6 +176,18 @@ def count_bytes(source: str, path: str | None, field: str, *, enough: int) -> in
     return count
 
 
+def find_jsonl(path: str) -> str | None:
+    """Return the first file of JSONL that is met in a folder, or the path of such a file itself.
+
+    None if there is none among the first names. Training looks at all of them.
+    """
+    with suppress(OSError):
+        for name in _file_names(path, files.JSONL_SUFFIXES, most=_MOST_NAMES):
+            if files.is_jsonl_name(name) and os.path.isfile(name):
+                return name
+    return None
+
+
 def _document_sizes(source: str, path: str | None, field: str) -> Iterator[int]:
     """Yield the size of each document in bytes."""
     if source == "python":
@@ -193,20 +212,34 @@ def _refuse_compressed(name: str) -> None:
 
 
 def _file_names(
-    root: str, suffix: str | tuple[str, ...], *, skip: Set[str] = frozenset()
+    root: str,
+    suffix: str | tuple[str, ...],
+    *,
+    skip: Set[str] = frozenset(),
+    most: float = float("inf"),
 ) -> Iterator[str]:
     """Yield the file ``root``, or all files below the folder ``root`` that end with ``suffix``.
 
     The suffix, or one of several, may be in capitals. Like training, this skips hidden files and
-    folders, links to folders, and folders in ``skip``.
+    folders, links to folders, and folders in ``skip``. After ``most`` names of any kind it ends.
+
+    Raises:
+        OSError: a folder cannot be read.
     """
     if not os.path.isdir(root):
         yield root
         return
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [
-            name for name in subfolders if not name.startswith(".") and name not in skip
-        ]
-        for name in names:
-            if name.lower().endswith(suffix) and not name.startswith("."):
-                yield os.path.join(folder, name)
+    n_names, pending = 0, [root]
+    while pending:
+        with os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                n_names += 1
+                if n_names > most:
+                    return
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    if not entry.is_symlink() and entry.name not in skip:
+                        pending.append(entry.path)
+                elif entry.name.lower().endswith(suffix):
+                    yield entry.path

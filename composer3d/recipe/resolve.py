@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.facts.errors import CheckpointError, DataError, PlanError, RecipeError
-from composer3d.facts.files import MIB, is_jsonl_name, read_plain
+from composer3d.facts.files import MIB, read_plain
 from composer3d.facts.remote import RemotePath, is_url
 from composer3d.facts.schedules import check_csv, read_csv
 from composer3d.facts.step_folders import list_steps
@@ -24,7 +24,7 @@ from composer3d.models.llama.shape import PRESETS
 from composer3d.models.shape import DecoderShape
 from composer3d.recipe.changes import values_of
 from composer3d.recipe.draft import DEFAULT, Draft, Source
-from composer3d.recipe.machine import count_bytes
+from composer3d.recipe.machine import JSONL_AS_TEXT, count_bytes, find_jsonl
 from composer3d.recipe.rules import PATHS, Violation, violations
 from composer3d.recipe.schema import (
     ARCHITECTURE,
@@ -331,9 +331,12 @@ def _refuse_lost_choice(
     differing = []
     for key in farther:
         name = key.partition(".")[2]
-        written, chosen = values[name], getattr(row, name)
+        written = values[name]
+        # Presets and readers of config.json leave out the usual width of a head.
+        chosen = row.head_width if name == "head_dim" else getattr(row, name)
         if written != chosen:
-            place, instead = draft.place(key), as_short_toml(chosen)
+            instead = "an absent one" if chosen is None else as_short_toml(chosen)
+            place = draft.place(key)
             differing.append(f"{key} = {as_short_toml(written)} ({place}) instead of {instead}")
     if differing:
         draft.blame(
@@ -495,8 +498,8 @@ def _check_weights(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
 def _check_tokenizer(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None:
     """Check that the tokens of the data mean the same to the model of ``model.hf``.
 
-    A run that has checkpoints of its own does not read the weights in ``model.hf``. A recipe that
-    names no data may be meant for a plan: only a training refuses it.
+    A run that has checkpoints of its own does not read the weights in ``model.hf``. A recipe with
+    the source "python" names no data, and may be meant for a plan: only a training refuses it.
     """
     data, hf = recipe.data, recipe.model.hf
     keys = {
@@ -508,7 +511,7 @@ def _check_tokenizer(draft: Draft, recipe: Recipe, wrong_keys: set[str]) -> None
     }
     if hf is None or wrong_keys & (keys | _KEYS_OF_OWN_CHECKPOINTS) or _has_checkpoints(recipe):
         return
-    if data.source != "tokens" and draft.origin("data.source") == DEFAULT:
+    if data.source == "python":
         return
     if not draft.may_import and any(map(is_url, data.paths)):
         return  # ``_data_problem`` refuses it
@@ -656,8 +659,10 @@ def _data_problem(
             return f'contains {MANIFEST}, which composer3d prepare made; use data.source = "tokens"'
         if not (os.path.isdir(path) or os.path.isfile(path)):
             return f"is neither a file nor a folder; give {PATHS[source]}"
-        if source == "text" and os.path.isfile(path) and is_jsonl_name(path):
-            return 'is JSONL, whose keys and quotes would be learned; use data.source = "jsonl"'
+        found = find_jsonl(path) if source == "text" else None
+        if found is not None:
+            which = "" if found == path else f"has {one_line(found)}, which "
+            return f"{which}{JSONL_AS_TEXT}"
         return None
 
     try:

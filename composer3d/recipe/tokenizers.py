@@ -1,5 +1,6 @@
 """The tokenizer of a recipe's data, compared with the one of the weights that it starts from."""
 
+import os
 from pathlib import Path
 
 from composer3d.facts.errors import DataError
@@ -78,12 +79,25 @@ def refuse_bytes(recipe: Recipe, difference: str) -> str:
 
     ``difference`` is what ``find_difference`` returns.
     """
+    assert recipe.model.hf is not None
+    folder = hub.folder(recipe.model.hf, hub.TOKENIZER)
+    way_out = "make token files of the text with it by composer3d prepare"
+    if not os.path.lexists(folder / TOKENIZER):
+        way_out = (
+            f"write a {TOKENIZER} with transformers: {code_that_writes_tokenizer(folder)}, make "
+            "token files of the text by composer3d prepare with --tokenizer FOLDER"
+        )
     return (
         f"{mention(recipe, 'data.source')} makes each byte a token, but "
-        f"{mention(recipe, 'model.hf')} has another tokenizer: {difference}; make token files of "
-        'the text with it by composer3d prepare, and use data.source = "tokens", or set '
-        "data.other_tokenizer = true to train on bytes nevertheless"
+        f"{mention(recipe, 'model.hf')} has another tokenizer: {difference}; {way_out}, and use "
+        'data.source = "tokens", or set data.other_tokenizer = true to train on bytes nevertheless'
     )
+
+
+def code_that_writes_tokenizer(folder: Path) -> str:
+    """Return the Python that writes a tokenizer.json to FOLDER, from what else ``folder`` has."""
+    name = as_short_toml(str(folder))
+    return f'AutoTokenizer.from_pretrained({name}).save_pretrained("FOLDER")'
 
 
 def _difference_from_bytes(data: DataTable, folder: Path) -> str | None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from composer3d.facts.flags import StepFlags
-from composer3d.facts.interrupts import INSIST_S, STOP_SIGNALS
+from composer3d.facts.interrupts import INSIST_S, signals_to_catch
 from composer3d.runtime import log, process_group
 
 
@@ -38,16 +38,13 @@ class StopSignals:
         return StepFlags.unpack(process_group.max_over_ranks(own)).stop_signal
 
     def catch(self) -> None:
-        """Collect ``STOP_SIGNALS`` from now on. A second call does nothing.
+        """Collect stop signals from now on. A second call does nothing.
 
-        After ``nohup``, SIGHUP stays ignored.
         Call it in the main thread, because no other thread can set handlers.
         """
         if not self._previous_handlers:
             self._previous_handlers = {
-                number: signal.signal(number, self._receive)
-                for number in STOP_SIGNALS
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+                number: signal.signal(number, self._receive) for number in signals_to_catch()
             }
 
     def release(self) -> None:

@@ -19,6 +19,7 @@ from composer3d.facts.text import one_line
 from composer3d.planner.intervals import Interval
 from composer3d.report.chart import LEFT, RIGHT, WIDTH, Level, Line, Mark, draw, number
 from composer3d.report.folder import RunEvent, RunFolder
+from composer3d.runtime.files import OWN_MARK
 
 MOST_RUNS = 8  # each has a colour of its own
 
@@ -255,7 +256,7 @@ def _document(title: str, body: str) -> str:
         "base-uri 'none'; form-action 'none'"
     )
     return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<!doctype html>\n{OWN_MARK}\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n{body}\n"

@@ -12,8 +12,10 @@ from typing import BinaryIO
 
 from composer3d.facts.files import open_descriptor, require_plain
 
-# Bytes by which ``replace_own`` knows an earlier file of the same kind.
-_SAME_BEGINNING = 50
+# Stands in the first bytes of each picture and page, of SVG or HTML. By it ``replace_own`` knows an
+# earlier one from a file of the user.
+OWN_MARK = "<!-- made by composer3d -->"
+_FIRST_BYTES = 100
 
 
 def sync(path: str | os.PathLike[str]) -> None:
@@ -55,34 +57,59 @@ def write_atomic(path: str | os.PathLike[str], content: bytes | str | Iterable[b
     """
     if isinstance(content, str):
         content = content.encode()
-    target = Path(path)
-    staging = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-    descriptor = open_descriptor(
-        staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    )
+    staging, descriptor = _create_staging(path)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(staging, target)
+        os.replace(staging, path)
     except BaseException:
         staging.unlink(missing_ok=True)
         raise
 
 
+def _create_staging(path: str | os.PathLike[str]) -> tuple[Path, int]:
+    """Create a file beside ``path``, and return its path and its open descriptor."""
+    target = Path(path)
+    staging = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return staging, open_descriptor(staging, flags)
+
+
 def replace_own(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file whole or not at all, in place of none but one that begins as it does.
+    """Write a file whole or not at all, in place of none but an empty one or one of ours.
+
+    Args:
+        path: the file.
+        text: its content, with ``OWN_MARK`` in the first bytes.
 
     Raises:
         OSError: the file cannot be written, or another one of the name is there.
     """
+    assert OWN_MARK in text[:_FIRST_BYTES]
+    _require_own(path)
+    write_atomic(path, text)
+
+
+def require_replaceable(path: str | os.PathLike[str]) -> None:
+    """Raise OSError if ``replace_own`` would do so now. A file beside ``path`` comes and goes."""
+    _require_own(path)
+    staging, descriptor = _create_staging(path)
+    os.close(descriptor)
+    staging.unlink()
+
+
+def _require_own(path: str | os.PathLike[str]) -> None:
+    """Raise OSError if something else is there than an empty file or one with ``OWN_MARK``."""
+    if not os.path.lexists(path):
+        return
     if os.path.isfile(path):
         with open(path, "rb") as file:
-            beginning = file.read(_SAME_BEGINNING)
-        if not text.encode().startswith(beginning):
-            raise OSError(errno.EEXIST, "another file of this name is there")
-    write_atomic(path, text)
+            beginning = file.read(_FIRST_BYTES)
+        if not beginning or OWN_MARK.encode() in beginning:
+            return
+    raise OSError(errno.EEXIST, "another file of this name is there")
 
 
 def open_own(path: str | os.PathLike[str], *, append: bool = False) -> BinaryIO:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from composer3d.facts.errors import UserError
-from composer3d.facts.interrupts import INSIST_S, STOP_SIGNALS
+from composer3d.facts.interrupts import INSIST_S, STOP_SIGNALS, signals_to_catch
 from composer3d.facts.text import printable_lines
 from composer3d.runtime import starter
 from composer3d.runtime.console import say
@@ -364,8 +364,9 @@ class JobResult:
         lacked_memory: the ranks that have ended because memory was refused. They have said so.
         stopped_by: the signal that was forwarded to the ranks; 0 if there was none.
         was_insisted: whether Ctrl-C came again, so that ranks were killed at once.
-        was_cut_off: whether ranks were killed after a signal because their time was over, and no
-            rank had saved before.
+        patience_s: how many seconds after the end of another rank the ``stuck`` ones were killed;
+            infinite if the time after the signal was over.
+        was_cut_off: whether the time after the signal was over before any rank had saved.
         traceback: the traceback of the lowest rank that ``raised``, which was printed; "" if there
             is none.
         gave_reason: whether a rank ended with a UserError before any rank died or raised another
@@ -382,6 +383,7 @@ class JobResult:
     lacked_memory: list[int] = field(default_factory=list)
     stopped_by: int = 0
     was_insisted: bool = False
+    patience_s: float = float("inf")
     was_cut_off: bool = False
     traceback: str = ""
     gave_reason: bool = False
@@ -429,7 +431,9 @@ def run_ranks(
     # The answers of the ranks that have ended, in the order of their ends.
     answers: dict[int, Answer | None] = {}
     stuck: list[int] = []
-    deadline_s = float("inf")
+    # When the ranks that still run are killed, and how long after the end of another one that is:
+    # infinite if the time after a signal is over then.
+    deadline_s = patience_s = float("inf")
     limit_s = SHUTDOWN_S if save_limit_s is None else save_limit_s
     has_told = False
     with ExitStack() as cleanup, _forward_signals() as stop:
@@ -446,8 +450,8 @@ def run_ranks(
             if stop.number and not stop.is_forwarded:
                 # The signal arrived before all ranks were started.
                 stop.forward(stop.number)
-            if stop.number:
-                deadline_s = min(deadline_s, stop.since_s + limit_s)
+            if stop.number and stop.since_s + limit_s < deadline_s:
+                deadline_s, patience_s = stop.since_s + limit_s, float("inf")
             if now_s >= deadline_s:
                 stuck = [worker.rank for worker in running]
                 break
@@ -461,8 +465,11 @@ def run_ranks(
                 running.remove(worker)
                 answer = worker.answer()
                 answers[worker.rank] = answer
-                deadline_s = min(deadline_s, now_s + _patience_s(worker, answer))
-    return _job_result(workers, answers, stuck, stop, has_saves=save_limit_s is not None)
+                further_s = _patience_s(worker, answer)
+                if now_s + further_s < deadline_s:
+                    deadline_s, patience_s = now_s + further_s, further_s
+    has_saves = save_limit_s is not None
+    return _job_result(workers, answers, stuck, stop, patience_s, has_saves=has_saves)
 
 
 def _describe_wait(number: int, n_ranks: int, left_s: float) -> str:
@@ -509,6 +516,7 @@ def _job_result(
     answers: Mapping[int, Answer | None],
     stuck: list[int],
     stop: "_StopRequest",
+    patience_s: float,
     *,
     has_saves: bool,
 ) -> JobResult:
@@ -519,6 +527,7 @@ def _job_result(
         answers: the answers of the ranks that ended by themselves, in the order of their ends.
         stuck: the other ranks, which were killed.
         stop: the signals that were forwarded to the ranks.
+        patience_s: as in ``JobResult``.
         has_saves: whether the ranks save after a signal.
     """
     stop_signal = stop.number
@@ -528,13 +537,14 @@ def _job_result(
         # The rank that died is the cause of these.
         tracebacks = [text for text in tracebacks if not _has_only_lost_a_peer(text)]
 
-    failures = [status for answer in answers.values() if (status := _status_of(answer))]
+    ended_with = [_status_of(answer) for answer in answers.values()]
+    failures = [status for status in ended_with if status]
     statuses = [1 if status in (LOST_PEERS, NO_MEMORY) else status for status in failures]
     reason_status = _first_reason(answers, ends)
     reason = _unsaid_reason(answers)
     was_stopped = stop_signal and (statuses or stuck or None in answers.values())
-    # All ranks have saved when one ends with this status.
-    has_saved = not has_saves or 128 + stop_signal in failures
+    # All ranks have saved when one has done its last step, or ends by itself after the signal.
+    has_saved = not has_saves or 0 in ended_with or 128 + stop_signal in failures
     was_cut_off = False
 
     if reason:
@@ -546,7 +556,8 @@ def _job_result(
     elif tracebacks:
         status = 1
     elif was_stopped and not _has_other_failure(ends, failures, stop_signal):
-        was_cut_off = bool(stuck) and not stop.is_insisted and not has_saved
+        is_limit_over = bool(stuck) and patience_s == float("inf")
+        was_cut_off = is_limit_over and not stop.is_insisted and not has_saved
         is_ended_at_once = stop.is_insisted and not has_saved
         status = 128 + (signal.SIGINT if is_ended_at_once else stop_signal)
         if was_cut_off:
@@ -565,6 +576,7 @@ def _job_result(
         lacked_memory=ends.lacked_memory,
         stopped_by=stop_signal,
         was_insisted=stop.is_insisted,
+        patience_s=patience_s,
         was_cut_off=was_cut_off,
         traceback=tracebacks[0] if tracebacks else "",
         gave_reason=reason_status > 0,
@@ -706,15 +718,10 @@ class _StopRequest:
 
 @contextmanager
 def _forward_signals() -> Iterator[_StopRequest]:
-    """Forward the signals of ``STOP_SIGNALS`` to the ``workers`` of the yielded request.
-
-    After ``nohup``, SIGHUP stays ignored.
-    """
+    """Forward stop signals to the ``workers`` of the yielded request."""
     stop = _StopRequest()
     previous_handlers = {
-        number: signal.signal(number, stop.receive)
-        for number in STOP_SIGNALS
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        number: signal.signal(number, stop.receive) for number in signals_to_catch()
     }
     try:
         yield stop

@@ -62,7 +62,7 @@ from composer3d.commands.registry import COMMANDS
             "--top-p has no effect without --temperature; give both, or leave it out",
         ),
         (
-            "generate src --prompt a --temperature 0 --seed 5",
+            "generate src --prompt a --seed 5",
             "--seed has no effect without --temperature; give both, or leave it out",
         ),
         (
@@ -95,6 +95,12 @@ def test_an_argument_that_has_an_effect_all_the_same_is_taken(
     assert cli.main(["check", "--schema", "--set", "a.b=1"]) == 2
     assert cli.main(["timeline", "quickstart", "--gpus-per-node", "8"]) == 0
     capsys.readouterr()
+
+
+def test_a_seed_may_stand_beside_a_temperature_of_0(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "generate nowhere --prompt a --temperature 0 --seed 5 --top-k 5 --top-p 0.5"
+    assert cli.main(shlex.split(words)) == 2
+    assert capsys.readouterr().err == "nowhere does not exist; give another path\n"
 
 
 def test_rules_name_arguments_of_their_command() -> None:

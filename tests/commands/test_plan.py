@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from itertools import combinations
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -394,6 +395,8 @@ def words_of(page: str) -> str:
         (["--memory", "--why", "1"], "--why has no effect with --memory; leave it out"),
         (["--memory", "--write", "x.toml"], "--write has no effect with --memory"),
         (["--memory", "--scale"], "--scale has no effect with --memory"),
+        (["--memory", "--calibrate", "7"], "--calibrate has no effect with --memory"),
+        (["--memory", "--gpus-per-node", "4"], "--gpus-per-node has no effect with --memory"),
         (["--memory", "--gpus", "512"], "--memory prices the recipe as it is, on"),
     ],
 )
@@ -403,6 +406,19 @@ def test_what_cannot_be_answered_is_refused(
     most = [] if "--memory" in words else ["--top", "1"]
     assert cli.main(["plan", "quickstart", *most, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_options_that_count_with_memory_after_all(ask: Ask, tmp_path: Path) -> None:
+    """Times decide the goodput, and what --keep remembers."""
+    command = ("plan", "llama-175b-1024-3d", "--memory", "--gpu", "A100-80GB")
+    nodes, measured = ("--gpus-per-node", "4"), ("--calibrate", "9e4")
+    answers = [ask(*command, "--goodput", "3", *more)[1] for more in ((), nodes, measured)]
+    shares = [answer["goodput"]["own"] for answer in answers]
+    assert all(one != other for one, other in combinations(shares, 2))
+    files = [tmp_path / "eight.toml", tmp_path / "four.toml"]
+    for file, more in zip(files, ((), nodes), strict=True):
+        ask(*command, *measured, "--keep", str(file), *more)
+    assert files[0].read_text() != files[1].read_text()
 
 
 def test_an_unknown_device_lists_those_that_are_known(

@@ -27,6 +27,18 @@ def test_it_writes_a_page_beside_the_run(run: Path, capsys: pytest.CaptureFixtur
     assert (run / "report.html").read_text().startswith("<!doctype html>")
 
 
+def test_a_page_of_the_user_is_not_replaced(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = run.parent / "mine.html"
+    theirs = '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+    page.write_text(theirs)
+    assert cli.main(["report", str(run), "-o", str(page)]) == 2
+    assert "another file of this name is there" in capsys.readouterr().err
+    assert page.read_text() == theirs
+    page.unlink()
+    for _ in range(2):
+        assert cli.main(["report", str(run), "-o", str(page)]) == 0
+
+
 def test_it_offers_to_plan_with_what_the_run_measured(
     run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

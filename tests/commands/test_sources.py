@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from composer3d.cli import main
+from composer3d.commands import inspect
 from composer3d.commands.sources import local_source
 from composer3d.facts.errors import CheckpointError
 from composer3d.facts.remote import RemotePath
@@ -46,6 +47,21 @@ def test_a_folder_of_several_stands_for_the_newest_whole_one(
 def test_what_cannot_be_copied_is_an_error(runs: RemotePath, url: str, words: str) -> None:
     with pytest.raises(CheckpointError, match=words), local_source(url):
         pass
+
+
+@pytest.mark.parametrize("name", ["URL/run", "hf://organisation/name"])
+def test_an_option_without_effect_is_refused_before_a_copy(
+    runs: RemotePath,
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(inspect, "local_source", None)
+        assert main(["inspect", name.replace("URL", str(runs)), "--full"]) == 2
+    assert "--full has no effect on a checkpoint; leave it out" in capsys.readouterr().err
+    assert main(["inspect", f"{runs}/nothing", "--full"]) == 2
+    assert "nothing holds no files" in capsys.readouterr().err
 
 
 def test_a_command_reads_what_was_copied(

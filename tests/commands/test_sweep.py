@@ -66,12 +66,21 @@ def test_every_combination_has_a_name_of_its_own(recipe: str) -> None:
         (["optim.lr=1e-3,x"], "--set optim.lr=x: 'optim.lr' must be float, got \"x\""),
         (["optim.lr=1e-3,"], "--set optim.lr=: 'optim.lr' must be float"),
         (["optim.lr=1,2", "-o", "x.pdf"], "-o x.pdf: the report is an HTML file"),
-        (["optim.lr=1,2", "-o", "no/x.html"], "-o no/x.html: there is no folder no; make it first"),
+        (["optim.lr=1,2", "-o", "no/x.html"], "written there (No such file or directory); name"),
+        (["optim.lr=1,2", "-o", f"{'n' * 300}/x.html"], "written there (File name too long)"),
+        (["optim.lr=1,2", "-o", f"{'n' * 230}.html"], "written there (File name too long)"),
+        (["optim.lr=1,2", "-o", "mine.html"], "mine.html: the report cannot be written there (an"),
+        (["optim.lr=1,2", "-o", "folder.html"], "folder.html: the report cannot be written there"),
+        (["optim.lr=1,2", "run.out_dir=out"], "out/small-sweep.html: the report cannot be writte"),
     ],
 )
 def test_nothing_starts_if_a_run_could_not(
     recipe: str, sets: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for file in ("mine.html", "out/small-sweep.html"):
+        Path(file).parent.mkdir(exist_ok=True)
+        Path(file).write_text("<!doctype html>\n")
+    Path("folder.html").mkdir()
     keys = [text for text in sets if "=" in text]
     others = sets[len(keys) :]
     arguments = [word for override in keys for word in ("--set", override)]
@@ -131,6 +140,16 @@ def test_a_signal_stops_the_sweep_after_a_save(recipe: str, tmp_path: Path) -> N
 def test_a_signal_counts_also_if_the_run_has_then_done_all_its_steps() -> None:
     script = "trap 'exit 0' TERM; sleep 0.5; kill -TERM $PPID; while :; do sleep 0.1; done"
     assert sweep._run(["bash", "-c", script]) == (0, signal.SIGTERM)
+
+
+def test_a_sweep_under_nohup_does_not_end_with_its_terminal() -> None:
+    script = "sleep 0.5; kill -HUP $PPID; sleep 0.5"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert sweep._run(["bash", "-c", script]) == (0, 0)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert sweep._run(["bash", "-c", f"trap : HUP; {script}"]) == (0, signal.SIGHUP)
 
 
 def test_no_other_run_starts_after_a_signal(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,8 +89,12 @@ def test_the_report_of_the_other_ranks_is_named_once(tmp_path: Path) -> None:
             [f"{name} was killed: Ctrl-C came again; {resume}"],
         ),
         (
+            launch.JobResult(143, stuck=[0], stopped_by=15, patience_s=10.0),
+            [f"{name} was killed: still running 10 s after another rank had ended; {resume}"],
+        ),
+        (
             launch.JobResult(143, stuck=[0], stopped_by=15),
-            [f"{name} was killed: still running 120 s after another rank had ended; {resume}"],
+            [f"{name} was killed: still running 130 minutes after the signal; {resume}"],
         ),
         # A rank has named it already, or the error is the user's.
         (launch.JobResult(1, lost_peers=True), []),

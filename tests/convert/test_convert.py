@@ -21,6 +21,7 @@ from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint.manifest import Manifest, model_of
 from composer3d.checkpoint.torchfile import load_torch
 from composer3d.cli import main
+from composer3d.convert import formats
 from composer3d.convert.convert import convert
 from composer3d.convert.formats import open_source
 from composer3d.convert.inspect import inspect
@@ -351,7 +352,9 @@ def test_command(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["tensors"] == 21
 
 
-def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_dcp(tmp_path / "a")
     assert main(["inspect", str(tmp_path / "a")]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
@@ -365,11 +368,15 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["tensors"]["optim.last.norm.weight.step"] == [[], "float32"]
     assert found["optimizer"] is True
-    assert main(["inspect", str(tmp_path / "a"), "--samples", "1", "--full"]) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(formats, "_open_as", None)  # refused before anything is read
+        assert main(["inspect", str(tmp_path / "a"), "--samples", "1", "--full"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         f"composer3d inspect: {option} has no effect on a checkpoint; leave it out"
         for option in ("--samples", "--full")
     ]
+    assert main(["inspect", str(tmp_path / "b"), "--full"]) == 2
+    assert "b does not exist; give another path" in capsys.readouterr().err
     file = tmp_path / "a/__0_0.distcp"
     flip(file, 1000)
     assert main(["inspect", str(tmp_path / "a")]) == 1

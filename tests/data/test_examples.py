@@ -342,22 +342,24 @@ NAMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a list of extra ones": ({"extra_special_tokens": ["<s>"]}, {}),
     "specific ones": ({"model_specific_special_tokens": {"image_token": "<s>"}}, {}),
 }
-NOTED = "{# It knows of tools. #}"
-DEFAULT, TOOL_USE = ({"name": name, "template": name + NOTED} for name in ("default", "tool_use"))
+READS_TOOLS = "{% if tools %}{% endif %}"
+DEFAULT, TOOL_USE = (
+    {"name": name, "template": name + READS_TOOLS} for name in ("default", "tool_use")
+)
 FILE, MORE = "chat_template.jinja", "additional_chat_templates"
 TEMPLATES: dict[str, tuple[Any, dict[str, str]]] = {
-    "a text": ("x" + NOTED, {}),
+    "a text": ("x" + READS_TOOLS, {}),
     "a list": ([TOOL_USE, DEFAULT], {}),
-    "a list with a name twice": ([DEFAULT, DEFAULT | {"template": "x" + NOTED}], {}),
-    "an object": ({"default": "x" + NOTED, "tool_use": "y" + NOTED}, {}),
-    "a file": ([TOOL_USE, DEFAULT], {FILE: "file" + NOTED}),
+    "a list with a name twice": ([DEFAULT, DEFAULT | {"template": "x" + READS_TOOLS}], {}),
+    "an object": ({"default": "x" + READS_TOOLS, "tool_use": "y" + READS_TOOLS}, {}),
+    "a file": ([TOOL_USE, DEFAULT], {FILE: "file" + READS_TOOLS}),
     "a folder": (
         [TOOL_USE, DEFAULT],
-        {FILE: "file" + NOTED, f"{MORE}/tool_use.jinja": "more" + NOTED},
+        {FILE: "file" + READS_TOOLS, f"{MORE}/tool_use.jinja": "more" + READS_TOOLS},
     ),
     "a default in the folder": (
-        "x" + NOTED,
-        {FILE: "file" + NOTED, f"{MORE}/default.jinja": "more" + NOTED},
+        "x" + READS_TOOLS,
+        {FILE: "file" + READS_TOOLS, f"{MORE}/default.jinja": "more" + READS_TOOLS},
     ),
 }
 
@@ -405,7 +407,9 @@ def test_a_conversation_gets_the_template_of_transformers(
 
 def test_a_template_may_be_named(chats: Examples, tmp_path: Path) -> None:
     """As in transformers, it then renders conversations with tools too."""
-    named = [{"name": name, "template": name + NOTED + MARKED} for name in ("rag", "tool_use")]
+    named = [
+        {"name": name, "template": name + READS_TOOLS + MARKED} for name in ("rag", "tool_use")
+    ]
     config = {"eos_token": "<|im_end|>", "chat_template": named}
     write_settings(tmp_path / "tok", config, {})
     entries = [{"messages": CHATS[2], "tools": [{"a": 1}]}]
@@ -495,6 +499,49 @@ def test_what_a_template_would_leave_out_is_refused(
     write_tokenizer(tmp_path / "tok", "{% for m in messages %}" + DUMPED + "{% endfor %}")
     if keys != "tools":
         chats.read([entry])
+
+
+# Beginnings of templates that read no reasoning, although their source has the word.
+SWITCHES: dict[str, str] = {
+    "a variable": "{% if enable_thinking %}{{ thinking }}{% endif %}",
+    "a mode": "{% if reasoning_mode == 'thinking' %}{{ '<thinking>' }}{% endif %}",
+    "a namespace": "{% set ns = namespace(thinking=false) %}{% if ns.thinking %}x{% endif %}",
+    "a comment": "{# message.reasoning_content is left out #}",
+    "what is set": "{% set reasoning_content = '' %}{{ reasoning_content }}",
+}
+
+
+@pytest.mark.parametrize("beginning", SWITCHES.values(), ids=SWITCHES)
+def test_a_switch_of_a_template_is_no_reading_of_a_message(beginning: str) -> None:
+    template = ChatTemplate(beginning + MARKED, {})
+    with pytest.raises(ValueError, match="does not read reasoning_content or thinking or reas"):
+        template.render({"messages": CALLS[1]})
+    # Nor is the value of a switch a part of the conversation that could be lost.
+    switches = {"thinking": True, "reasoning": "high", "tool_calls": True}
+    template.render({"messages": CHATS[2], **switches})
+
+
+# Ways in which templates read a key of a message, here of the last message alone.
+READINGS: dict[str, str] = {
+    "attribute": "{% if m.KEY is string %}x{% endif %}",
+    "item": "{% if m['KEY'] %}x{% endif %}",
+    "get": "{% set found = m.get('KEY', '') %}",
+    "in": "{% if 'KEY' in m %}x{% endif %}",
+    "not in": "{% if 'KEY' not in m %}x{% endif %}",
+    "selectattr": "{% if messages[-1:] | selectattr('KEY') | list %}x{% endif %}",
+    "map": "{% if messages[-1:] | map(attribute='KEY') | select('string') | list %}x{% endif %}",
+}
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning", "tool_calls"])
+@pytest.mark.parametrize("reading", READINGS.values(), ids=READINGS)
+def test_a_template_may_read_a_part_and_leave_it_out(reading: str, key: str) -> None:
+    loop = f"{{% for m in messages[-1:] %}}{reading.replace('KEY', key)}{{% endfor %}}"
+    message = {"role": "assistant", "content": "hello", key: [CALL] if key == "tool_calls" else "x"}
+    conversation = {"messages": [message, {"role": "user", "content": "warm"}]}
+    ChatTemplate(loop + MARKED, {}).render(conversation)
+    with pytest.raises(ValueError, match="so a part of the conversation would be lost"):
+        ChatTemplate(MARKED, {}).render(conversation)
 
 
 @pytest.mark.parametrize("role", ["system", "tool"])

@@ -54,8 +54,24 @@ def test_folder_is_read_in_order_of_relative_path(tmp_path: Path) -> None:
 
 def test_jsonl_is_not_read_as_text(tmp_path: Path) -> None:
     write(tmp_path, {"a.txt": b"a", "b/c.jsonl.gz": b"{}"})
-    with refuses(f"{tmp_path}/b/c.jsonl.gz: is JSONL, and data.source"):
+    with refuses(f"{tmp_path}/b/c.jsonl.gz: is JSONL, whose keys"):
         train(tmp_path)
+
+
+def test_check_finds_the_jsonl_that_a_training_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, {"a.txt": b"a", ".b/c.jsonl": b"", "d/.e.jsonl": b""})
+    (tmp_path / "f.jsonl").mkdir()
+    (tmp_path / "g").symlink_to("f.jsonl")
+    os.mkfifo(tmp_path / "h.jsonl")
+    assert train(tmp_path).n_documents == 1
+    assert machine.find_jsonl(str(tmp_path)) is None
+    write(tmp_path, {"d/i.JSONL.zst": b""})
+    assert machine.find_jsonl(str(tmp_path)) == f"{tmp_path}/d/i.JSONL.zst"
+    # Only training reads the whole list of a large folder.
+    monkeypatch.setattr(machine, "_MOST_NAMES", 3)
+    assert machine.find_jsonl(str(tmp_path)) is None
 
 
 def test_a_file_or_a_hidden_folder_is_read_if_it_is_named(tmp_path: Path) -> None:
@@ -283,8 +299,7 @@ def test_folders_may_be_nested_deeper_than_python_recurses(
 ) -> None:
     path = deep(1100, "d")
     assert train(path).tokens.tobytes() == b"deep\0"
-    # The command check gives up on it, and leaves it to training.
-    assert machine.count_bytes("text", str(path), "text", enough=10) is None
+    assert machine.count_bytes("text", str(path), "text", enough=10) == len(b"deep\0")
 
 
 def test_folders_beyond_the_longest_path_are_refused(deep: Callable[[int, str], Path]) -> None:

@@ -15,7 +15,7 @@ from composer3d.recipe.changes import changes
 from composer3d.recipe.resolve import Resolved, load
 from composer3d.recipe.rules import violations
 from composer3d.recipe.schema import TABLES, Model
-from tests.recipe.wrong import token_files
+from tests.recipe.wrong import shape, token_files
 from tools.prove.paths import ROOT
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -94,6 +94,9 @@ def test_a_preset_replaces_no_shape_that_is_written_out(write) -> None:
     sets = [text for text in sets if not text.endswith(("True", "False"))]
     assert load(kept, [preset, *sets]).recipe.model == Model(**asdict(small), preset="debug-small")
     assert load(kept, ["model.preset=debug-tiny", "model.dim=32"]).recipe.model.dim == 32
+    # The usual width of a head may be written out, or not.
+    usual = write("usual.toml", shape(head_dim=16))
+    assert load(usual, ["model.preset=debug-tiny"]).recipe.model.head_dim == 16
     # Some sizes beside a preset are changes of any preset.
     changed = write("y.toml", '[model]\npreset = "debug-tiny"\nn_heads = 8\n')
     assert load(changed, [preset]).recipe.model.n_heads == 8
@@ -105,8 +108,8 @@ def test_a_shape_without_preset_takes_defaults_for_other_fields(write) -> None:
         "[model]\ndim = 64\nn_layers = 2\nn_heads = 2\nn_kv_heads = 1\nffn = 96\nvocab = 300\n",
     )
     resolved = load(path)
-    shape = Model(dim=64, n_layers=2, n_heads=2, n_kv_heads=1, ffn=96, vocab=300)
-    assert resolved.recipe.model == shape
+    expected = Model(dim=64, n_layers=2, n_heads=2, n_kv_heads=1, ffn=96, vocab=300)
+    assert resolved.recipe.model == expected
     assert resolved.origins["model.rope_theta"] == "default"
 
 

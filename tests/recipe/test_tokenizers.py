@@ -150,3 +150,23 @@ def test_a_recipe_may_insist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     Path("m/tokenizer.json").unlink()
     assert find_difference(table, "m") is None
     load("y.toml", text)
+
+
+def test_a_recipe_for_a_plan_is_accepted_whatever_wrote_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """import and plan --write write data.source = "python", which a recipe need not."""
+    monkeypatch.chdir(tmp_path)
+    Path("m").mkdir()
+    Path("m/config.json").write_text(HF)
+    Path("m/tokenizer.json").write_text(json.dumps(BPE))
+    deepspeed = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
+    Path("ds.json").write_text(json.dumps(deepspeed))
+    command = ["import", "ds.json", "--gpus", "1", "-o", "made.toml", "--set", "model.hf=m"]
+    assert cli.main([*command, "--set", "data.seq_len=8"]) == 0
+    plan = ["plan", "made.toml", "--gpus", "1", "--gpu", "H100", "--top", "1"]
+    assert cli.main([*plan, "--write", "fast.toml"]) == 0
+    for recipe in ("made.toml", "fast.toml"):
+        assert 'source = "python"' in Path(recipe).read_text()
+        assert cli.main(["check", recipe]) == 0
+        assert cli.main(["layout", recipe]) == 0

@@ -278,6 +278,7 @@ DATA = [
         | token_files("u", content=CONTENT)
         | {"x.toml": TINY + '[data]\nsource = "tokens"\nseq_len = 8\n' + SOURCES},
     ),
+    Wrong("JSONL in a folder of text", {"x.toml": TEXT, "t/a.txt": "x", "t/b/c.JSONL": "{}"}),
     Wrong("JSONL as text", {"x.toml": TEXT.replace('"t"', '"t.JSONL.gz"'), "t.JSONL.gz": "x"}),
     Wrong("token files as text", WHOLE | {"x.toml": TEXT}),
     Wrong(

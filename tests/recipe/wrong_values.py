@@ -100,6 +100,11 @@ MODEL = [
     ),
     Wrong("preset for a whole shape", shape(), sets=("model.preset=debug-small",)),
     Wrong(
+        "preset without a value that is written out",
+        shape(head_dim=32, rope_attention_factor=1.5) + 'rope_scaling = "yarn"\n',
+        sets=("model.preset=debug-tiny",),
+    ),
+    Wrong(
         "hf for a whole shape",
         {"x.toml": shape(vocab=300), "m/config.json": HF},
         sets=("model.hf=m", "model.n_kv_heads=2"),

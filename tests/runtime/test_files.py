@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from composer3d.facts.files import NotPlainFileError
-from composer3d.runtime.files import open_own, publish, replace_own, write_atomic
+from composer3d.runtime.files import (
+    OWN_MARK,
+    open_own,
+    publish,
+    replace_own,
+    require_replaceable,
+    write_atomic,
+)
 
 
 @pytest.mark.timeout(10)  # opening a pipe would wait forever
@@ -33,16 +40,33 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "secret"]
 
 
-def test_only_a_file_that_begins_alike_is_replaced(tmp_path: Path) -> None:
-    path, beginning = tmp_path / "a.svg", "<svg of ours".ljust(60)
+@pytest.mark.parametrize("beginning", ["", "<!doctype html>\n"])
+def test_only_a_file_of_ours_is_replaced(tmp_path: Path, beginning: str) -> None:
+    path, rest = tmp_path / "a.html", '<html lang="en">\n<head>\n<meta charset="utf-8">\n'
     path.touch()
     for size in ("small", "larger"):
-        replace_own(path, beginning + size)
-        assert path.read_text() == beginning + size
-    path.write_text("<svg drawn by hand>")
-    with pytest.raises(FileExistsError, match="another file of this name is there"):
-        replace_own(path, beginning)
-    assert path.read_text() == "<svg drawn by hand>"
+        replace_own(path, f"{beginning}{OWN_MARK}\n{rest}{size}")
+        assert path.read_text() == f"{beginning}{OWN_MARK}\n{rest}{size}"
+    theirs = f"{beginning}{rest}<!-- drawn by hand, not made by composer3d -->"
+    for text in (theirs, beginning + rest, rest[:7]):
+        path.write_text(text)
+        with pytest.raises(FileExistsError, match="another file of this name is there"):
+            replace_own(path, f"{beginning}{OWN_MARK}\n{rest}")
+        assert path.read_text() == text
+
+
+def test_whether_a_file_may_be_replaced_is_known_before(tmp_path: Path) -> None:
+    path = tmp_path / "a.html"
+    require_replaceable(path)
+    assert not list(tmp_path.iterdir())
+    replace_own(path, OWN_MARK)
+    require_replaceable(path)
+    os.mkfifo(tmp_path / "b.html")
+    for theirs in (tmp_path, tmp_path / "b.html"):
+        with pytest.raises(FileExistsError, match="another file of this name is there"):
+            require_replaceable(theirs)
+    with pytest.raises(OSError, match="File name too long"):
+        require_replaceable(tmp_path / f"{'n' * 250}.html")  # a name beside it would be too long
 
 
 def test_own_files_are_created_and_appended_to(tmp_path: Path) -> None:

@@ -362,6 +362,44 @@ def test_a_save_that_is_cut_off_has_not_the_status_of_a_saved_run(tmp_path: Path
     assert (result.stopped_by, result.is_lost) == (signal.SIGTERM, False)
 
 
+def end_otherwise_than_a_peer(folder: str, launcher: int, end: int) -> int:
+    """Rank 1 has done its last step, or does not catch the signal yet. Rank 0 goes on for long."""
+    rank, seen = os.environ["RANK"], []
+    if rank == "0" or end == 0:
+        signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    (Path(folder) / rank).touch()
+    while len(list(Path(folder).iterdir())) < 2:
+        time.sleep(0.02)
+    if rank == "0":
+        os.kill(launcher, signal.SIGTERM)
+    while not seen:
+        time.sleep(0.02)
+    if rank == "0":
+        time.sleep(60.0)
+    return end
+
+
+@pytest.mark.parametrize(
+    ("end", "save_limit_s", "patience_s"),
+    [
+        pytest.param(signal.SIGTERM, 90.0, 1.0, id="before the first step"),
+        pytest.param(0, 2.0, float("inf"), id="in the last step"),
+    ],
+)
+def test_a_rank_that_is_killed_after_a_signal_need_not_have_been_cut_off(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    end: int,
+    save_limit_s: float,
+    patience_s: float,
+) -> None:
+    monkeypatch.setattr(launch, "REPORT_S", 1.0)
+    arguments = {"folder": str(tmp_path), "launcher": os.getpid(), "end": end}
+    result = run_ranks(end_otherwise_than_a_peer, arguments, processes=2, save_limit_s=save_limit_s)
+    assert (result.status, result.stuck, result.was_cut_off) == (143, [0], False)
+    assert (result.patience_s, result.stopped_by) == (patience_s, signal.SIGTERM)
+
+
 def test_a_save_that_a_second_ctrl_c_ends_has_the_status_of_ctrl_c(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
