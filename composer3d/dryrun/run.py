@@ -42,7 +42,12 @@ def dry_run(recipe: Recipe, *, skew: float = 1.0) -> DryRun:
     check_skew(recipe, skew)
     begin = time.monotonic()
     with Pool() as pool:
-        reported = report_all(pool, recipe, lambda ranks: _tape(pool, recipe, ranks, skew))
+
+        def tape(ranks: Sequence[int]) -> Iterator[TapedStage]:
+            calls = [{"recipe": recipe, "pp_rank": rank, "skew": skew} for rank in ranks]
+            return _tape(pool, calls)
+
+        reported = report_all(pool, recipe, tape)
     reports = [report for report, _ in reported]
     seconds = time.monotonic() - begin
     return DryRun(world_size=recipe.world_size, seconds=seconds, stages=tuple(reports))
@@ -82,15 +87,13 @@ def report_all(
 def run_ranks(
     pool: Pool, jobs: Sequence[tuple[Recipe, int]], *, skew: float = 1.0
 ) -> list[StageReport]:
-    """Run several jobs at the same time, each a pipeline rank of a recipe, in a process of its own.
+    """Run several jobs, each a pipeline rank of a recipe, in a process of its own.
 
     Raises what ``dry_run`` raises.
     """
+    calls = [{"recipe": recipe, "pp_rank": rank, "skew": skew} for recipe, rank in jobs]
     reports = []
-    arguments = {"jobs": list(jobs), "skew": skew}
-    for taped, (recipe, rank) in zip(
-        _run(pool, "tape_one_of", arguments, len(jobs)), jobs, strict=True
-    ):
+    for taped, (recipe, rank) in zip(_tape(pool, calls), jobs, strict=True):
         report = taped.report(rank, rank_actions(recipe, rank))
         assert report is not None
         reports.append(report)
@@ -104,16 +107,8 @@ def rank_actions(recipe: Recipe, pp_rank: int) -> list[Action]:
     return actions if recipe.mesh.pp > 1 else [a for a in actions if a.kind == "F"]
 
 
-def _tape(pool: Pool, recipe: Recipe, ranks: Sequence[int], skew: float) -> Iterator[TapedStage]:
-    width = at_once()
-    for first in range(0, len(ranks), width):
-        jobs = [(recipe, rank) for rank in ranks[first : first + width]]
-        yield from _run(pool, "tape_one_of", {"jobs": jobs, "skew": skew}, len(jobs))
-
-
-def at_once() -> int:
-    """Return how many pipeline ranks run at the same time on this machine."""
-    return min(usable_cores(), _MOST_AT_ONCE)
+def _tape(pool: Pool, calls: Sequence[dict[str, Any]]) -> Iterator[TapedStage]:
+    return run_each(pool, "composer3d.dryrun.stage:tape_stage", calls)
 
 
 def _representatives(pool: Pool, recipe: Recipe) -> list[int]:
@@ -121,20 +116,19 @@ def _representatives(pool: Pool, recipe: Recipe) -> list[int]:
     pp = recipe.mesh.pp
     if pp == 1 or recipe.parallel.stages_per_rank > STAGES_THAT_REPLAY:
         return list(range(pp))
-    (first_alike,) = _run(pool, "first_alike", {"recipe": recipe}, 1)
+    (first_alike,) = run_each(pool, "composer3d.dryrun.stage:first_alike", [{"recipe": recipe}])
     return list(first_alike)
 
 
-def _run(pool: Pool, function: str, arguments: dict[str, Any], processes: int) -> list[Any]:
-    return run_workers(pool, f"composer3d.dryrun.stage:{function}", arguments, processes)
+def run_each(pool: Pool, task: str, calls: Sequence[dict[str, Any]]) -> Iterator[Any]:
+    """Run ``task`` (``module:function``) with each of some arguments, each in a process of its own.
 
+    As many run at the same time as this machine has cores, at most ``_MOST_AT_ONCE``.
 
-def run_workers(pool: Pool, task: str, arguments: dict[str, Any], processes: int) -> list[Any]:
-    """Run ``task`` (``module:function``) in worker processes, and return what each returns.
-
-    Raises what ``dry_run`` raises.
+    Yields what each returns, in their order. Raises what ``dry_run`` raises.
     """
+    width = min(usable_cores(), _MOST_AT_ONCE)
     try:
-        return pool.run(task, arguments, world_size=processes, limit_s=_LIMIT_S)
+        yield from pool.run_each(task, calls, at_once=width, limit_s=_LIMIT_S)
     except WorkerError as error:
         raise (error.user_error or error) from None

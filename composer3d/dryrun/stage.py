@@ -52,7 +52,7 @@ from composer3d.parallel.stages import Stage
 from composer3d.recipe.matrices import matrices_of
 from composer3d.recipe.rates import Rates, rates_of
 from composer3d.recipe.schema import CompileTable, Recipe
-from composer3d.runtime import collector, environment
+from composer3d.runtime import collector
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.torch_private import (
     FAKE_TENSOR,
@@ -197,12 +197,6 @@ def _content_of_block(
 
 def _is_setting(key: str, value: Any) -> bool:
     return key not in _OF_TORCH and (isinstance(value, _SETTING) or is_dataclass(value))
-
-
-def tape_one_of(jobs: Sequence[tuple[Recipe, int]], skew: float) -> TapedStage:
-    """Run the job of this worker: worker RANK has ``jobs[RANK]``, a recipe and a pipeline rank."""
-    recipe, pp_rank = jobs[environment.rank()]
-    return tape_stage(recipe, pp_rank, skew)
 
 
 def tape_stage(

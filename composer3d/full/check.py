@@ -38,10 +38,9 @@ from composer3d.dryrun.replay import TapedStage, keys
 from composer3d.dryrun.report import StageReport
 from composer3d.dryrun.run import (
     STAGES_THAT_REPLAY,
-    at_once,
     rank_actions,
     report_all,
-    run_workers,
+    run_each,
 )
 from composer3d.facts.schedules import micro_batch_requirement
 from composer3d.full import expected, messages, places
@@ -161,7 +160,7 @@ def check_structure(
 def _check_groups(pool: Pool, full: Recipe, structure: Structure, plant: Plant) -> None:
     ranks = places.some_ranks(full.mesh, _MOST_RANKS)
     arguments = {"recipe": full, "ranks": ranks, "plant": plant}
-    (found,) = run_workers(pool, "composer3d.full.witness:wrong_groups", arguments, 1)
+    (found,) = run_each(pool, "composer3d.full.witness:wrong_groups", [arguments])
     structure.add("groups", found, len(ranks))
 
 
@@ -486,8 +485,5 @@ def _call_text(call: "Call") -> str:
 def _witnesses(
     pool: Pool, jobs: Sequence[tuple[Recipe, int, int]], plant: Plant
 ) -> "Iterator[Witness]":
-    width = at_once()
-    for begin in range(0, len(jobs), width):
-        some = list(jobs[begin : begin + width])
-        arguments = {"jobs": some, "plant": plant}
-        yield from run_workers(pool, "composer3d.full.witness:see_one_of", arguments, len(some))
+    calls = [{"job": job, "plant": plant} for job in jobs]
+    return run_each(pool, "composer3d.full.witness:see", calls)

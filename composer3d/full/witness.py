@@ -36,7 +36,6 @@ from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.parallel.stages import Stage
 from composer3d.planner.trained import has_frozen
 from composer3d.recipe.schema import Recipe
-from composer3d.runtime import environment
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.torch_private import (
     fake_world,
@@ -116,11 +115,11 @@ class Job(NamedTuple):
     rank: int
 
 
-def see_one_of(jobs: Sequence[Job], plant: Callable[[], None] | None = None) -> Witness:
-    """Run ``jobs[RANK]`` in worker RANK. ``plant`` plants a fault first."""
+def see(job: Job, plant: Callable[[], None] | None = None) -> Witness:
+    """Run a rank. ``plant`` plants a fault first."""
     if plant is not None:
         plant()
-    recipe, pp_rank, rank = jobs[environment.rank()]
+    recipe, pp_rank, rank = job
     recorder = _Watcher(recipe, MemoryLedger(offload=recipe.memory.cpu_offload))
     taped = tape_stage(recipe, pp_rank, 1.0, recorder=recorder, rank=rank)
     if not has_frozen(recipe):

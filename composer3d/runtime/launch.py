@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -786,11 +787,54 @@ class Pool(ExitStack):
         """
         with ExitStack() as cleanup:
             workers = _start_workers(cleanup, task, arguments, world_size)
-            return _collect([worker.call_pipe for worker in workers], limit_s)
+            return _collect([worker.call_pipe for worker in workers], limit_s, time.monotonic())
+
+    def run_each(
+        self,
+        task: Task,
+        calls: Sequence[Mapping[str, Any]],
+        *,
+        at_once: int,
+        limit_s: float = 120.0,
+    ) -> Iterator[Any]:
+        """Run a task once for each of some arguments, each time in a world of one process.
+
+        Args:
+            task: as in ``run``.
+            calls: the keyword arguments of each call.
+            at_once: how many run at the same time.
+            limit_s: the seconds after which a process that has not answered counts as failed.
+
+        Yields:
+            The values that the calls returned, in their order.
+
+        Raises WorkerError as ``run`` does.
+        """
+        values: dict[int, Any] = {}
+        waiting = deque(enumerate(calls))
+        with ExitStack() as cleanup:
+            # By the pipe of each process: the number of its call, when it has begun, and its end.
+            running: dict[Any, tuple[int, float, ExitStack]] = {}
+            for next_number in range(len(calls)):
+                while next_number not in values:
+                    while waiting and len(running) < at_once:
+                        number, arguments = waiting.popleft()
+                        end = cleanup.enter_context(ExitStack())
+                        (worker,) = _start_workers(end, task, arguments, 1)
+                        running[worker.call_pipe] = number, time.monotonic(), end
+                    # The first one has run for longest.
+                    first = next(iter(running))
+                    left_s = running[first][1] + limit_s - time.monotonic()
+                    ready: list[Any] = wait(list(running), timeout=max(0.0, left_s))
+                    for pipe in ready or [first]:
+                        number, begin_s, end = running.pop(pipe)
+                        (values[number],) = _collect([pipe], limit_s, begin_s)
+                        end.close()
+                yield values.pop(next_number)
 
 
-def _collect(pipes: list[Connection], limit_s: float) -> list[Any]:
-    """Return the values of all ranks' answers, by rank.
+def _collect(pipes: list[Connection], limit_s: float, begin_s: float) -> list[Any]:
+    """Return the values of all ranks' answers, by rank. They have ``limit_s`` from ``begin_s`` on.
 
     Raises WorkerError if a rank fails. The error leaves out ranks that only lost their peers,
     unless no rank gives another reason.
@@ -799,7 +843,7 @@ def _collect(pipes: list[Connection], limit_s: float) -> list[Any]:
     values: dict[int, Any] = {}
     failures: dict[int, UserError | str] = {}
     timed_out = False
-    deadline_s = time.monotonic() + limit_s
+    deadline_s = begin_s + limit_s
     while waiting:
         ready: list[Any] = wait(list(waiting), timeout=max(0.0, deadline_s - time.monotonic()))
         if not ready:

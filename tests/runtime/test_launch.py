@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,44 @@ def test_a_task_ends_at_its_limit_and_leaves_no_process(pool: Pool, tmp_path: Pa
     assert not any(map(is_running, pids))
     # The pool still works.
     assert pool.run(light_tasks.answer, {"base": 0}, world_size=1) == [(0, "1", "0")]
+
+
+def rest(number: int, seconds: float) -> tuple[int, float, float]:
+    begin_s = time.monotonic()
+    time.sleep(seconds)
+    return number, begin_s, time.monotonic()
+
+
+def test_calls_begin_when_others_end_and_their_values_come_in_order(pool: Pool) -> None:
+    calls = [{"number": n, "seconds": 3.0 if n == 0 else 0.1} for n in range(5)]
+    values = list(pool.run_each(rest, calls, at_once=2))
+    assert [number for number, *_ in values] == list(range(5))
+    ends = [(begin_s, 1) for _, begin_s, _ in values] + [(end_s, -1) for *_, end_s in values]
+    assert max(accumulate(change for _, change in sorted(ends))) == 2
+    # All others ran beside the first one.
+    assert max(end_s for *_, end_s in values) == values[0][2]
+
+
+def sleep_or_raise(folder: Path, number: int) -> None:
+    if number == 2:
+        while len([*folder.glob("*/0")]) < 2:
+            time.sleep(0.1)
+        raise ValueError("the cause")
+    sleep(folder / str(number))
+
+
+@pytest.mark.parametrize(("calls", "reason"), [(3, "the cause"), (2, "no answer after 3 s")])
+def test_a_call_that_fails_or_hangs_ends_all(
+    pool: Pool, tmp_path: Path, calls: int, reason: str
+) -> None:
+    for number in range(calls):
+        (tmp_path / str(number)).mkdir()
+    arguments = [{"folder": tmp_path, "number": number} for number in range(calls)]
+    with pytest.raises(WorkerError, match=reason):
+        list(pool.run_each(sleep_or_raise, arguments, at_once=calls, limit_s=3.0))
+    pids = [int(file.read_text()) for file in tmp_path.glob("*/0")]
+    assert len(pids) == 2
+    assert not any(map(is_running, pids))
 
 
 def test_an_answer_that_cannot_be_sent_is_a_failure(pool: Pool) -> None:
@@ -553,6 +592,7 @@ def test_the_owner_of_ranks_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> 
 
 OWNER = f"""
 import sys
+from itertools import accumulate
 from pathlib import Path
 from composer3d.runtime import launch
 
