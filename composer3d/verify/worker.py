@@ -49,6 +49,7 @@ from composer3d.verify.data import (
     corpus_batch,
     has_random_batch,
     make_corpus,
+    make_training_data,
     random_batch,
     reference_learning_rate,
     reference_max_norm,
@@ -176,7 +177,7 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
     optimizer = _proof_class(recipe.optim).plain(
         model.named_parameters(), recipe.optim, matrices_of(chosen, recipe.model, recipe.optim)
     )
-    train_corpus = make_corpus(recipe, "train")
+    training_data = make_training_data(recipe)
     held_out = make_corpus(recipe, "validation")
 
     keys = ("loss", "mtp_losses", "norm", "clipped", "clips", "gradient", "weight", "noise")
@@ -197,7 +198,7 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
         if has_random_batch(step):
             batch = random_batch(recipe, step)
         else:
-            batch = corpus_batch(recipe, train_corpus, seed=recipe.data.seed, step=step)
+            batch = corpus_batch(recipe, training_data, seed=recipe.data.seed, step=step)
         with _record_routers(model) as routers:
             exact = _plain_results(batch, model)
         closest = min(closest, routers.closest)
@@ -538,7 +539,8 @@ def compare_steps(
     for name, parameter in stages.named_parameters():
         _starve_first_expert(name, parameter, recipe.model.experts > 0)
     optimizer = build_stages_optimizer(stages, recipe)
-    loader = batches.make_loader(recipe, mesh, make_corpus(recipe, "train"), seed=recipe.data.seed)
+    training_data = make_training_data(recipe)
+    loader = batches.make_loader(recipe, mesh, training_data, seed=recipe.data.seed)
     held_out = make_corpus(recipe, "validation")
     replay = _proof_class(recipe.optim)(
         recipe.optim,
