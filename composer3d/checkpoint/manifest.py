@@ -46,7 +46,7 @@ _MAX_DESCRIPTION = 2**20
 
 _MAX_COUNT = 2**53  # every JSON reader represents integers up to this one exactly
 _MAX_DIMS = 64
-_SHOWN_FILES = 8  # how many unexpected files are named
+_SHOWN_FILES = 8  # how many files that are not listed are named
 _SHOWN_DIFFERENCES = 8
 
 # Errors that say of a file that it is missing, or that no checkpoint has one of its kind or size.
@@ -112,6 +112,12 @@ class Manifest:
     history: dict[str, Any] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
     tensors: dict[str, TensorSpec] = field(default_factory=dict)
+
+    @property
+    def assets(self) -> set[str]:
+        """The files of the model besides its tensors, by their paths in the folder ``ASSETS``."""
+        prefix = f"{ASSETS}/"
+        return {name.removeprefix(prefix) for name in self.files if name.startswith(prefix)}
 
 
 # What ``Manifest.model`` has beside the fields of a shape.
@@ -544,21 +550,20 @@ def find_damage(
     manifest: Manifest,
     names: Collection[str] | None = None,
     *,
-    list_folder: bool = True,
     report: Callable[[int], None] = lambda n_bytes: None,
 ) -> list[str]:
     """Compare the files of a checkpoint with its manifest. Each checked file is read whole.
+
+    A file that the manifest does not list is no damage: see ``describe_unlisted``.
 
     Args:
         folder: the checkpoint.
         manifest: the manifest of the checkpoint.
         names: the files in the manifest to check; None means all.
-        list_folder: whether to report files that are not in the manifest.
         report: is called with the number of bytes after each piece of a file.
 
     Returns:
-        One line for each file that is missing, is no plain file, or has another size or digest. At
-        most eight files that are not in the manifest are named, and the others are counted. The
+        One line for each file that is missing, is no plain file, or has another size or digest. The
         list is empty if nothing is wrong.
 
     Raises OSError if a file cannot be read, which says nothing of its content.
@@ -575,14 +580,27 @@ def find_damage(
         except OSError as error:
             _require_damage(folder, name, error)
             lines.append(f"{folder}/{name} cannot be read ({error.strerror})")
+    return lines
 
-    # In an object store, files of a save that was cut off may lie beside those of the checkpoint.
-    if not list_folder or isinstance(folder, RemotePath):
-        return lines
-    unexpected = sorted(_names_in(folder) - manifest.files.keys() - {FILE})
-    lines += [f"{folder}/{name} is not in the manifest" for name in unexpected[:_SHOWN_FILES]]
-    if len(unexpected) > _SHOWN_FILES:
-        hidden = len(unexpected) - _SHOWN_FILES
+
+def describe_unlisted(folder: Place, manifest: Manifest) -> list[str]:
+    """Return a line for each file of a checkpoint that its manifest does not list.
+
+    Such a file is not damage, because nothing that loads a checkpoint reads it. A desktop, a backup
+    or a user may have put it there. At most eight files are named, and the others are counted.
+
+    The list is empty for an object store, where files of a save that was cut off may lie beside
+    those of the checkpoint.
+    """
+    if isinstance(folder, RemotePath):
+        return []
+    unlisted = sorted(_names_in(folder) - manifest.files.keys() - {FILE})
+    lines = [
+        f"{folder}/{name} is not in the manifest: it is not read"
+        for name in unlisted[:_SHOWN_FILES]
+    ]
+    if len(unlisted) > _SHOWN_FILES:
+        hidden = len(unlisted) - _SHOWN_FILES
         lines.append(f"{folder}: {hidden} more files are not in the manifest")
     return lines
 

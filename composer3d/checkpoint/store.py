@@ -109,6 +109,7 @@ class Store:
 
         self._known_damaged: set[Place] = set()
         self._reported_links: set[Path] = set()
+        self._reported_files: set[str] = set()  # lines of ``describe_unlisted``
 
     @property
     def failed(self) -> bool:
@@ -152,6 +153,13 @@ class Store:
                 log.get().warning(
                     f"{path} is a link, which is not followed: replace it by the folder"
                 )
+
+    def _warn_of_unlisted(self, path: Place, manifest: Manifest) -> None:
+        """Warn once of each file of a checkpoint that its manifest does not list."""
+        for line in manifests.describe_unlisted(path, manifest):
+            if line not in self._reported_files:
+                self._reported_files.add(line)
+                log.get().warning(line)
 
     # Saving.
 
@@ -368,7 +376,8 @@ class Store:
     def check(self, path: Place) -> Manifest:
         """Compare a checkpoint with its manifest, and return the manifest.
 
-        Each rank reads a share of the files, and all ranks return or raise the same.
+        Each rank reads a share of the files, and all ranks return or raise the same. Rank 0 warns
+        of files that the manifest does not list, which are not read.
 
         Raises:
             CheckpointError: the checkpoint is damaged. There is one line for each problem.
@@ -379,11 +388,11 @@ class Store:
         rank = dist.get_rank()
         share = sorted(manifest.files)[rank :: dist.get_world_size()]
         # A list of the folder has a name for each rank of the job that saved: one rank reads it.
+        if rank == 0:
+            self._warn_of_unlisted(path, manifest)
         n_bytes = sum(manifest.files[name].size for name in share)
         with _progress("check of the checkpoint", n_bytes) as report:
-            find_damage = partial(
-                manifests.find_damage, path, manifest, share, list_folder=rank == 0, report=report
-            )
+            find_damage = partial(manifests.find_damage, path, manifest, share, report=report)
             own_problems = distributed.on_all("checkpoint", find_damage, self._group)
         problems = distributed.gather_objects(own_problems, self._group)
         lines = None
@@ -455,7 +464,7 @@ class Store:
 
         def read() -> dict[str, TensorSpec]:
             nonlocal whole
-            whole = read_metadata(path)
+            whole = read_metadata(path, manifests.read(path).files)
             return tensor_specs(whole, str(path))
 
         saved = distributed.on_main("checkpoint", read, self._group)

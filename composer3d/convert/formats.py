@@ -242,9 +242,12 @@ class Source:
         with reading(f"{self.path}: {in_quotes(in_file)}"):
             return tensor.read()[box] if tensor.read_box is None else tensor.read_box(box)
 
-    def carry_files(self, folder: Path) -> None:
-        """Read the files of ``folder`` that belong to the model. Each refused file adds a note."""
-        self.carried, refusals = read_carried_files(folder)
+    def carry_files(self, folder: Path, listed: Collection[str] | None = None) -> None:
+        """Read the files of ``folder`` that belong to the model. Each refused file adds a note.
+
+        ``listed`` has the paths in it that may be read; None: all.
+        """
+        self.carried, refusals = read_carried_files(folder, listed)
         self.notes += refusals
 
     def attempt(self, function: Callable[..., T], *arguments: Any) -> T | None:
@@ -1059,12 +1062,13 @@ def _open_dcp(source: Source) -> None:
     try:
         manifest = manifests.read(folder)
         source.problems += manifests.find_damage(folder, manifest)
+        source.notes += manifests.describe_unlisted(folder, manifest)
     except CheckpointError as error:
         manifest = None
         source.problems += error.lines
     except OSError as error:
         raise of_os_error("a checkpoint cannot be read", error) from None
-    metadata = read_metadata(folder)
+    metadata = read_metadata(folder, None if manifest is None else manifest.files)
     for name, spec in tensor_specs(metadata, str(folder)).items():
         source.tensors[name] = ReadableTensor(spec, partial(read_whole, folder, metadata, name))
     if manifest is None:
@@ -1078,7 +1082,7 @@ def _open_dcp(source: Source) -> None:
             f"{assets} is a link, which is not followed: none of its files is copied"
         )
     elif assets.is_dir():
-        source.carry_files(assets)
+        source.carry_files(assets, manifest.assets)
     else:
         source.notes.append(f"{folder} has no assets: no tokenizer is copied")
     _open_with_our_names(source, manifest)

@@ -145,7 +145,9 @@ def _start_from_weights(recipe: Recipe, wanted: Place, store: Store, stages: Sta
     """Load the weights of a checkpoint of another run, and nothing else. Collective."""
     path, manifest = _open(wanted, store, "checkpoint.init")
     _require_same_model(path, manifest, recipe)
-    difference = process_group.on_main("tokenizers", lambda: _find_difference(recipe, path))
+    difference = process_group.on_main(
+        "tokenizers", lambda: _find_difference(recipe, path, manifest)
+    )
     if difference is not None:
         raise DataError(
             f"checkpoint.init: {path} is of a model with another tokenizer than the data: "
@@ -168,10 +170,10 @@ def require_tokens_of_model(recipe: Recipe) -> None:
             raise DataError(refuse_bytes(recipe, difference))
 
 
-def _find_difference(recipe: Recipe, path: Place) -> str | None:
+def _find_difference(recipe: Recipe, path: Place, manifest: Manifest) -> str | None:
     """Compare the tokenizer of the data with that of a checkpoint: see ``find_difference``."""
     with local_copy(path / ASSETS) as assets:
-        return find_difference(recipe.data, str(assets))
+        return find_difference(recipe.data, str(assets), manifest.assets)
 
 
 def _choose(recipe: Recipe, store: Store) -> tuple[Place, Manifest] | None:

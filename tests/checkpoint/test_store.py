@@ -254,7 +254,7 @@ def newest(folders: list[Path]) -> list[list[str | None]]:
 def warnings_of_two_searches(folder: Path) -> list[str]:
     """Search twice for the newest checkpoint. Returns the warnings of this rank."""
     message: list[str] = []
-    handler = logging.Handler()
+    handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: message.append(record.getMessage())  # type: ignore[method-assign]
     log.get().addHandler(handler)
     try:
@@ -302,7 +302,6 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "/__1_0.distcp has another digest": lambda at: flip(at / "__1_0.distcp", -1),
     "/.metadata has ": lambda at: os.truncate(at / ".metadata", 100),
     "/__1_0.distcp cannot be read (No such file": lambda at: (at / "__1_0.distcp").unlink(),
-    "/__2_0.distcp is not in the manifest": lambda at: (at / "__2_0.distcp").touch(),
     "/manifest.json ": lambda at: flip(at / "manifest.json", 5),
     " is not a checkpoint": lambda at: (at / "manifest.json").unlink(),
 }
@@ -341,6 +340,39 @@ def test_damage_to_any_file_is_reported_and_the_older_one_used(
         assert len(lines) == 1, kind
         assert lines[0].startswith(f"{tmp_path}/step-00000002{kind}"), kind
     assert first.keys() == DAMAGE.keys()
+
+
+def test_files_that_the_manifest_does_not_list_are_no_damage(
+    pool: Pool, tmp_path: Path, saved: Path
+) -> None:
+    """A run would train the steps of a whole checkpoint again, and remove it, for a .DS_Store."""
+    place_copies(saved, tmp_path, 1)
+    path = place_copies(saved, tmp_path, 2)
+    added = [path / name for name in (".DS_Store", "__1_0.distcp.swp", "__2_0.distcp")]
+    for file in added:
+        shutil.copyfile(saved / "__1_0.distcp", file)
+    flip(path / "__2_0.distcp", 4099)
+    lines = [f"{file} is not in the manifest: it is not read" for file in added]
+    found = pool.run(warnings_of_two_searches, {"folder": tmp_path}, world_size=2)
+    assert found == [lines, []]
+    assert pool.run(newest, {"folders": [tmp_path]}, world_size=1) == [[["step-00000002"] * 2]]
+    (state,) = pool.run(load, {"path": path}, world_size=1)
+    assert [state] == pool.run(load, {"path": saved}, world_size=1)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__1_0.distcp"])
+def test_nothing_that_the_manifest_does_not_list_is_loaded(
+    pool: Pool, tmp_path: Path, saved: Path, name: str
+) -> None:
+    """Nothing has compared it with a digest."""
+    path = place_copies(saved, tmp_path, 1)
+    files = {key: entry for key, entry in read(path).files.items() if key != name}
+    manifest.write(path, replace(read(path), files=files))
+    problem = "the manifest does not list it"
+    if name != ".metadata":
+        problem = f"it names '{name}', which the manifest does not list"
+    for lines in refused(pool, load, 2, path=path):
+        assert lines == (f"{path}/.metadata cannot be read: {problem}",)
 
 
 def search(folder: Path) -> None:
