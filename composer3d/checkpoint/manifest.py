@@ -314,7 +314,67 @@ def _decode(written: bytes, place: str) -> Manifest:
             "use a newer composer3d"
         )
     del content["digest"]
+    require_no_later_fields(content, place)
     return parse(content)
+
+
+def require_no_later_fields(content: Mapping[str, Any], place: object) -> None:
+    """Raise UserError if a manifest has a field that this version does not know.
+
+    A later version has written it. The manifest is not damaged, so a resume must stop here.
+
+    Args:
+        content: the fields, which have been compared with their digest.
+        place: the file, as the error names it.
+    """
+    later = content.keys() - _RULES.keys()
+    if later:
+        others = f" (and {len(later) - 1} more)" if len(later) > 1 else ""
+        raise UserError(
+            f"{place} has the field {in_quotes(min(later))}{others}, which this version does not "
+            "know; use a newer composer3d"
+        )
+
+
+def without_later_fields(content: Any) -> Any:
+    """Return a manifest without the fields that this version does not know.
+
+    It is for content that is compared with its digest afterwards. A field that JSON could not hold,
+    or that is large, stays: no version writes it, and its digest could take very long.
+    """
+    if type(content) is not dict:
+        return content
+    return {
+        key: value
+        for key, value in content.items()
+        if key in _RULES or type(key) is not str or not _is_small(value)
+    }
+
+
+def _is_small(value: Any) -> bool:
+    """Whether a value is one of JSON, with at most ``_MAX_DESCRIPTION`` values and characters.
+
+    A pickle can name one list many times, so each list counts as often as it is named.
+    """
+    left, pending = _MAX_DESCRIPTION, [value]
+    while pending:
+        item = pending.pop()
+        if type(item) is dict:
+            parts = [*item.keys(), *item.values()]
+            if not all(type(key) is str for key in item):
+                return False
+        elif type(item) in (list, tuple):
+            parts = list(item)
+        elif _is_single(item):
+            left -= len(item) if type(item) is str else 1
+            parts = []
+        else:
+            return False
+        left -= len(parts)
+        if left < 0:
+            return False
+        pending += parts
+    return True
 
 
 def _count_values(written: bytes) -> int:

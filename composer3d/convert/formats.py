@@ -980,7 +980,10 @@ def _join_shards(shards: list[ReadableTensor], whole_shape: tuple[int, ...]) -> 
 
 
 def _open_torch(source: Source) -> None:
-    """Open one file that ``convert --to torch`` made."""
+    """Open one file that ``convert --to torch`` made.
+
+    Raises UserError if a later version of composer3d wrote it.
+    """
     path = source.path
     content = load_torch(path)
     advice = (
@@ -989,12 +992,15 @@ def _open_torch(source: Source) -> None:
     )
     with reading(f"the facts that convert --to torch writes into {path}", advice):
         facts, texts = content["composer3d"], content["files"]
-        manifest = manifests.parse(facts)
+        known = manifests.without_later_fields(facts) if DIGESTS in content else facts
+        manifest = manifests.parse(known)
         source.carried = select_carried_texts(texts)
 
     trees = {name: part for name, part in content.items() if name != DIGESTS}
     source.tensors = _readable_tensors(trees)
     _check_digests(source, content)
+    if not source.problems:
+        manifests.require_no_later_fields(facts, path)
     _open_with_our_names(source, manifest)
 
 

@@ -142,7 +142,10 @@ WRONG: dict[str, tuple[bytes, str]] = {
         changed_manifest(lambda content: content.pop("tensors")),
         "cannot be used: it lacks tensors",
     ),
-    "unknown": (field(extra=1), "cannot be used: it has a field 'extra', which no manifest has"),
+    "later field": (
+        field(extra=[{"a": 1}], **{"step 2": None}),
+        "has the field 'extra' (and 1 more), which this version does not know; use a newer compo",
+    ),
     "not a number": (field(lr=math.nan), "cannot be used: it holds NaN, which JSON does not have"),
     "step -1": (field(step=-1), NO_STEP.format(-1)),
     "step 10^30": (field(step=10**30), NO_STEP.format(10**30)),
@@ -198,13 +201,18 @@ for spec in [*SPECS, ["1", "float32"]]:
     WRONG[f"tensor {spec!r:.20}"] = field(tensors={"w": spec}), WRONG_TENSORS
 
 
+def test_a_damaged_manifest_with_a_later_field_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(field(extra="a").replace(b'"extra":"a"', b'"extra":"b"'))
+    assert "its content does not match its digest" in refusal(tmp_path)
+
+
 @pytest.mark.parametrize(("content", "message"), WRONG.values(), ids=WRONG)
 def test_wrong_manifests_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / FILE).write_bytes(content)
     with pytest.raises(UserError) as caught:
         read(tmp_path)
-    # A resume skips a damaged checkpoint, but not one of another format.
-    assert isinstance(caught.value, CheckpointError) == ("format" not in message)
+    # A resume skips a damaged checkpoint, but not one of a later version.
+    assert isinstance(caught.value, CheckpointError) == ("use a newer" not in message)
     (line,) = caught.value.lines
     assert message in line
     assert line.startswith(str(tmp_path / FILE))
