@@ -32,10 +32,11 @@ from composer3d.checkpoint.manifest import ASSETS, FileEntry, Manifest, TensorSp
 from composer3d.checkpoint.metadata import METADATA, METADATA_LIMIT, tensor_specs
 from composer3d.facts.errors import CheckpointError, TrainingError, UserError
 from composer3d.facts.remote import Place, RemotePath
+from composer3d.facts.step_folders import STEP_FOLDER
 from composer3d.runtime.files import publish, sync
 from composer3d.runtime.run_files import WRITER
 
-_LEFTOVER = re.compile(r"step-[0-9]{8}(\.old)?\.tmp")
+_LEFTOVER = re.compile(rf"{STEP_FOLDER.pattern}(\.old)?\.tmp")
 _ATTEMPT = re.compile(r"^[0-9a-f]{12}(?=__)")  # of the name of a file of tensors in a store
 _NOTE_BYTES = 4096  # the most of it that is read
 _METADATA_DRAFT = ".tmp"  # torch's ending of the name of metadata that are not whole

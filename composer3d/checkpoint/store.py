@@ -49,7 +49,7 @@ from composer3d.facts.errors import (
     reason_in_one_line,
 )
 from composer3d.facts.remote import Place
-from composer3d.facts.step_folders import STEP_FOLDER, list_steps
+from composer3d.facts.step_folders import LAST_STEP, STEP_FOLDER, list_steps, step_folder
 from composer3d.parallel import Stages
 from composer3d.parallel.init import local_part
 from composer3d.parallel.pipeline.ties import local_shard
@@ -188,7 +188,8 @@ class Store:
             optimizer: the optimizer of these parameters.
 
         Raises:
-            CheckpointError: the manifest has what no manifest may have. Every rank raises it.
+            CheckpointError: the manifest has what no manifest may have, or its step is above
+                ``LAST_STEP``. Every rank raises it.
             SaveError: a rank cannot write. Every rank raises it. If the save is in the background,
                 the next ``wait`` or ``save`` raises it.
             TrainingError: another job has taken the run's folder. It is raised in the same way.
@@ -196,8 +197,7 @@ class Store:
         began = time.perf_counter()
         self.wait()
         # First, and not only when it is written: what cannot be read again must not be saved.
-        require_readable = partial(manifests.require_readable, manifest)
-        distributed.on_main("checkpoint", require_readable)
+        distributed.on_main("checkpoint", lambda: _require_findable(manifest))
         state = gather_state(stages, optimizer)
         if not self._background:
             shards = {name: local_shard(tensor) for name, tensor in state.items()}
@@ -265,7 +265,7 @@ class Store:
     ) -> None:
         """Write ``shards``, the local values of ``state``, as a new checkpoint, and publish it."""
         began = time.perf_counter()
-        name = f"step-{manifest.step:08d}"
+        name = step_folder(manifest.step)
         final = self.folder / name
         try:
             self._on_rank_0(lambda: self._begin(name))
@@ -427,7 +427,7 @@ class Store:
         # All ranks use the list of rank 0: another node may have an old list in its cache.
         folders = distributed.on_main("checkpoint", lambda: _candidates(place), self._group)
         if before is not None:
-            folders = [path for path in folders if path.name < f"step-{before:08d}"]
+            folders = [path for path in folders if path.name < step_folder(before)]
         for path in reversed(folders):
             try:
                 return path, self.check(path)
@@ -536,6 +536,19 @@ def global_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
     return {
         name: spec for specs in distributed.distinct_objects(own) for name, spec in specs.items()
     }
+
+
+def _require_findable(manifest: Manifest) -> None:
+    """Raise CheckpointError if a checkpoint could not be read again, or would not be found.
+
+    A manifest that is read may have any step: a user names its folder.
+    """
+    manifests.require_readable(manifest)
+    if manifest.step > LAST_STEP:
+        raise CheckpointError(
+            f"step {manifest.step:,} cannot be saved: the last step whose checkpoint has a name is "
+            f"{LAST_STEP:,}; count steps of the optimizer, not tokens or samples"
+        )
 
 
 class _ShardSavePlanner(dcp.DefaultSavePlanner):

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 
 from composer3d.checkpoint import Store, folders, manifest, store
 from composer3d.checkpoint.folders import DiskFolder
-from composer3d.checkpoint.manifest import file_entry, read
+from composer3d.checkpoint.manifest import Manifest, file_entry, read
 from composer3d.checkpoint.store import gather_state
 from composer3d.facts.errors import CheckpointError, TrainingError, UserError
 from composer3d.facts.files import open_plain
@@ -539,6 +539,31 @@ def test_what_could_not_be_read_again_is_refused_before_it_is_written(
     for (line,) in refused(pool, save_what_cannot_be_read, 2, folder=tmp_path / "run"):
         assert line.startswith("a checkpoint cannot keep 'epoch' = NaN of the batches' state: ")
     assert list(tmp_path.iterdir()) == []
+
+
+def save_a_step(folder: Path, step: int) -> None:
+    with pool_world():
+        Store(folder, keep=2).save(make_manifest(step), *make_job(seed=0))
+
+
+def test_a_step_whose_folder_would_not_be_found_is_refused_before_it_is_written(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """A loop of one's own may count tokens. A manifest of such a step may come from elsewhere."""
+    arguments = {"folder": tmp_path / "run"}
+    assert refused(pool, save_a_step, 2, **arguments, step=10**8) == 2 * [
+        (
+            "step 100,000,000 cannot be saved: the last step whose checkpoint has a name is "
+            "99,999,999; count steps of the optimizer, not tokens or samples",
+        )
+    ]
+    assert list(tmp_path.iterdir()) == []
+    pool.run(save_a_step, {**arguments, "step": 10**8 - 1}, world_size=1)
+    assert pool.run(newest, {"folders": [tmp_path / "run"]}, world_size=1) == [
+        [["step-99999999"] * 2]
+    ]
+    manifest.write(tmp_path, Manifest(step=10**8, model={}))
+    assert read(tmp_path).step == 10**8
 
 
 def save_while_the_folder_is_replaced(folder: Path) -> None:
