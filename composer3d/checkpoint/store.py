@@ -419,13 +419,15 @@ class Store:
         Raises:
             CheckpointError: all checkpoints are damaged. Every rank raises it.
             UserError: a later version of composer3d wrote a manifest, or the folder or a file in it
-                cannot be read, which is no damage. Every rank raises it.
+                cannot be read, which is no damage; or a checkpoint that a killed save has moved
+                aside cannot be moved back. Every rank raises it.
+            TrainingError: another job has taken the run's folder. Every rank raises it.
         """
         place = folder or self.folder
         if dist.get_rank() == 0:
             self._warn_of_links(place)
         # All ranks use the list of rank 0: another node may have an old list in its cache.
-        folders = distributed.on_main("checkpoint", lambda: _candidates(place), self._group)
+        folders = distributed.on_main("checkpoint", lambda: self._candidates(place), self._group)
         if before is not None:
             folders = [path for path in folders if path.name < step_folder(before)]
         for path in reversed(folders):
@@ -443,6 +445,24 @@ class Store:
                 "restore one, or remove them to start anew"
             )
         return None
+
+    def _candidates(self, place: Place) -> list[Place]:
+        """List the step folders in ``place`` that may be whole, lowest first. Only on rank 0.
+
+        On a disk, one without a manifest has lost it, and is reported as damaged. In an object
+        store, it is what a killed save has left.
+
+        Raises:
+            OSError: the folder cannot be read, or a checkpoint that a killed save has moved aside
+                cannot be moved back.
+            TrainingError: the folder belongs to another job now.
+        """
+        # In the folder of another run, the save that has moved it aside may be running now.
+        is_saving = self._pending_save is not None and not self._pending_save.done()
+        if place == self.folder and not is_saving:
+            self.guard()
+            self._files.restore()
+        return list_steps(place) if isinstance(place, Path) else published(place)
 
     def load(self, path: Place, stages: Stages, optimizer: SavedOptimizer | None) -> None:
         """Load a checkpoint, saved on any layout, into the parameters and the optimizer.
@@ -564,15 +584,6 @@ class _ShardSavePlanner(dcp.DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self._shards[index.fqn]
-
-
-def _candidates(place: Place) -> list[Place]:
-    """List the step folders that may be whole, lowest first. Raises OSError.
-
-    On a disk, one without a manifest has lost it, and is reported as damaged. In an object store,
-    it is what a killed save has left.
-    """
-    return list_steps(place) if isinstance(place, Path) else published(place)
 
 
 def _read_tensors(path: Place, metadata: Metadata, state: dict[str, Tensor]) -> None:

@@ -600,6 +600,104 @@ def test_a_save_in_a_folder_that_is_replaced_says_so_and_removes_nothing(
     assert names(folder / "step-00000002.tmp") == ["of another job"]
 
 
+def leave_between_renames(saved: Path, folder: Path, step: int) -> Path:
+    """Leave what a process has left that was killed while it replaced a checkpoint.
+
+    The old one has been moved aside. The new one, which is torn, has no name yet. Returns the path
+    of the checkpoint.
+    """
+    path = place_copies(saved, folder, step)
+    path.rename(path.with_suffix(".old.tmp"))
+    path.with_suffix(".tmp").mkdir()
+    (path.with_suffix(".tmp") / "manifest.json").write_text("torn")
+    return path
+
+
+def test_a_checkpoint_that_a_killed_save_has_moved_aside_is_found(
+    pool: Pool, tmp_path: Path, saved: Path
+) -> None:
+    place_copies(saved, tmp_path, 1)
+    path = leave_between_renames(saved, tmp_path, 2)
+    # What a save has put in place of a checkpoint may still be removed, and so may any other.
+    place_copies(saved, tmp_path, 3)
+    shutil.copytree(saved, tmp_path / "step-00000003.old.tmp")
+    (tmp_path / "step-00000003.old.tmp/.metadata").unlink()
+    (tmp_path / "step-00000004.old.tmp").mkdir()
+    (tmp_path / "step-00000005.old.tmp").symlink_to(saved)
+    # Only the run itself may do that: the save may be running.
+    found = pool.run(newest_of_another_run, {"folder": tmp_path}, world_size=2)
+    assert found == ["step-00000003"] * 2
+    assert not path.exists()
+    assert pool.run(newest, {"folders": [tmp_path]}, world_size=2) == [[["step-00000003"] * 2]] * 2
+    assert contents(path) == contents(saved)
+    shutil.rmtree(tmp_path / "step-00000003")
+    shutil.rmtree(tmp_path / "step-00000003.old.tmp")
+    assert pool.run(newest, {"folders": [tmp_path]}, world_size=2) == [[["step-00000002"] * 2]] * 2
+
+
+def newest_of_another_run(folder: Path) -> str:
+    with pool_world():
+        found = Store(folder / "own", keep=1).newest_whole(folder)
+        return found[0].name if found else "none"
+
+
+def test_a_save_restores_what_a_killed_one_has_moved_aside(
+    pool: Pool, tmp_path: Path, saved: Path
+) -> None:
+    """A loop of one's own need not look for checkpoints before it saves."""
+    path = leave_between_renames(saved, tmp_path, 2)
+    pool.run(save, {"folder": tmp_path, "steps": [3]}, world_size=2)
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+    assert contents(path) == contents(saved)
+
+
+def search_in_a_folder_that_may_not_be_changed(folder: Path) -> str:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "x")
+
+    with pool_world(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rename", refuse)
+        with pytest.raises(UserError) as caught:
+            Store(folder, keep=1).newest_whole()
+        assert not isinstance(caught.value, CheckpointError)
+    return str(caught.value)
+
+
+def test_a_run_does_not_go_on_without_a_checkpoint_that_it_cannot_restore(
+    pool: Pool, tmp_path: Path, saved: Path
+) -> None:
+    place_copies(saved, tmp_path, 1)
+    leave_between_renames(saved, tmp_path, 2)
+    arguments = {"folder": tmp_path}
+    errors = pool.run(search_in_a_folder_that_may_not_be_changed, arguments, world_size=2)
+    assert errors == ["checkpoint: [Errno 30] Read-only file system: 'x'"] * 2
+
+
+def fail_to_replace(folder: Path) -> None:
+    """Save step 2 while the new checkpoint cannot get its name."""
+    with pool_world(), pytest.MonkeyPatch.context() as patch:
+        rename = Path.rename
+
+        def refuse_new(path: Path, target: Path) -> Path:
+            if path.name == "step-00000002.tmp":
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return rename(path, target)
+
+        patch.setattr(Path, "rename", refuse_new)
+        Store(folder, keep=2).save(make_manifest(2), *make_job(seed=0))
+
+
+def test_a_checkpoint_stays_if_the_new_one_cannot_replace_it(
+    pool: Pool, tmp_path: Path, saved: Path
+) -> None:
+    path = place_copies(saved, tmp_path, 2)
+    for lines in refused(pool, fail_to_replace, 2, folder=tmp_path):
+        assert "Input/output error" in lines[0]
+        assert lines[-1] == f"the newest checkpoint is {path}: the same command goes on from it"
+    assert names(tmp_path) == ["step-00000002"]
+    assert contents(path) == contents(saved)
+
+
 def test_file_where_a_folder_should_be(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for lines in refused(pool, save_and_fail, 2, folder=tmp_path / "file", step=2):
