@@ -121,7 +121,7 @@ class Manifest:
 
 
 # What ``Manifest.model`` has beside the fields of a shape.
-_ARCHITECTURE, _HEAD_DIM, _PARAMS = "model.architecture", "model.head_dim", "precision.params"
+_ARCHITECTURE, _HEAD_DIM, PARAMS = "model.architecture", "model.head_dim", "precision.params"
 
 
 def model_of(shape: DecoderShape, params: str, architecture: str | None = None) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def model_of(shape: DecoderShape, params: str, architecture: str | None = None) 
         architecture = getattr(shape, "architecture", DEFAULT)
     if architecture != DEFAULT:
         values[_ARCHITECTURE] = architecture
-    return {**values, _HEAD_DIM: shape.head_width, _PARAMS: params}
+    return {**values, _HEAD_DIM: shape.head_width, PARAMS: params}
 
 
 def with_later_fields(
@@ -171,7 +171,7 @@ def unknown_fields(
     A later version has written it, and what a model with it computes is not known.
     """
     known = {f"model.{entry.name}" for entry in fields(shape)}
-    known |= {_ARCHITECTURE, _HEAD_DIM, _PARAMS}
+    known |= {_ARCHITECTURE, _HEAD_DIM, PARAMS}
     return {key: value for key, value in values.items() if key not in known}
 
 
