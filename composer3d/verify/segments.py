@@ -80,7 +80,7 @@ def backward(
     window_size_left: int = -1,
     window_size_right: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the contributions to the gradients of query, key and value."""
+    """Return the contributions to the gradients of query, key and value, in their shapes."""
     _check(query, key, value, cum_seq_q, cum_seq_k, dropout_p, False)
     assert logsumexp.is_contiguous()
     dq, dk, dv = (torch.full_like(x, torch.nan) for x in (query, key, value))
@@ -108,7 +108,7 @@ KERNEL = VariableLength(forward, backward)
 def visible_scores(
     queries: int, keys: int, max_k: int, is_causal: bool, windows: tuple[int, int]
 ) -> Tensor:
-    """Return the mask (queries, keys) of a segment. The last query and the last key are aligned."""
+    """Return the mask of a segment, of shape (queries, keys). Its last query and last key align."""
     left, right = windows
     if is_causal:
         right = 0
