@@ -104,6 +104,7 @@ SOME = """
     send_gradients_wide sum_shards_in_bfloat16 reduce_only_the_first_block_of_a_unit
     untie_the_head
     lose_the_hop_of_keys join_the_parts_as_if_cut_in_order lose_the_first_key
+    join_late_chunks_in_an_order_for_two_ranks
     let_documents_begin_one_late
     double_the_gradients_between_stages lose_a_deferred_gradient train_the_tied_copy
     evaluate_one_micro_batch_less
