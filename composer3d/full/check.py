@@ -4,7 +4,8 @@ The shrunk proof finds wrong values, on the claim that the job differs from it o
 module checks that claim, with the real code on tensors without data:
 
 1. predicates: facts that decide how a step runs are the same in job and proofs (``predicates``);
-2. groups: every group has the ranks that a formula on coordinates gives, over the whole world;
+2. groups: every group has the ranks that a formula on coordinates gives, over the whole world; and
+   each rank has the coordinates, and takes the samples, that counting gives it;
 3. collectives: each pipeline rank of the full-size job makes as many calls over each group, and
    sends as many bytes, as ``planner.traffic`` says;
 4. messages: each micro-batch's activations and gradients are sent once and received once, in the

@@ -8,7 +8,7 @@ the order of all collectives and messages, the ranks of their groups, the path o
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from math import prod
@@ -523,7 +523,8 @@ def wrong_groups(
 ) -> list[str]:
     """Form the groups of some ranks, one rank after the other, and compare them with ``places``.
 
-    torch's meshes of all ranks, which are the same on every rank, are compared once.
+    torch's meshes of all ranks, which are the same on every rank, are compared once. So are the
+    places that ``Mesh`` gives ranks, from which they also know their samples.
 
     Returns:
         The first problems found, in words.
@@ -554,6 +555,7 @@ def _wrong_groups_of(recipe: Recipe, rank: int, *, meshes: bool) -> Iterator[str
                 arranged[place] = index
             if not torch.equal(device_mesh.mesh, arranged):
                 yield f"the mesh {device_mesh.mesh_dim_names} has ranks at other places"
+        yield from _wrong_places(mesh)
     groups: dict[str, dist.ProcessGroup | None] = dict(mesh.groups(has_experts=has_experts))
     groups["stage"] = mesh.stage_group
     if has_experts:
@@ -567,6 +569,19 @@ def _wrong_groups_of(recipe: Recipe, rank: int, *, meshes: bool) -> Iterator[str
             yield f"rank {rank}: {name} has {_some(ranks)}, and should have {_some(expected)}"
     if sizes.pp > 1:
         yield from _wrong_routes(recipe, rank, mesh)
+
+
+def _wrong_places(mesh: Mesh) -> Iterator[str]:
+    """Yield the ranks of the world that take themselves for other ones, or take others' samples."""
+    for rank, wanted in enumerate(places.of_all_ranks(mesh.sizes)):
+        own = replace(mesh, rank=rank)
+        if own.coords != wanted.coordinates:
+            yield f"rank {rank} has the coordinates {own.coords}, and should have {wanted[0]}"
+        if own.batch_rank != wanted.batch_rank:
+            yield (
+                f"rank {rank} takes the samples of batch rank {own.batch_rank}, and should take "
+                f"those of {wanted.batch_rank}"
+            )
 
 
 def _wrong_routes(recipe: Recipe, rank: int, mesh: Mesh) -> Iterator[str]:

@@ -27,6 +27,7 @@ from tools.prove.faults.exchanges import (
 )
 from tools.prove.faults.pipeline import lose_a_gradient_between_stages
 from tools.prove.full.at_scale import (
+    count_batch_ranks_by_replicas,
     gather_once_more_late_in_the_order,
     lose_a_matrix_between_rounds,
     lose_the_seventeenth_message,
@@ -158,6 +159,30 @@ def test_a_fault_is_found_and_a_right_layout_is_sound(
         assert all(structure.counts[check] > 0 for check in structure.counts)
         assert structure.counts["messages"] == 4
         assert (structure.micro_batches_run, structure.micro_batches) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("plant", "finding"),
+    [
+        (None, []),
+        (
+            count_batch_ranks_by_replicas,
+            [
+                f"rank {rank} takes the samples of batch rank {rank - 2}, and should take those of "
+                f"{rank}"
+                for rank in range(4, 8)
+            ],
+        ),
+    ],
+)
+def test_a_rank_that_takes_the_samples_of_another_is_found(
+    pool: Pool, plant: Any, finding: list[str]
+) -> None:
+    layout = split_overrides("mesh.dp_replicate=2 mesh.dp_shard=4")
+    full = load(str(RECIPE), layout, check_files=False).recipe
+    arguments = {"recipe": full, "ranks": [0, 5], "plant": plant}
+    task = "composer3d.full.witness:wrong_groups"
+    assert pool.run(task, arguments, world_size=1) == [finding]
 
 
 @pytest.mark.timeout(900)

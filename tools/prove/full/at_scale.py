@@ -321,6 +321,19 @@ def put_tp_outside_of_fsdp(right: Any, device: str, shape: Any, *, mesh_dim_name
     return DeviceMesh(device, ranks.contiguous(), mesh_dim_names=mesh_dim_names)
 
 
+@_shows(
+    "mesh.dp_replicate=2 mesh.dp_shard=4 data.global_batch=16",
+    "mesh.dp_replicate=2 mesh.dp_shard=2",
+)
+def count_batch_ranks_by_replicas() -> None:
+    """The samples of a rank: a replica has as many batch ranks as there are replicas."""
+
+    def batch_rank(self: Mesh) -> int:
+        return self.coords["dp_replicate"] * self.sizes.dp_replicate + self.coords["dp_shard"]
+
+    Mesh.batch_rank = property(batch_rank)
+
+
 @_shows("mesh.dp_shard=3 data.global_batch=12", "mesh.dp_shard=2")
 @fault_of(dist, dist.reduce_scatter_single)
 def let_the_third_rank_skip(
