@@ -13,7 +13,7 @@ module checks that claim, with the real code on tensors without data:
 5. gradients: each is never scaled, and summed once over exactly the ranks that see other tokens;
    over these it is also partial, by the types of the values it was computed from;
 6. seams: activations and their gradients vary over no other axes than the residual stream, and what
-   ranks divide by is the same on all (``varying``);
+   ranks divide by is the same on all (``varying``); a stage runs its blocks in order;
 7. peers: ranks at other coordinates call the same collectives in the same order.
 
 Checks 3 to 6 run the full-size model, on the first rank of each distinct pipeline rank. A step has

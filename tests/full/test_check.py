@@ -32,6 +32,7 @@ from tools.prove.full.at_scale import (
     lose_a_matrix_between_rounds,
     lose_the_seventeenth_message,
     pair_ranks_of_cp,
+    run_blocks_in_the_order_of_their_names,
     send_to_the_rank_before,
 )
 from tools.prove.full.run import _nothing
@@ -183,6 +184,35 @@ def test_a_rank_that_takes_the_samples_of_another_is_found(
     arguments = {"recipe": full, "ranks": [0, 5], "plant": plant}
     task = "composer3d.full.witness:wrong_groups"
     assert pool.run(task, arguments, world_size=1) == [finding]
+
+
+_PREDICTING = (
+    "model.architecture=deepseek model.preset=debug-deepseek model.n_kv_heads=8 model.n_layers=3 "
+    "model.mtp_layers=1 mesh.pp=2 data.global_batch=8 memory.activation_checkpoint=full"
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "plant", "unmet"),
+    [
+        (
+            "model.n_layers=12",
+            run_blocks_in_the_order_of_their_names,
+            ("the blocks of stage 0 run in another order: in place 2 it is 10, not 2",),
+        ),
+        # The last block is that of multi-token prediction.
+        (_PREDICTING, None, ()),
+        ("model.n_layers=12 memory.activation_checkpoint=full mesh.tp=2", None, ()),
+    ],
+)
+def test_a_stage_that_runs_blocks_in_another_order_is_found(
+    pool: Pool, layout: str, plant: Any, unmet: tuple[str, ...]
+) -> None:
+    full = load(str(RECIPE), split_overrides(layout), check_files=False).recipe
+    rank = full.world_size // 2
+    arguments = {"job": (full, rank // (full.world_size // full.mesh.pp), rank), "plant": plant}
+    (seen,) = pool.run("composer3d.full.witness:see", arguments, world_size=1)
+    assert seen.unmet == unmet
 
 
 @pytest.mark.timeout(900)

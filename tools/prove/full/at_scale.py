@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
@@ -332,6 +333,16 @@ def count_batch_ranks_by_replicas() -> None:
         return self.coords["dp_replicate"] * self.sizes.dp_replicate + self.coords["dp_shard"]
 
     Mesh.batch_rank = property(batch_rank)
+
+
+@_shows("mesh.dp_shard=2 model.n_layers=12", "mesh.dp_shard=2")
+@fault_of(stages.Stage, stages.Stage.__init__)
+def run_blocks_in_the_order_of_their_names(
+    right: Any, self: stages.Stage, *arguments: Any, **named: Any
+) -> None:
+    """Stages: blocks run in the order of their names as texts: 0, 1, 10, 11, 2."""
+    right(self, *arguments, **named)
+    self.blocks = nn.ModuleDict(sorted(self.blocks.items()))
 
 
 @_shows("mesh.dp_shard=3 data.global_batch=12", "mesh.dp_shard=2")
