@@ -32,6 +32,7 @@ from composer3d.parallel.data.reduce_scatter import SendNarrow, WithPlainBuffers
 from composer3d.planner.matrices import limited_rounds
 from composer3d.recipe.matrices import matrices_of
 from composer3d.recipe.schema import OptimTable, PrecisionTable, Recipe
+from composer3d.recipe.values import variant
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import form_group, pool_world
 from composer3d.runtime.torch_private import ReduceScatter
@@ -553,10 +554,10 @@ def compare_steps(
             expected_gradient = expected["gradient"][step].get(name)
             errors.shards.append(_compare(step, "gradient", name, gradient, expected_gradient))
 
-        lr = learning_rate(step, recipe.optim, recipe.run.steps)
         max_norm = reference_max_norm(recipe, step)
         replay.record_gradients(gradients, norm=values.norm, max_norm=max_norm)
-        train_step.update(stages, optimizer, sums, max_norm=max_norm, lr=lr)
+        rule = train_step.update_rule(variant(recipe, {"optim.clip": max_norm}), step)
+        train_step.update(stages, optimizer, sums, **rule._asdict())
 
         # A factor of all gradients may hardly change the weights (as with an optimizer that
         # divides by their size), but it changes this norm.

@@ -110,7 +110,8 @@ SOME = """
     evaluate_one_micro_batch_less
     train_frozen_parameters freeze_the_norms_too keep_the_gradients_of_the_last_step
     recompute_with_other_positions learn_ignored_labels take_the_scales_of_the_first_rank
-    norm_of_the_first_rank count_replicas_in_the_norm do_not_clip step_on_one_rank_only
+    norm_of_the_first_rank count_replicas_in_the_norm do_not_clip forget_to_give_the_bound
+    step_on_one_rank_only
     set_the_learning_rate_of_one_group take_the_last_group_that_matches
     rise_again_after_the_decay
     give_positions_of_a_contiguous_part cut_documents_in_samples_of_whole_ones
