@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from composer3d.facts.limits import JOB
 from composer3d.models.contract import Constant, ShardingPlan
 from composer3d.runtime.torch_private import offset_of
 
@@ -23,7 +24,7 @@ _MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
 
 # Elements computed at once. The few float64 temporaries take 8 MiB each.
-_CHUNK = 1 << 20
+CHUNK = JOB.initial_weights
 
 
 def initialise(stage: nn.Module, plan: ShardingPlan, seed: int, skip: Collection[str] = ()) -> None:
@@ -82,7 +83,7 @@ def fill_normal(
     columns = torch.arange(local.shape[-1], device=local.device) + offset[-1]
 
     flat = local.view(-1, local.shape[-1])
-    rows_at_once = max(1, _CHUNK // local.shape[-1])
+    rows_at_once = max(1, CHUNK // local.shape[-1])
     for begin in range(0, flat.shape[0], rows_at_once):
         part = slice(begin, begin + rows_at_once)
         flat[part] = normal_of(rows[part] + columns, key).mul_(std)

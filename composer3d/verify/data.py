@@ -7,12 +7,14 @@ them shows as a difference.
 
 import hashlib
 import random
+from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import torch
 
-from composer3d.data import Batch, Corpus
+from composer3d.data import Batch, Blend, Corpus
 from composer3d.data.loader import number_documents
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.recipe.schema import Recipe
@@ -87,6 +89,27 @@ def reference_learning_rate(recipe: Recipe, step: int) -> float:
     return optim.min_lr * (1 - remaining) + optim.lr * remaining
 
 
+def make_training_data(recipe: Recipe) -> Corpus | Blend:
+    """Make the text that a proof trains on: a blend of several, if the recipe has data.sources.
+
+    Token files may say which tokens are learned. So with ``data.source = "tokens"``, the text has a
+    mask, and of a blend every second one. The text of the validation has none.
+    """
+    sources = recipe.data.sources
+    corpora = [make_corpus(recipe, "train")]
+    for number in range(1, len(sources or (None,))):
+        corpora.append(_draw_corpus(recipe, "train", f"source {number} of a proof"))
+    if recipe.data.source == "tokens":
+        generator = np.random.default_rng(5)
+        corpora[::2] = [
+            replace(corpus, mask=(generator.random(len(corpus.tokens)) < 0.75).astype(np.uint8))
+            for corpus in corpora[::2]
+        ]
+    if sources is None:
+        return corpora[0]
+    return Blend(tuple(corpora), tuple(source.weight for source in sources))
+
+
 def make_corpus(recipe: Recipe, split: str) -> Corpus:
     """Make a text of random tokens, in documents of uneven lengths.
 
@@ -143,18 +166,21 @@ def _draw_corpus(recipe: Recipe, split: str, seed: str) -> Corpus:
     )
 
 
-def corpus_batch(recipe: Recipe, corpus: Corpus, *, seed: int, step: int) -> Batch:
+def corpus_batch(recipe: Recipe, data: Corpus | Blend, *, seed: int, step: int) -> Batch:
     """Make the global batch of a step that the loaders of all ranks together must draw.
 
-    An epoch has n samples. Global sample g is sample g % n in the order of epoch g // n, that of
-    ``sample_at``. Sample i of the corpus starts at token i * seq_len, or is that of
-    ``whole_document_samples``; a label is the token that follows. With packing, positions start
-    from 0 in each document, and the last token of a document has no label. What fills a sample up
-    is a document of end-of-document tokens without labels.
+    An epoch has n samples. Sample g that is taken of a corpus is sample g % n in the order of epoch
+    g // n, that of ``sample_at``. Sample i of the corpus starts at token i * seq_len, or is that of
+    ``whole_document_samples``; a label is the token that follows, if the corpus learns it. With
+    packing, positions start from 0 in each document, and the last token of a document has no label.
+    What fills a sample up is a document of end-of-document tokens without labels.
+
+    The next sample of a blend is taken of the corpus with the smallest (2 n + 1) / weight, where n
+    samples of it were taken before; of several such corpora, of the first.
 
     Args:
         recipe: its table ``[data]`` is used.
-        corpus: the tokens.
+        data: the tokens.
         seed: the seed of the order of samples.
         step: the step, counted from 0.
 
@@ -164,15 +190,23 @@ def corpus_batch(recipe: Recipe, corpus: Corpus, *, seed: int, step: int) -> Bat
     """
     length, rows = recipe.data.seq_len, recipe.data.global_batch
     is_packed = recipe.data.packing != "none"
-    if recipe.data.packing == "whole_documents":
-        spans = whole_document_samples(corpus, length)
+    corpora: Sequence[Corpus]
+    if isinstance(data, Blend):
+        corpora, weights = data.corpora, [Fraction(str(weight)) for weight in data.weights]
     else:
-        n_samples = (len(corpus.tokens) - 1) // length
-        spans = [list(range(sample * length, (sample + 1) * length)) for sample in range(n_samples)]
+        corpora, weights = [data], [Fraction(1)]
+    spans_of = [_samples(recipe, corpus) for corpus in corpora]
+    taken = [0] * len(corpora)
     all_tokens, all_labels, all_positions, all_documents = [], [], [], []
 
-    for global_sample in range(step * rows, (step + 1) * rows):
-        epoch, place = divmod(global_sample, len(spans))
+    for global_sample in range((step + 1) * rows):
+        times = [(2 * count + 1) / weight for count, weight in zip(taken, weights, strict=True)]
+        source = times.index(min(times))
+        corpus, spans = corpora[source], spans_of[source]
+        epoch, place = divmod(taken[source], len(spans))
+        taken[source] += 1
+        if global_sample < step * rows:
+            continue
         span = spans[sample_at(place, len(spans), seed, epoch)]
 
         tokens, labels, positions, documents = [], [], [], []
@@ -181,7 +215,9 @@ def corpus_batch(recipe: Recipe, corpus: Corpus, *, seed: int, step: int) -> Bat
             token = int(corpus.tokens[index])
             ends_document = is_packed and token == corpus.end_of_document
             tokens.append(token)
-            labels.append(IGNORE_INDEX if ends_document else int(corpus.tokens[index + 1]))
+            is_learned = corpus.mask is None or corpus.mask[index + 1] == 1
+            has_label = is_learned and not ends_document
+            labels.append(int(corpus.tokens[index + 1]) if has_label else IGNORE_INDEX)
             positions.append(position)
             documents.append(document)
             if ends_document:
@@ -189,7 +225,7 @@ def corpus_batch(recipe: Recipe, corpus: Corpus, *, seed: int, step: int) -> Bat
             else:
                 position += 1
         n_filling = length - len(span)
-        tokens += [corpus.end_of_document] * n_filling
+        tokens += [data.end_of_document] * n_filling
         labels += [IGNORE_INDEX] * n_filling
         positions += range(n_filling)
         documents += [document] * n_filling
@@ -208,6 +244,15 @@ def corpus_batch(recipe: Recipe, corpus: Corpus, *, seed: int, step: int) -> Bat
         ),
         recipe,
     )
+
+
+def _samples(recipe: Recipe, corpus: Corpus) -> list[list[int]]:
+    """Return the tokens of each sample of a corpus, as indices of the corpus."""
+    length = recipe.data.seq_len
+    if recipe.data.packing == "whole_documents":
+        return whole_document_samples(corpus, length)
+    n_samples = (len(corpus.tokens) - 1) // length
+    return [list(range(sample * length, (sample + 1) * length)) for sample in range(n_samples)]
 
 
 def _with_tokens_ahead(batch: Batch, recipe: Recipe) -> Batch:

@@ -169,6 +169,7 @@ class RankErrors:
         wrong_reduction: describes a gradient that breaks the rule of ``precision.reduce``; None if
             there is none.
         wrong_load: describes what a router counted wrong (``routing.find_wrong_load``), or None.
+        wrong_bad_step: describes what a step changed whose loss was not finite, or None.
     """
 
     identity: str
@@ -180,11 +181,17 @@ class RankErrors:
     wrong_learning_rate: str | None = None
     wrong_reduction: str | None = None
     wrong_load: str | None = None
+    wrong_bad_step: str | None = None
 
     @property
     def broken_rule(self) -> str | None:
         """The first of the descriptions of what is wrong, or None."""
-        return self.wrong_learning_rate or self.wrong_reduction or self.wrong_load
+        return (
+            self.wrong_learning_rate
+            or self.wrong_reduction
+            or self.wrong_load
+            or self.wrong_bad_step
+        )
 
 
 class ReferenceStats(NamedTuple):

@@ -31,7 +31,9 @@ def limits_of_proof(recipe: Recipe) -> PartLimits:
         recipe: a small recipe.
     """
     # Few tensors have a multiple of 50 elements, so that most have a part of a row, too.
-    return PartLimits(elements_per_round=_room_for_two(recipe), row=50, band=2)
+    return PartLimits(
+        elements_per_round=_room_for_two(recipe), row=50, initial_weights=1000, band=2
+    )
 
 
 def _room_for_two(recipe: Recipe) -> int:

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composer3d.data import Batch, Corpus
+from composer3d.facts.flags import N_FLAGS
 from composer3d.facts.limits import JOB
 from composer3d.models.contract import IGNORE_INDEX, Decoder
 from composer3d.models.layers.moe import Router, Routing
 from composer3d.models.registry import architecture, resolve
 from composer3d.parallel import Stages, grad_norm, init
-from composer3d.parallel.context import tiles
+from composer3d.parallel.context import kernels, segment_kernel, tiles
 from composer3d.parallel.data import fsdp
 from composer3d.parallel.data.reduce_scatter import SendNarrow, WithPlainBuffers
 from composer3d.planner.matrices import limited_rounds
@@ -41,13 +42,15 @@ from composer3d.training import step as train_step
 from composer3d.training import validation as train_validation
 from composer3d.training.build import build_stages
 from composer3d.training.optim import learning_rate
-from composer3d.training.optimizers import build_stages_optimizer
+from composer3d.training.optimizers import Optimizer, build_stages_optimizer
 from composer3d.training.optimizers.proof import OptimizerProof
-from composer3d.training.step_values import StepValues
+from composer3d.training.step_values import StepSums, StepValues
+from composer3d.verify import segments
 from composer3d.verify.data import (
     corpus_batch,
     has_random_batch,
     make_corpus,
+    make_training_data,
     random_batch,
     reference_learning_rate,
     reference_max_norm,
@@ -175,7 +178,7 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
     optimizer = _proof_class(recipe.optim).plain(
         model.named_parameters(), recipe.optim, matrices_of(chosen, recipe.model, recipe.optim)
     )
-    train_corpus = make_corpus(recipe, "train")
+    training_data = make_training_data(recipe)
     held_out = make_corpus(recipe, "validation")
 
     keys = ("loss", "mtp_losses", "norm", "clipped", "clips", "gradient", "weight", "noise")
@@ -196,7 +199,7 @@ def _train_plainly(recipe: Recipe, dtype: str, steps: int) -> dict[str, Any]:
         if has_random_batch(step):
             batch = random_batch(recipe, step)
         else:
-            batch = corpus_batch(recipe, train_corpus, seed=recipe.data.seed, step=step)
+            batch = corpus_batch(recipe, training_data, seed=recipe.data.seed, step=step)
         with _record_routers(model) as routers:
             exact = _plain_results(batch, model)
         closest = min(closest, routers.closest)
@@ -441,21 +444,52 @@ def _with_small_limits(
     @wraps(compare)
     def compare_in_parts(recipe: Recipe, /, *args: _P.args, **kwargs: _P.kwargs) -> RankErrors:
         small = limits_of_proof(recipe)
-        grad_norm.ROW = small.row
+        grad_norm.ROW, init.CHUNK = small.row, small.initial_weights
         try:
             with limited_rounds(small.elements_per_round):
                 return compare(recipe, *args, **kwargs)
         finally:
-            grad_norm.ROW = JOB.row
-            _use_band(JOB.band)
+            grad_norm.ROW, init.CHUNK = JOB.row, JOB.initial_weights
+            _compute_attention(JOB.band)
 
     return compare_in_parts
 
 
-def _use_band(band: int) -> None:
+def _compute_attention(
+    band: int,
+    of_cpu: kernels.Kernel = kernels.Kernel.CPU_FLASH,
+    *,
+    in_segments: bool = False,
+) -> None:
+    """Let attention compute from now on as a GPU does.
+
+    Args:
+        band: the most queries of a tile (``facts.limits``).
+        of_cpu: the kernel that a CPU takes.
+        in_segments: let a CPU take the segments of a variable-length kernel for documents and
+            windows, which ``verify.segments`` computes.
+    """
+    kernels.KERNEL_OF_CPU = of_cpu
+    segment_kernel.VARIABLE_LENGTH.pop(kernels.Kernel.CPU_FLASH, None)
+    if in_segments:
+        segment_kernel.VARIABLE_LENGTH[kernels.Kernel.CPU_FLASH] = segments.KERNEL
     if band != tiles.BAND:
         tiles.BAND = band
         tiles.tiles.cache_clear()
+
+
+def _compute_attention_in_another_way(step: int, band: int) -> None:
+    """Compute the attention of a step of a proof in one of the ways of ``parallel.context``.
+
+    The ways are taken in turn: plain scores in bands, as GPUs do in wide dtypes; segments, as they
+    do in bfloat16; and the kernel of a CPU, with whole tiles.
+    """
+    if step % 3 == 0:
+        _compute_attention(band, kernels.Kernel.REFERENCE)
+    elif step % 3 == 1:
+        _compute_attention(band, in_segments=True)
+    else:
+        _compute_attention(JOB.band)
 
 
 @_with_small_limits
@@ -506,7 +540,8 @@ def compare_steps(
     for name, parameter in stages.named_parameters():
         _starve_first_expert(name, parameter, recipe.model.experts > 0)
     optimizer = build_stages_optimizer(stages, recipe)
-    loader = batches.make_loader(recipe, mesh, make_corpus(recipe, "train"), seed=recipe.data.seed)
+    training_data = make_training_data(recipe)
+    loader = batches.make_loader(recipe, mesh, training_data, seed=recipe.data.seed)
     held_out = make_corpus(recipe, "validation")
     replay = _proof_class(recipe.optim)(
         recipe.optim,
@@ -523,8 +558,7 @@ def compare_steps(
     batch_tokens = recipe.data.global_batch * recipe.data.seq_len
     small_band = limits_of_proof(recipe).band
     for step in range(steps):
-        # Of several steps, attention has whole tiles in the first one, and then bands of them.
-        _use_band(JOB.band if step == 0 and steps > 1 else small_band)
+        _compute_attention_in_another_way(step, small_band)
         # Validate between two steps, so that a validation that disturbs the next step shows.
         if step == steps - 1:
             validation_loss = train_validation.validate(
@@ -566,7 +600,33 @@ def compare_steps(
         errors.shards += _compare_weights(
             step, stages, expected, replay, lr=reference_learning_rate(recipe, step)
         )
+        if step == 0:
+            errors.wrong_bad_step = _take_bad_step(stages, optimizer, lr=rule.lr)
     return errors
+
+
+def _take_bad_step(stages: Stages, optimizer: Optimizer, *, lr: float) -> str | None:
+    """Take a step whose loss and gradients are NaN, and describe what it changed; None: nothing.
+
+    Weights are then set back. Later steps show whether the states of the optimizer have changed,
+    and whether gradients are left. Collectives: those of ``training.step.update``.
+    """
+    parameters = dict(stages.named_parameters())
+    before = {name: init.local_part(parameter)[0].clone() for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        if parameter.grad is not None:
+            init.local_part(parameter.grad)[0].fill_(math.nan)
+    n_sums = 2 + N_FLAGS + len(grad_norm.PARTS)
+    sums = torch.zeros(n_sums, dtype=torch.float64, device=stages.mesh.device)
+    sums[:2] = math.nan
+    train_step.update(stages, optimizer, StepSums(sums), max_norm=1.0, lr=lr)
+    changed = None
+    for name, parameter in parameters.items():
+        local, _ = init.local_part(parameter)
+        if changed is None and not torch.equal(local, before[name]):
+            changed = f"a step whose loss is not finite changed {name}"
+        local.copy_(before[name])
+    return changed
 
 
 def _error_of_losses(values: StepValues, expected: Mapping[str, Any], step: int) -> float:

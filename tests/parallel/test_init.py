@@ -83,7 +83,7 @@ def test_a_box_has_the_values_of_the_whole_tensor(
     whole = filled(shape)
     assert not whole.isnan().any()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(init, "_CHUNK", chunk)
+        patch.setattr(init, "CHUNK", chunk)
         box_shape = tuple(part.stop - part.start for part in slices)
         offset = tuple(part.start for part in slices)
         values = filled(box_shape, offset=offset, whole_shape=shape)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from composer3d.data import Blend
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
@@ -14,19 +15,21 @@ from composer3d.verify.data import (
     corpus_batch,
     has_random_batch,
     make_corpus,
+    make_training_data,
     random_batch,
     reference_learning_rate,
     shorten_run,
 )
 from composer3d.verify.shrink import shrink
 from composer3d.verify.worker import run_reference
+from tests.data.samples import loader_of
 from tools.prove.paths import RECIPE
 
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 
 def recipe_of(*sets: str) -> Recipe:
-    return load(RECIPE, ["data.seq_len=16", *sets]).recipe
+    return load(RECIPE, ["data.seq_len=16", *sets], check_files=False).recipe
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -93,6 +96,29 @@ def test_a_proof_draws_from_two_epochs(global_batch: int) -> None:
     assert global_batch < samples < 2 * global_batch or global_batch < 3
     assert (len(corpus.tokens) - 1) % 16  # the last tokens do not fill a sample
     assert corpus.tokens.max() < recipe.model.vocab
+
+
+SOURCES = 'data.sources=[{path="a",weight=1.5},{path="b",weight=1},{path="c",weight=0.25}]'
+
+
+@pytest.mark.parametrize("packing", ["none", "documents", "whole_documents"])
+@pytest.mark.parametrize("sets", [(), ("data.path=a",), (SOURCES,)])
+def test_the_loader_draws_what_the_proof_expects(packing: str, sets: tuple[str, ...]) -> None:
+    """Of one text, of token files with a mask, and of a blend of which some have masks."""
+    source = "tokens" if sets else "python"
+    recipe = recipe_of(f"data.source={source}", f"data.packing={packing}", *sets)
+    data = make_training_data(recipe)
+    corpora = data.corpora if isinstance(data, Blend) else (data,)
+    assert len(corpora) == (3 if sets == (SOURCES,) else 1)
+    have_masks = [corpus.mask is not None for corpus in corpora]
+    assert have_masks == [bool(sets), False, bool(sets)][: len(corpora)]
+    sizes = {"seq_len": recipe.data.seq_len, "global_batch": recipe.data.global_batch}
+    loader = loader_of(data, **sizes, seed=7, packing=recipe.data.packing)
+    for step in range(4):
+        expected, batch = corpus_batch(recipe, data, seed=7, step=step), loader[step]
+        for wanted, actual in zip(expected, batch, strict=True):
+            assert (wanted is None) == (actual is None)
+            assert wanted is None or torch.equal(wanted, actual)
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 3])

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from composer3d.facts.limits import JOB
-from composer3d.parallel import grad_norm
+from composer3d.parallel import Stages, grad_norm, init
 from composer3d.parallel.context import tiles
 from composer3d.planner.matrices import limited_rounds
 from composer3d.planner.traffic import rounds_of_matrices
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
+from composer3d.training.optimizers import muon
+from composer3d.training.optimizers.adamw import AdamW
 from composer3d.verify import worker
 from composer3d.verify.limits import limits_of_proof, run_limit_s, wait_limit_s
 from composer3d.verify.proof import verify_layout
@@ -47,9 +49,24 @@ def lose_the_last_of_several_bands() -> None:
     tiles._visible = wrong
 
 
+def lose_the_last_rows_of_initial_weights() -> None:
+    """Initial weights: what is left after the last whole part is not drawn."""
+    right = init.fill_normal
+
+    def wrong(local: torch.Tensor, *arguments: Any, **keywords: Any) -> None:
+        right(local, *arguments, **keywords)
+        rows = init.CHUNK // local.shape[-1]
+        flat = local.view(-1, local.shape[-1])
+        if len(flat) > rows:
+            flat[len(flat) // rows * rows :] = 0
+
+    init.fill_normal = wrong
+
+
 @pytest.mark.parametrize(
     ("layout", "fault"),
     [
+        ("mesh.dp_shard=2", lose_the_last_rows_of_initial_weights),
         ("optim.name=muon mesh.dp_shard=2", lose_a_matrix_between_rounds),
         ("mesh.dp_shard=2", lose_the_end_of_rows),
         ("mesh.cp=2 model.window=40", lose_the_last_of_several_bands),
@@ -64,6 +81,60 @@ def test_a_fault_of_what_is_computed_in_parts_is_found(
     )
     assert verdict.error is not None
     assert re.search(r" (is|are) off", verdict.error), verdict.error
+
+
+def step_although_it_is_bad() -> None:
+    """AdamW: a step whose loss is not finite is made like any other."""
+    right = AdamW.apply_gradients
+
+    def wrong(self: Any, *, divisor: torch.Tensor, is_good: torch.Tensor) -> None:
+        right(self, divisor=divisor, is_good=torch.ones_like(is_good))
+
+    AdamW.apply_gradients = wrong  # type: ignore[method-assign]
+
+
+def keep_a_bad_momentum() -> None:
+    """Muon: the momentum takes in gradients that are not finite."""
+    right = muon.Muon._apply_to_matrices
+
+    def wrong(self: Any, divisor: torch.Tensor, is_good: torch.Tensor) -> None:
+        right(self, divisor, is_good)
+        if not is_good:
+            for parameter in self._matrices:
+                self._moment(parameter).fill_(torch.nan)
+
+    muon.Muon._apply_to_matrices = wrong  # type: ignore[method-assign]
+
+
+def move_biases_although_it_is_bad() -> None:
+    """Router biases move in a bad step, too."""
+    right = Stages.move_router_biases
+    Stages.move_router_biases = (  # type: ignore[method-assign]
+        lambda self, is_good: right(self, torch.ones_like(is_good))
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "fault", "words"),
+    [
+        (RECIPE, "mesh.dp_shard=2", step_although_it_is_bad, " (is|are) off"),
+        (RECIPE, "mesh.dp_shard=2 optim.name=muon", keep_a_bad_momentum, " (is|are) off"),
+        (
+            MOE_RECIPE,
+            "mesh.dp_shard=2 model.router=sigmoid model.router_bias=true",
+            move_biases_although_it_is_bad,
+            "is not finite changed blocks.0.moe.router.bias",
+        ),
+    ],
+)
+def test_a_bad_step_that_changes_something_is_wrong(
+    pool: Pool, tmp_path: Path, recipe: Path, layout: str, fault: Callable[[], None], words: str
+) -> None:
+    verdict = verify_layout(
+        pool, tmp_path, str(recipe), layout.split(), dtype="float64", steps=2, fault=fault
+    )
+    assert verdict.error is not None
+    assert re.search(words, verdict.error), verdict.error
 
 
 def test_every_limit_of_a_proof_is_lower() -> None:

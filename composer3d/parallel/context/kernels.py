@@ -35,6 +35,9 @@ class Kernel(Enum):
     REFERENCE = "plain scores"
 
 
+# The kernel of a CPU. A proof takes another one, to run what a GPU runs (``verify.worker``).
+KERNEL_OF_CPU = Kernel.CPU_FLASH
+
 # For blocks of fewer queries, cuDNN's kernel was not measured.
 _LEAST_QUERIES_OF_CUDNN = 128
 
@@ -45,7 +48,7 @@ def kernel_of(q: Tensor) -> Kernel:
     On a GPU, blocks with a mask always use ``Kernel.REFERENCE``.
     """
     if not q.is_cuda:
-        return Kernel.CPU_FLASH
+        return KERNEL_OF_CPU
     tokens, width = q.shape[-2:]
     is_half = q.dtype in (torch.bfloat16, torch.float16)
     capability = torch.cuda.get_device_capability(q.device) if is_half else (0, 0)

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from composer3d.parallel.context import kernels, packed, segment_kernel
 from composer3d.parallel.context.kernels import Kernel
 from composer3d.parallel.context.tiles import NOT_CAUSAL, starts_of
+from composer3d.verify.segments import KERNEL
 from tests.parallel.context.attention import (
     HEADS,
     ON_GPU,
@@ -22,7 +23,7 @@ from tests.parallel.context.attention import (
     reference,
     relative_error,
 )
-from tools.prove import varlen
+from tests.parallel.context.segments import count_scores
 
 
 class Results(NamedTuple):
@@ -264,7 +265,7 @@ def test_segments_agree_with_plain_scores(
 ) -> None:
     """Backward gets the output and the logsumexp of rows that have other keys as well."""
     if device == "cpu":
-        monkeypatch.setitem(segment_kernel.VARIABLE_LENGTH, kernels.Kernel.CPU_FLASH, varlen.KERNEL)
+        monkeypatch.setitem(segment_kernel.VARIABLE_LENGTH, kernels.Kernel.CPU_FLASH, KERNEL)
     tokens = 160
     length = tokens * hops.cp
     documents = None
@@ -279,7 +280,7 @@ def test_segments_agree_with_plain_scores(
     assert any(plan.rounds)
     for call in (call for calls in plan.rounds for call in calls):
         all_keys = length if hops.method == "allgather" else tokens
-        counts = varlen.count_scores(plan, call, 2, tokens, all_keys)
+        counts = count_scores(plan, call, 2, tokens, all_keys)
         visible = counts[:, None, call.queries, call.keys] > 0
         q, k, v, grad = (x.to(device, dtype) for x in inputs(*heads, all_keys, width=width))
         q, grad = q[:, :, call.queries], grad[:, :, call.queries]

@@ -14,6 +14,7 @@ from composer3d.parallel.context.ownership import owned_ranges
 from composer3d.parallel.context.tiles import NOT_CAUSAL, starts_of
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.process_group import pool_world
+from composer3d.verify import segments
 from tests.parallel.context.attention import (
     Mask,
     composed,
@@ -21,8 +22,8 @@ from tests.parallel.context.attention import (
     random_documents,
     reference,
 )
+from tests.parallel.context.segments import count_scores
 from tests.reference.attention import visible_keys
-from tools.prove import varlen
 
 WINDOWS = (0, 1, 2, 5, 9, 16, 30, NOT_CAUSAL)
 
@@ -54,7 +55,7 @@ def check_plan(
                 keys = places_of(source, size, tokens, balanced)
             counts = torch.zeros(rows, tokens, len(keys), dtype=torch.int64)
             for call in calls:
-                counts += varlen.count_scores(plan, call, rows, tokens, len(keys))
+                counts += count_scores(plan, call, rows, tokens, len(keys))
             assert torch.equal(counts, visible[:, own][:, :, keys].long()), (method, rank, source)
             if size == 1 or (window <= 0 and method == "ring"):
                 assert len(calls) <= 1
@@ -122,7 +123,7 @@ def check_values(heads: list[tuple[int, int]], methods: tuple[str, ...]) -> int:
     """Compare with one process, with the kernel's model in place of it; count comparisons."""
     count = 0
     with pool_world(), pytest.MonkeyPatch.context() as patch:
-        patch.setitem(segment_kernel.VARIABLE_LENGTH, kernels.Kernel.CPU_FLASH, varlen.KERNEL)
+        patch.setitem(segment_kernel.VARIABLE_LENGTH, kernels.Kernel.CPU_FLASH, segments.KERNEL)
         blocks: list[type] = []
         attend = ring._Round.attend
 
@@ -176,7 +177,7 @@ def test_one_rank_agrees_with_tiles(
     numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     documents = torch.stack((numbers, numbers.flip(0)))
     results = []
-    for kernel in (None, varlen.KERNEL):
+    for kernel in (None, segments.KERNEL):
         with pytest.MonkeyPatch.context() as patch:
             if kernel is not None:
                 patch.setitem(segment_kernel.VARIABLE_LENGTH, kernels.Kernel.CPU_FLASH, kernel)

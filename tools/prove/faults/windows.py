@@ -1,25 +1,18 @@
 """Faults of documents and windows where only GPUs take the path: ``parallel/context/packed.py``.
 
-Each lets the CPU take it too, with ``tools/prove/varlen.py`` in place of a GPU's kernel.
+The second step of a proof takes it, with ``verify.segments`` in place of a GPU's kernel.
 """
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from composer3d.parallel.context import kernels, packed, ring, segment_kernel
-from tools.prove import varlen
+from composer3d.parallel.context import packed, ring
 from tools.prove.faults.places import PACKED, harms
 from tools.prove.faults.plant import fault_by, instead_of
 
 
-def take_the_path_of_gpus() -> None:
-    """No fault: documents and windows take the calls that they take on a GPU."""
-    segment_kernel.VARIABLE_LENGTH[kernels.Kernel.CPU_FLASH] = varlen.KERNEL
-
-
 def _change_edges(change: Callable[[Any], Any]) -> None:
     """Change the segments of documents in which a window ends."""
-    take_the_path_of_gpus()
 
     @instead_of(packed, packed._segments_with_edge)
     def wrong(right: Any, *arguments: Any) -> Iterator[Any]:
@@ -46,7 +39,6 @@ def lose_the_first_key(segment: Any) -> Any:
 @harms("mesh.cp=2 model.window=16")
 def let_windows_end_with_the_last_edge() -> None:
     """Windows of a GPU: an edge inside of a document is not looked for."""
-    take_the_path_of_gpus()
     packed._segments_with_edge = lambda row, queries, keys, window: packed._segments_without_edge(
         row, queries, keys, window, -1
     )
@@ -55,7 +47,6 @@ def let_windows_end_with_the_last_edge() -> None:
 @harms(f"mesh.cp=2 {PACKED}")
 def let_documents_begin_one_late() -> None:
     """Documents of a GPU: each one but the first begins a token late."""
-    take_the_path_of_gpus()
 
     @instead_of(ring, ring.plan_calls)
     def wrong(
