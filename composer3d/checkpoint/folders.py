@@ -9,6 +9,7 @@ import io
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
@@ -30,12 +31,15 @@ from torch.futures import Future
 from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint.manifest import ASSETS, FileEntry, Manifest, TensorSpec
 from composer3d.checkpoint.metadata import METADATA, METADATA_LIMIT, tensor_specs
+from composer3d.checkpoint.steps import is_there
 from composer3d.facts.errors import CheckpointError, TrainingError, UserError
 from composer3d.facts.remote import Place, RemotePath
+from composer3d.facts.step_folders import STEP_FOLDER
 from composer3d.runtime.files import publish, sync
 from composer3d.runtime.run_files import WRITER
 
-_LEFTOVER = re.compile(r"step-[0-9]{8}(\.old)?\.tmp")
+_REPLACED = ".old.tmp"  # the ending of the name of a checkpoint that is being replaced
+_LEFTOVER = re.compile(rf"{STEP_FOLDER.pattern}(\.old)?\.tmp")
 _ATTEMPT = re.compile(r"^[0-9a-f]{12}(?=__)")  # of the name of a file of tensors in a store
 _NOTE_BYTES = 4096  # the most of it that is read
 _METADATA_DRAFT = ".tmp"  # torch's ending of the name of metadata that are not whole
@@ -52,6 +56,12 @@ class CheckpointFolder(Protocol):
 
     def owner(self) -> str:
         """Return what says which job writes here, for ranks to compare; empty on a disk."""
+
+    def restore(self) -> None:
+        """On rank 0: give checkpoints their names back that a killed save has moved aside.
+
+        Call it before the checkpoints are listed, while no save is running.
+        """
 
     def begin(self, name: str, assets: Mapping[str, bytes], *, is_damaged: bool) -> None:
         """On rank 0: make room for a checkpoint, without leftovers of killed saves.
@@ -107,7 +117,8 @@ def folder_of(place: Place) -> CheckpointFolder:
 class DiskFolder(CheckpointFolder):
     """The folder of a run's checkpoints on a disk that all ranks share.
 
-    A folder that is being written or removed is called ``*.tmp``.
+    A folder that is being written or removed is called ``*.tmp``, and one that is being replaced
+    ``*.old.tmp``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -119,7 +130,19 @@ class DiskFolder(CheckpointFolder):
     def owner(self) -> str:
         return ""
 
+    def restore(self) -> None:
+        for replaced in self._folder.glob(f"step-*{_REPLACED}"):
+            is_folder = stat.S_ISDIR(replaced.lstat().st_mode)
+            # One without a manifest was no whole checkpoint before it was moved aside.
+            if (
+                is_folder
+                and _LEFTOVER.fullmatch(replaced.name)
+                and is_there(replaced / manifests.FILE)
+            ):
+                _name_back(replaced)
+
     def begin(self, name: str, assets: Mapping[str, bytes], *, is_damaged: bool) -> None:
+        self.restore()
         for path in self._folder.glob("step-*.tmp"):
             # Other names are left alone: an export may be writing beside the checkpoints.
             if _LEFTOVER.fullmatch(path.name):
@@ -154,12 +177,18 @@ class DiskFolder(CheckpointFolder):
         manifests.write(staging, manifest)
         sync(staging)
         guard()
-        replaced = final.with_suffix(".old.tmp")
+        replaced = final.with_name(final.name + _REPLACED)
         # A checkpoint that is already there is damaged, or the run would have resumed after it; a
         # loop of one's own may also save a step twice.
         if os.path.lexists(final):
             final.rename(replaced)
-        publish(staging, final)
+        try:
+            publish(staging, final)
+        except BaseException:
+            # The error of the save is the one to raise. What stays here, the next start restores.
+            with suppress(OSError):
+                _name_back(replaced)
+            raise
         _clear(replaced)
 
     def discard(self, name: str) -> None:
@@ -199,6 +228,9 @@ class RemoteFolder(CheckpointFolder):
         if not self._is_claimed:
             (self._folder / WRITER).write(job_note())
             self._is_claimed = True
+
+    def restore(self) -> None:
+        """Do nothing: what is replaced keeps its name."""
 
     def owner(self) -> str:
         return (self._folder / WRITER).read(_NOTE_BYTES).decode(errors="replace")
@@ -452,6 +484,16 @@ class _RemoteFiles(FileSystemBase):
 
     def rm_file(self, path: Any) -> None:
         path.remove()
+
+
+def _name_back(replaced: Path) -> None:
+    """Rename a checkpoint that was moved aside to its own name, if nothing has that name.
+
+    Raises OSError. A run that went on without the checkpoint would lose its steps.
+    """
+    final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
+    if os.path.lexists(replaced) and not os.path.lexists(final):
+        replaced.rename(final)
 
 
 def _clear(path: Path) -> None:

@@ -46,7 +46,7 @@ _MAX_DESCRIPTION = 2**20
 
 _MAX_COUNT = 2**53  # every JSON reader represents integers up to this one exactly
 _MAX_DIMS = 64
-_SHOWN_FILES = 8  # how many unexpected files are named
+_SHOWN_FILES = 8  # how many files that are not listed are named
 _SHOWN_DIFFERENCES = 8
 
 # Errors that say of a file that it is missing, or that no checkpoint has one of its kind or size.
@@ -113,9 +113,15 @@ class Manifest:
     files: dict[str, FileEntry] = field(default_factory=dict)
     tensors: dict[str, TensorSpec] = field(default_factory=dict)
 
+    @property
+    def assets(self) -> set[str]:
+        """The files of the model besides its tensors, by their paths in the folder ``ASSETS``."""
+        prefix = f"{ASSETS}/"
+        return {name.removeprefix(prefix) for name in self.files if name.startswith(prefix)}
+
 
 # What ``Manifest.model`` has beside the fields of a shape.
-_ARCHITECTURE, _HEAD_DIM, _PARAMS = "model.architecture", "model.head_dim", "precision.params"
+_ARCHITECTURE, _HEAD_DIM, PARAMS = "model.architecture", "model.head_dim", "precision.params"
 
 
 def model_of(shape: DecoderShape, params: str, architecture: str | None = None) -> dict[str, Any]:
@@ -139,7 +145,7 @@ def model_of(shape: DecoderShape, params: str, architecture: str | None = None) 
         architecture = getattr(shape, "architecture", DEFAULT)
     if architecture != DEFAULT:
         values[_ARCHITECTURE] = architecture
-    return {**values, _HEAD_DIM: shape.head_width, _PARAMS: params}
+    return {**values, _HEAD_DIM: shape.head_width, PARAMS: params}
 
 
 def with_later_fields(
@@ -165,7 +171,7 @@ def unknown_fields(
     A later version has written it, and what a model with it computes is not known.
     """
     known = {f"model.{entry.name}" for entry in fields(shape)}
-    known |= {_ARCHITECTURE, _HEAD_DIM, _PARAMS}
+    known |= {_ARCHITECTURE, _HEAD_DIM, PARAMS}
     return {key: value for key, value in values.items() if key not in known}
 
 
@@ -308,7 +314,67 @@ def _decode(written: bytes, place: str) -> Manifest:
             "use a newer composer3d"
         )
     del content["digest"]
+    require_no_later_fields(content, place)
     return parse(content)
+
+
+def require_no_later_fields(content: Mapping[str, Any], place: object) -> None:
+    """Raise UserError if a manifest has a field that this version does not know.
+
+    A later version has written it. The manifest is not damaged, so a resume must stop here.
+
+    Args:
+        content: the fields, which have been compared with their digest.
+        place: the file, as the error names it.
+    """
+    later = content.keys() - _RULES.keys()
+    if later:
+        others = f" (and {len(later) - 1} more)" if len(later) > 1 else ""
+        raise UserError(
+            f"{place} has the field {in_quotes(min(later))}{others}, which this version does not "
+            "know; use a newer composer3d"
+        )
+
+
+def without_later_fields(content: Any) -> Any:
+    """Return a manifest without the fields that this version does not know.
+
+    It is for content that is compared with its digest afterwards. A field that JSON could not hold,
+    or that is large, stays: no version writes it, and its digest could take very long.
+    """
+    if type(content) is not dict:
+        return content
+    return {
+        key: value
+        for key, value in content.items()
+        if key in _RULES or type(key) is not str or not _is_small(value)
+    }
+
+
+def _is_small(value: Any) -> bool:
+    """Whether a value is one of JSON, with at most ``_MAX_DESCRIPTION`` values and characters.
+
+    A pickle can name one list many times, so each list counts as often as it is named.
+    """
+    left, pending = _MAX_DESCRIPTION, [value]
+    while pending:
+        item = pending.pop()
+        if type(item) is dict:
+            parts = [*item.keys(), *item.values()]
+            if not all(type(key) is str for key in item):
+                return False
+        elif type(item) in (list, tuple):
+            parts = list(item)
+        elif _is_single(item):
+            left -= len(item) if type(item) is str else 1
+            parts = []
+        else:
+            return False
+        left -= len(parts)
+        if left < 0:
+            return False
+        pending += parts
+    return True
 
 
 def _count_values(written: bytes) -> int:
@@ -544,21 +610,20 @@ def find_damage(
     manifest: Manifest,
     names: Collection[str] | None = None,
     *,
-    list_folder: bool = True,
     report: Callable[[int], None] = lambda n_bytes: None,
 ) -> list[str]:
     """Compare the files of a checkpoint with its manifest. Each checked file is read whole.
+
+    A file that the manifest does not list is no damage: see ``describe_unlisted``.
 
     Args:
         folder: the checkpoint.
         manifest: the manifest of the checkpoint.
         names: the files in the manifest to check; None means all.
-        list_folder: whether to report files that are not in the manifest.
         report: is called with the number of bytes after each piece of a file.
 
     Returns:
-        One line for each file that is missing, is no plain file, or has another size or digest. At
-        most eight files that are not in the manifest are named, and the others are counted. The
+        One line for each file that is missing, is no plain file, or has another size or digest. The
         list is empty if nothing is wrong.
 
     Raises OSError if a file cannot be read, which says nothing of its content.
@@ -575,14 +640,27 @@ def find_damage(
         except OSError as error:
             _require_damage(folder, name, error)
             lines.append(f"{folder}/{name} cannot be read ({error.strerror})")
+    return lines
 
-    # In an object store, files of a save that was cut off may lie beside those of the checkpoint.
-    if not list_folder or isinstance(folder, RemotePath):
-        return lines
-    unexpected = sorted(_names_in(folder) - manifest.files.keys() - {FILE})
-    lines += [f"{folder}/{name} is not in the manifest" for name in unexpected[:_SHOWN_FILES]]
-    if len(unexpected) > _SHOWN_FILES:
-        hidden = len(unexpected) - _SHOWN_FILES
+
+def describe_unlisted(folder: Place, manifest: Manifest) -> list[str]:
+    """Return a line for each file of a checkpoint that its manifest does not list.
+
+    Such a file is not damage, because nothing that loads a checkpoint reads it. A desktop, a backup
+    or a user may have put it there. At most eight files are named, and the others are counted.
+
+    The list is empty for an object store, where files of a save that was cut off may lie beside
+    those of the checkpoint.
+    """
+    if isinstance(folder, RemotePath):
+        return []
+    unlisted = sorted(_names_in(folder) - manifest.files.keys() - {FILE})
+    lines = [
+        f"{folder}/{name} is not in the manifest: it is not read"
+        for name in unlisted[:_SHOWN_FILES]
+    ]
+    if len(unlisted) > _SHOWN_FILES:
+        hidden = len(unlisted) - _SHOWN_FILES
         lines.append(f"{folder}: {hidden} more files are not in the manifest")
     return lines
 

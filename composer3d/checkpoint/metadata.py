@@ -89,7 +89,7 @@ _PRIME = 2**61 - 1
 Sizes = tuple[int, ...]
 
 
-def read_metadata(folder: Place) -> Metadata:
+def read_metadata(folder: Place, listed: Collection[str] | None = None) -> Metadata:
     """Read DCP's metadata of a checkpoint: the parts of each tensor, and where each is stored.
 
     The file is untrusted: it is parsed as data, and checked. The parts of a tensor must cover each
@@ -97,9 +97,16 @@ def read_metadata(folder: Place) -> Metadata:
     and must not share them with another part. The ``storage_data`` of the result has the keys of
     ``_part_key``.
 
+    Args:
+        folder: the checkpoint.
+        listed: the files that its manifest lists, which have been compared with it. No other file
+            is read. None: there is no manifest.
+
     Raises CheckpointError if the metadata is wrong or cannot be read.
     """
     with reading(folder / METADATA), collector.paused():
+        if listed is not None and METADATA not in listed:
+            raise PickleError("the manifest does not list it")
         parsed, size = _parse(folder / METADATA)
         state = _state_of(parsed, f"{_MODULE}.Metadata")
         raw_entries = _dict_in(state, "state_dict_metadata")
@@ -117,7 +124,7 @@ def read_metadata(folder: Place) -> Metadata:
         entries = {_check_name(name): _build_entry(name, raw) for name, raw in raw_entries.items()}
 
         _check_parts(entries, storage)
-        _check_files(folder, storage.values())
+        _check_files(folder, storage.values(), listed)
     return Metadata(entries, storage_data=storage, storage_meta=StorageMeta())
 
 
@@ -482,8 +489,13 @@ def _check_parts(
             raise PickleError(f"it stores a part of {in_quotes(name)} that no tensor has")
 
 
-def _check_files(folder: Place, storage: Iterable[StorageInfo]) -> None:
-    """Require that each part lies in a plain file of the folder, and that no two overlap."""
+def _check_files(
+    folder: Place, storage: Iterable[StorageInfo], listed: Collection[str] | None
+) -> None:
+    """Require that each part lies in a plain file of the folder, and that no two overlap.
+
+    The file must be one of ``listed``, unless that is None.
+    """
     sizes = folder.files() if isinstance(folder, RemotePath) else None
     file, file_size, end = "", 0, 0
     for info in sorted(storage, key=lambda info: (info.relative_path, info.offset)):
@@ -492,6 +504,8 @@ def _check_files(folder: Place, storage: Iterable[StorageInfo]) -> None:
             size = _size_on_disk(folder, file) if sizes is None else sizes.get(file)
             if size is None:
                 raise PickleError(f"it names {in_quotes(file)}, which is not a plain file")
+            if listed is not None and file not in listed:
+                raise PickleError(f"it names {in_quotes(file)}, which the manifest does not list")
             file_size = size
         if info.offset < end or info.offset + info.length > file_size:
             raise PickleError(

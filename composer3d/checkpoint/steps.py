@@ -10,10 +10,10 @@ from composer3d.facts.step_folders import list_steps
 
 def published(place: Place) -> list[Place]:
     """List the step folders in ``place`` that have a manifest, lowest first. Raises OSError."""
-    return [path for path in list_steps(place) if _exists(path / manifests.FILE)]
+    return [path for path in list_steps(place) if is_there(path / manifests.FILE)]
 
 
-def _exists(path: Place) -> bool:
+def is_there(path: Place) -> bool:
     """Return whether there is a file of this path. Raises OSError if that cannot be found out.
 
     ``Path.exists`` of newer Pythons says no in that case, and the checkpoint would be removed.

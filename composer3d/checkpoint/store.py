@@ -49,7 +49,7 @@ from composer3d.facts.errors import (
     reason_in_one_line,
 )
 from composer3d.facts.remote import Place
-from composer3d.facts.step_folders import STEP_FOLDER, list_steps
+from composer3d.facts.step_folders import LAST_STEP, STEP_FOLDER, list_steps, step_folder
 from composer3d.parallel import Stages
 from composer3d.parallel.init import local_part
 from composer3d.parallel.pipeline.ties import local_shard
@@ -109,6 +109,7 @@ class Store:
 
         self._known_damaged: set[Place] = set()
         self._reported_links: set[Path] = set()
+        self._reported_files: set[str] = set()  # lines of ``describe_unlisted``
 
     @property
     def failed(self) -> bool:
@@ -153,6 +154,13 @@ class Store:
                     f"{path} is a link, which is not followed: replace it by the folder"
                 )
 
+    def _warn_of_unlisted(self, path: Place, manifest: Manifest) -> None:
+        """Warn once of each file of a checkpoint that its manifest does not list."""
+        for line in manifests.describe_unlisted(path, manifest):
+            if line not in self._reported_files:
+                self._reported_files.add(line)
+                log.get().warning(line)
+
     # Saving.
 
     def claim(self) -> None:
@@ -180,7 +188,8 @@ class Store:
             optimizer: the optimizer of these parameters.
 
         Raises:
-            CheckpointError: the manifest has what no manifest may have. Every rank raises it.
+            CheckpointError: the manifest has what no manifest may have, or its step is above
+                ``LAST_STEP``. Every rank raises it.
             SaveError: a rank cannot write. Every rank raises it. If the save is in the background,
                 the next ``wait`` or ``save`` raises it.
             TrainingError: another job has taken the run's folder. It is raised in the same way.
@@ -188,8 +197,7 @@ class Store:
         began = time.perf_counter()
         self.wait()
         # First, and not only when it is written: what cannot be read again must not be saved.
-        require_readable = partial(manifests.require_readable, manifest)
-        distributed.on_main("checkpoint", require_readable)
+        distributed.on_main("checkpoint", lambda: _require_findable(manifest))
         state = gather_state(stages, optimizer)
         if not self._background:
             shards = {name: local_shard(tensor) for name, tensor in state.items()}
@@ -257,7 +265,7 @@ class Store:
     ) -> None:
         """Write ``shards``, the local values of ``state``, as a new checkpoint, and publish it."""
         began = time.perf_counter()
-        name = f"step-{manifest.step:08d}"
+        name = step_folder(manifest.step)
         final = self.folder / name
         try:
             self._on_rank_0(lambda: self._begin(name))
@@ -368,7 +376,8 @@ class Store:
     def check(self, path: Place) -> Manifest:
         """Compare a checkpoint with its manifest, and return the manifest.
 
-        Each rank reads a share of the files, and all ranks return or raise the same.
+        Each rank reads a share of the files, and all ranks return or raise the same. Rank 0 warns
+        of files that the manifest does not list, which are not read.
 
         Raises:
             CheckpointError: the checkpoint is damaged. There is one line for each problem.
@@ -379,11 +388,11 @@ class Store:
         rank = dist.get_rank()
         share = sorted(manifest.files)[rank :: dist.get_world_size()]
         # A list of the folder has a name for each rank of the job that saved: one rank reads it.
+        if rank == 0:
+            self._warn_of_unlisted(path, manifest)
         n_bytes = sum(manifest.files[name].size for name in share)
         with _progress("check of the checkpoint", n_bytes) as report:
-            find_damage = partial(
-                manifests.find_damage, path, manifest, share, list_folder=rank == 0, report=report
-            )
+            find_damage = partial(manifests.find_damage, path, manifest, share, report=report)
             own_problems = distributed.on_all("checkpoint", find_damage, self._group)
         problems = distributed.gather_objects(own_problems, self._group)
         lines = None
@@ -410,15 +419,17 @@ class Store:
         Raises:
             CheckpointError: all checkpoints are damaged. Every rank raises it.
             UserError: a later version of composer3d wrote a manifest, or the folder or a file in it
-                cannot be read, which is no damage. Every rank raises it.
+                cannot be read, which is no damage; or a checkpoint that a killed save has moved
+                aside cannot be moved back. Every rank raises it.
+            TrainingError: another job has taken the run's folder. Every rank raises it.
         """
         place = folder or self.folder
         if dist.get_rank() == 0:
             self._warn_of_links(place)
         # All ranks use the list of rank 0: another node may have an old list in its cache.
-        folders = distributed.on_main("checkpoint", lambda: _candidates(place), self._group)
+        folders = distributed.on_main("checkpoint", lambda: self._candidates(place), self._group)
         if before is not None:
-            folders = [path for path in folders if path.name < f"step-{before:08d}"]
+            folders = [path for path in folders if path.name < step_folder(before)]
         for path in reversed(folders):
             try:
                 return path, self.check(path)
@@ -434,6 +445,24 @@ class Store:
                 "restore one, or remove them to start anew"
             )
         return None
+
+    def _candidates(self, place: Place) -> list[Place]:
+        """List the step folders in ``place`` that may be whole, lowest first. Only on rank 0.
+
+        On a disk, one without a manifest has lost it, and is reported as damaged. In an object
+        store, it is what a killed save has left.
+
+        Raises:
+            OSError: the folder cannot be read, or a checkpoint that a killed save has moved aside
+                cannot be moved back.
+            TrainingError: the folder belongs to another job now.
+        """
+        # In the folder of another run, the save that has moved it aside may be running now.
+        is_saving = self._pending_save is not None and not self._pending_save.done()
+        if place == self.folder and not is_saving:
+            self.guard()
+            self._files.restore()
+        return list_steps(place) if isinstance(place, Path) else published(place)
 
     def load(self, path: Place, stages: Stages, optimizer: SavedOptimizer | None) -> None:
         """Load a checkpoint, saved on any layout, into the parameters and the optimizer.
@@ -455,7 +484,7 @@ class Store:
 
         def read() -> dict[str, TensorSpec]:
             nonlocal whole
-            whole = read_metadata(path)
+            whole = read_metadata(path, manifests.read(path).files)
             return tensor_specs(whole, str(path))
 
         saved = distributed.on_main("checkpoint", read, self._group)
@@ -529,6 +558,19 @@ def global_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
     }
 
 
+def _require_findable(manifest: Manifest) -> None:
+    """Raise CheckpointError if a checkpoint could not be read again, or would not be found.
+
+    A manifest that is read may have any step: a user names its folder.
+    """
+    manifests.require_readable(manifest)
+    if manifest.step > LAST_STEP:
+        raise CheckpointError(
+            f"step {manifest.step:,} cannot be saved: the last step whose checkpoint has a name is "
+            f"{LAST_STEP:,}; count steps of the optimizer, not tokens or samples"
+        )
+
+
 class _ShardSavePlanner(dcp.DefaultSavePlanner):
     """A save planner that plans with the live tensors, and writes ``shards`` as their values.
 
@@ -542,15 +584,6 @@ class _ShardSavePlanner(dcp.DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self._shards[index.fqn]
-
-
-def _candidates(place: Place) -> list[Place]:
-    """List the step folders that may be whole, lowest first. Raises OSError.
-
-    On a disk, one without a manifest has lost it, and is reported as damaged. In an object store,
-    it is what a killed save has left.
-    """
-    return list_steps(place) if isinstance(place, Path) else published(place)
 
 
 def _read_tensors(path: Place, metadata: Metadata, state: dict[str, Tensor]) -> None:

@@ -42,8 +42,11 @@ class Options:
     recipe: str = recipe_argument()
     sets: Sequence[str] = set_option()
     as_json: bool = json_option()
-    dtype: Literal["float32", "float64"] = argument(
-        "--dtype", choices=("float32", "float64"), default="float64", help="default: %(default)s"
+    dtype: Literal["float32", "float64"] | None = argument(
+        "--dtype",
+        choices=("float32", "float64"),
+        help="prove in this dtype alone; default: float64, and then one small model in float32; "
+        "with --here: float64",
     )
     steps: int = argument(
         "--steps",
@@ -162,7 +165,9 @@ def _run_here(options: Options) -> int:
 
         timeout_s = 60 * resolved.recipe.run.timeout_minutes
         with job.join(resolved, rank, timeout_s=timeout_s, advice=advice) as world:
-            verdict = prove_here(resolved.recipe, world.device, options.dtype, options.steps)
+            verdict = prove_here(
+                resolved.recipe, world.device, options.dtype or "float64", options.steps
+            )
             if verdict is not None:
                 print(verdict, flush=True)
                 if options.as_json:

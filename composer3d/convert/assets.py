@@ -7,11 +7,12 @@ Face.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint.manifest import ASSETS
 from composer3d.convert.carried import read_carried_files
 from composer3d.facts.errors import CheckpointError
@@ -173,8 +174,9 @@ class _SpecialTokens:
 def _read_files_of_model(recipe: Recipe, earlier: Place | None) -> dict[str, bytes]:
     """Read the files that came with the model, from the earlier checkpoint or from ``model.hf``."""
     if earlier is not None and _is_folder(earlier / FOLDER):
+        listed = manifests.read(earlier).assets
         with local_copy(earlier / FOLDER) as folder:
-            return _read_carried(folder)
+            return _read_carried(folder, listed)
     return _read_carried(hub.folder(recipe.model.hf)) if recipe.model.hf else {}
 
 
@@ -185,8 +187,8 @@ def _is_folder(place: Place) -> bool:
     return place.is_dir() and not place.is_symlink()
 
 
-def _read_carried(folder: Path) -> dict[str, bytes]:
-    files, refusals = read_carried_files(folder)
+def _read_carried(folder: Path, listed: Collection[str] | None = None) -> dict[str, bytes]:
+    files, refusals = read_carried_files(folder, listed)
     for line in refusals:
         log.get().warning(line)
     return files

@@ -13,6 +13,7 @@ Weights may be links to plain files, because only the tensors of the model are r
 
 import re
 import stat
+from collections.abc import Collection
 from os.path import realpath
 from pathlib import Path
 
@@ -25,8 +26,14 @@ TOTAL_LIMIT = 128 * MIB
 _HUB_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-def read_carried_files(folder: Path) -> tuple[dict[str, bytes], list[str]]:
+def read_carried_files(
+    folder: Path, listed: Collection[str] | None = None
+) -> tuple[dict[str, bytes], list[str]]:
     """Read the files of ``folder`` that belong to its model.
+
+    Args:
+        folder: the folder.
+        listed: the paths in it that may be read; None: all.
 
     Returns:
         The contents by the paths in ``folder``, and one line for each file that is refused.
@@ -36,6 +43,8 @@ def read_carried_files(folder: Path) -> tuple[dict[str, bytes], list[str]]:
     contents: dict[str, bytes] = {}
     templates, refusals = _find_templates(folder)
     for name in (*CARRIED_NAMES, *templates):
+        if listed is not None and name not in listed:
+            continue
         path = folder / name
         limit = min(FILE_LIMIT, TOTAL_LIMIT - sum(map(len, contents.values())))
         try:

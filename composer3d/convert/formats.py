@@ -242,9 +242,12 @@ class Source:
         with reading(f"{self.path}: {in_quotes(in_file)}"):
             return tensor.read()[box] if tensor.read_box is None else tensor.read_box(box)
 
-    def carry_files(self, folder: Path) -> None:
-        """Read the files of ``folder`` that belong to the model. Each refused file adds a note."""
-        self.carried, refusals = read_carried_files(folder)
+    def carry_files(self, folder: Path, listed: Collection[str] | None = None) -> None:
+        """Read the files of ``folder`` that belong to the model. Each refused file adds a note.
+
+        ``listed`` has the paths in it that may be read; None: all.
+        """
+        self.carried, refusals = read_carried_files(folder, listed)
         self.notes += refusals
 
     def attempt(self, function: Callable[..., T], *arguments: Any) -> T | None:
@@ -977,7 +980,10 @@ def _join_shards(shards: list[ReadableTensor], whole_shape: tuple[int, ...]) -> 
 
 
 def _open_torch(source: Source) -> None:
-    """Open one file that ``convert --to torch`` made."""
+    """Open one file that ``convert --to torch`` made.
+
+    Raises UserError if a later version of composer3d wrote it.
+    """
     path = source.path
     content = load_torch(path)
     advice = (
@@ -986,12 +992,15 @@ def _open_torch(source: Source) -> None:
     )
     with reading(f"the facts that convert --to torch writes into {path}", advice):
         facts, texts = content["composer3d"], content["files"]
-        manifest = manifests.parse(facts)
+        known = manifests.without_later_fields(facts) if DIGESTS in content else facts
+        manifest = manifests.parse(known)
         source.carried = select_carried_texts(texts)
 
     trees = {name: part for name, part in content.items() if name != DIGESTS}
     source.tensors = _readable_tensors(trees)
     _check_digests(source, content)
+    if not source.problems:
+        manifests.require_no_later_fields(facts, path)
     _open_with_our_names(source, manifest)
 
 
@@ -1059,12 +1068,13 @@ def _open_dcp(source: Source) -> None:
     try:
         manifest = manifests.read(folder)
         source.problems += manifests.find_damage(folder, manifest)
+        source.notes += manifests.describe_unlisted(folder, manifest)
     except CheckpointError as error:
         manifest = None
         source.problems += error.lines
     except OSError as error:
         raise of_os_error("a checkpoint cannot be read", error) from None
-    metadata = read_metadata(folder)
+    metadata = read_metadata(folder, None if manifest is None else manifest.files)
     for name, spec in tensor_specs(metadata, str(folder)).items():
         source.tensors[name] = ReadableTensor(spec, partial(read_whole, folder, metadata, name))
     if manifest is None:
@@ -1078,7 +1088,7 @@ def _open_dcp(source: Source) -> None:
             f"{assets} is a link, which is not followed: none of its files is copied"
         )
     elif assets.is_dir():
-        source.carry_files(assets)
+        source.carry_files(assets, manifest.assets)
     else:
         source.notes.append(f"{folder} has no assets: no tokenizer is copied")
     _open_with_our_names(source, manifest)

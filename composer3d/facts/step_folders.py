@@ -5,7 +5,17 @@ import re
 
 from composer3d.facts.remote import Place, RemotePath
 
-STEP_FOLDER = re.compile(r"step-[0-9]{8}")
+_DIGITS = 8
+STEP_FOLDER = re.compile(rf"step-[0-9]{{{_DIGITS}}}")
+LAST_STEP = 10**_DIGITS - 1  # the last one whose folder has a name of this form
+
+
+def step_folder(step: int) -> str:
+    """Return the name of the folder of a step, at most ``LAST_STEP``.
+
+    Names have the order of their steps, because all have the same number of digits.
+    """
+    return f"step-{step:0{_DIGITS}d}"
 
 
 def list_steps(place: Place) -> list[Place]:

@@ -76,7 +76,9 @@ class FullVerdict:
         return "\n".join(lines)
 
 
-def verify_full(pool: Pool, folder: Path, full: Recipe, *, dtype: str, steps: int) -> FullVerdict:
+def verify_full(
+    pool: Pool, folder: Path, full: Recipe, *, dtype: str | None = None, steps: int
+) -> FullVerdict:
     """Prove a recipe's layout as ``verify`` does, and check the structure of the job itself.
 
     The small recipes are those of ``shrink``, and others that keep the predicates which these lose

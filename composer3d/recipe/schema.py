@@ -33,6 +33,7 @@ from composer3d.facts.ranges import (
 )
 from composer3d.facts.remote import URL_FORM, Place, RemotePath, is_valid_url
 from composer3d.facts.schedules import SCHEDULES
+from composer3d.facts.step_folders import LAST_STEP
 from composer3d.facts.text import NAME_RULE, is_name
 from composer3d.models import registry
 from composer3d.models.llama.shape import ModelShape
@@ -49,7 +50,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 OPEN_POINTS = "open"
 
 MOST_RANKS = 1 << 24  # processes in a world
-MOST_STEPS = 10**9
+MOST_STEPS = LAST_STEP  # a run saves its last step
 FLOAT8_MULTIPLE = 16  # Kernels take matrices whose sizes are multiples of it.
 
 

@@ -1,6 +1,7 @@
 """The tokenizer of a recipe's data, compared with the one of the weights that it starts from."""
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from composer3d.facts.errors import DataError
@@ -38,13 +39,16 @@ def tokenizer_of(manifest: TokenManifest) -> bytes:
     return manifest.read(TOKENIZER)
 
 
-def find_difference(data: DataTable, folder: str) -> str | None:
+def find_difference(
+    data: DataTable, folder: str, listed: Collection[str] | None = None
+) -> str | None:
     """Return how the tokenizer of the data differs from the one in the folder of a model.
 
     Args:
         data: the data. The tokens of text that a recipe reads as bytes are those of a tokenizer of
             bytes.
         folder: the folder, which may have a tokenizer.json, or the model's name on the Hub.
+        listed: the files in it that count; None: all.
 
     Returns:
         Words that can follow a colon. None if a token means the same in both, if one of them cannot
@@ -56,11 +60,13 @@ def find_difference(data: DataTable, folder: str) -> str | None:
     if data.other_tokenizer:
         return None
     files = hub.folder(folder, hub.TOKENIZER)
+    if listed is not None and TOKENIZER not in listed:
+        return _difference_from_bytes(data, files, listed)
     try:
         theirs = read_plain(files / TOKENIZER, limit=MOST_TOKENIZER_BYTES)
         ours = read_tokenizer(data)
     except (OSError, ValueError, DataError):
-        return _difference_from_bytes(data, files)
+        return _difference_from_bytes(data, files, listed)
     try:
         difference = first_difference(ours, theirs)
     except ValueError as error:
@@ -100,12 +106,15 @@ def code_that_writes_tokenizer(folder: Path) -> str:
     return f'AutoTokenizer.from_pretrained({name}).save_pretrained("FOLDER")'
 
 
-def _difference_from_bytes(data: DataTable, folder: Path) -> str | None:
+def _difference_from_bytes(
+    data: DataTable, folder: Path, listed: Collection[str] | None
+) -> str | None:
     """Return the difference if the data is read as bytes, and the model has another vocabulary.
 
     The file of the vocabulary is of a kind that is not read, but none of them is of bytes.
     """
     if data.source == "tokens":
         return None
-    found = [name for name in VOCABULARY_NAMES if (folder / name).exists()]
+    names = [name for name in VOCABULARY_NAMES if listed is None or name in listed]
+    found = [name for name in names if (folder / name).exists()]
     return f"a token is a byte in the data, and the model has {found[0]}" if found else None

@@ -148,8 +148,8 @@ class Checkpoints:
         end.
 
         Raises:
-            CheckpointError: the state of the batches has what no checkpoint can keep. Every rank
-                raises it, and nothing is written.
+            CheckpointError: the state of the batches has what no checkpoint can keep, or ``step``
+                is above 99,999,999. Every rank raises it, and nothing is written.
             SaveError: a rank cannot write. Every rank raises it; of a save in the background, the
                 next ``save`` or ``wait`` does.
             TrainingError: likewise, if the folder was removed or replaced.

@@ -2,11 +2,13 @@
 
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from shlex import quote
+from typing import Any, Protocol, get_args
 
 from composer3d.checkpoint import Store
 from composer3d.checkpoint.manifest import (
     FILE,
+    PARAMS,
     Manifest,
     model_of,
     require_known_fields,
@@ -19,13 +21,13 @@ from composer3d.facts.errors import CheckpointError, DataError
 from composer3d.facts.files import MIB, read_plain
 from composer3d.facts.remote import Place, RemotePath, local_copy, place_of, same_folder
 from composer3d.facts.text import one_line
-from composer3d.models.registry import DEFAULT
+from composer3d.models.registry import DEFAULT, is_ours
 from composer3d.parallel import Stages
 from composer3d.recipe.advice import decays_over_run, refuses_newer_checkpoints, way_to_go_on
 from composer3d.recipe.changes import Change, changes, values_of
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.tokenizers import find_difference, refuse_bytes
-from composer3d.recipe.values import as_toml
+from composer3d.recipe.values import as_toml, type_of
 from composer3d.reliability.bad_steps import StepHistory
 from composer3d.runtime import environment, log, process_group
 from composer3d.runtime.run_files import WRITER
@@ -145,7 +147,9 @@ def _start_from_weights(recipe: Recipe, wanted: Place, store: Store, stages: Sta
     """Load the weights of a checkpoint of another run, and nothing else. Collective."""
     path, manifest = _open(wanted, store, "checkpoint.init")
     _require_same_model(path, manifest, recipe)
-    difference = process_group.on_main("tokenizers", lambda: _find_difference(recipe, path))
+    difference = process_group.on_main(
+        "tokenizers", lambda: _find_difference(recipe, path, manifest)
+    )
     if difference is not None:
         raise DataError(
             f"checkpoint.init: {path} is of a model with another tokenizer than the data: "
@@ -168,10 +172,10 @@ def require_tokens_of_model(recipe: Recipe) -> None:
             raise DataError(refuse_bytes(recipe, difference))
 
 
-def _find_difference(recipe: Recipe, path: Place) -> str | None:
+def _find_difference(recipe: Recipe, path: Place, manifest: Manifest) -> str | None:
     """Compare the tokenizer of the data with that of a checkpoint: see ``find_difference``."""
     with local_copy(path / ASSETS) as assets:
-        return find_difference(recipe.data, str(assets))
+        return find_difference(recipe.data, str(assets), manifest.assets)
 
 
 def _choose(recipe: Recipe, store: Store) -> tuple[Place, Manifest] | None:
@@ -343,10 +347,33 @@ def _require_same_model(path: Place, manifest: Manifest, recipe: Recipe) -> None
         if then.get(key) != value and key.removeprefix("model.") not in training_fields
     ]
     if lines:
-        raise CheckpointError(
-            [*lines, "a checkpoint can only be resumed with its own model; set these back"]
-        )
+        raise CheckpointError([*lines, *_ways_out(path, then, recipe, len(lines))])
     require_known_fields(path, manifest.model, recipe.model)
+
+
+def _ways_out(path: Place, then: dict[str, Any], recipe: Recipe, n_differences: int) -> list[str]:
+    """Say what to change for a checkpoint of another model, by ``n_differences`` values.
+
+    Args:
+        path: the checkpoint.
+        then: the values of its model.
+        recipe: the recipe of this run.
+        n_differences: the number of values that differ.
+    """
+    params = recipe.precision.params
+    can_be_converted = is_ours(recipe.model.architecture)
+    is_impossible = can_be_converted and then.get(PARAMS) not in get_args(type_of(PARAMS))
+    lines = []
+    if n_differences > 1 or not is_impossible:
+        lines.append("a checkpoint can only be resumed with its own model; set these back")
+    if is_impossible:
+        # Converted weights keep their dtype, and published ones are in bfloat16.
+        source = quote(one_line(str(path)))
+        lines.append(
+            f"a run cannot have these parameters: composer3d convert {source} DST --to dcp "
+            f"--dtype {params} makes a checkpoint in {params}; name DST instead"
+        )
+    return lines
 
 
 def _changes_since(path: Place, manifest: Manifest, recipe: Recipe) -> list[Change]:

@@ -15,7 +15,7 @@ from composer3d.verify.proof import verify_recipe
 def verify(
     recipe: Recipe | str | os.PathLike[str],
     *,
-    dtype: Literal["float64", "float32"] = "float64",
+    dtype: Literal["float64", "float32"] | None = None,
     steps: int = 3,
 ) -> Verdict:
     """Prove that a layout computes what one process computes, as ``composer3d verify``.
@@ -25,7 +25,8 @@ def verify(
 
     Args:
         recipe: from ``make_recipe`` or ``load_recipe``, or the path of a recipe.
-        dtype: the dtype in which the layout computes. The reference computes in float64.
+        dtype: the dtype in which the layout computes; the reference computes in float64. None:
+            float64, and then, if all is exact, one small model in float32.
         steps: the number of training steps that are compared.
 
     Returns:

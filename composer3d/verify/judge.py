@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from composer3d.facts.text import one_line, printable
 from composer3d.recipe.schema import AXES, Recipe
@@ -44,6 +44,10 @@ _SCALAR_NAMES = {
 _BLAME_ORDER = ("gradient", "loss", "norm", "clipped", "weight")
 
 
+# What ``Verdict.float32`` adds to the dtype in the line of a verdict.
+_ADDITIONS = {"exact": ", and float32", "undecided": "; float32 undecided"}
+
+
 @dataclass(kw_only=True)
 class Verdict:
     """The result of a proof of one layout, which ``verify --json`` prints.
@@ -55,6 +59,9 @@ class Verdict:
         world_size: the number of processes of the small recipe; 0 if there is no small recipe.
         layout: the layout in words.
         dtype: the dtype of the composed job: "float64" or "float32".
+        float32: whether one small recipe was exact in float32 too, after all were in float64:
+            "exact", or "undecided" if rounding in float32 is too coarse for an answer. None: there
+            was no such run. If it is wrong, the verdict is that of the run itself, in float32.
         loss_rel_err: the largest relative error of a loss.
         grad_norm_rel_err: the largest relative error of a gradient norm, before or after clipping.
         max_grad_rel_err: the largest relative error of a gradient.
@@ -72,6 +79,7 @@ class Verdict:
     world_size: int
     layout: str
     dtype: str
+    float32: Literal["exact", "undecided"] | None = None
     loss_rel_err: float | None = None
     grad_norm_rel_err: float | None = None
     max_grad_rel_err: float | None = None
@@ -105,8 +113,14 @@ class Verdict:
                 f"  {name} {'-' if error is None else f'{error:.0e}'}"
                 for name, error in errors.items()
             ]
-            line += f"  ({self.dtype}){''.join(numbers)}"
+            line += f"  ({self._dtypes}){''.join(numbers)}"
         return f"{line}\n        {printable(self.error)}" if self.error else line
+
+    @property
+    def _dtypes(self) -> str:
+        if self.float32 is None:
+            return self.dtype
+        return f"{self.dtype}{_ADDITIONS[self.float32]}"
 
     @property
     def _outcome(self) -> str:

@@ -10,6 +10,10 @@ Steps 1, 3 and 5 take their batches from a small corpus in memory. They use the 
 with the recipe's packing. Steps 2, 4 and 6 take random batches, with labels that no corpus gives.
 The recipe's own data is never opened.
 
+All this is proven in float64, where rounding hides nothing. A job computes in float32 or narrower
+dtypes, for which some kernels are others. So an exact proof is followed by one in float32, of one
+small recipe (``float32``).
+
 This module imports no torch; the worker processes do.
 """
 
@@ -26,6 +30,7 @@ from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import AXES, Recipe
 from composer3d.recipe.values import FIELDS, entries_of_recipe, value_of
 from composer3d.runtime.launch import Pool, WorkerError
+from composer3d.verify import float32
 from composer3d.verify.cuts import cuts_of_tensors
 from composer3d.verify.judge import ReferenceStats, Verdict, has_little_noise, judge
 from composer3d.verify.limits import run_limit_s
@@ -46,7 +51,7 @@ def verify_layout(
     recipe: str,
     sets: Sequence[str],
     *,
-    dtype: str,
+    dtype: str | None = None,
     steps: int,
     may_import: bool = False,
     **worker_arguments: Any,
@@ -58,7 +63,8 @@ def verify_layout(
         folder: the folder for the files of the references, which later layouts can share.
         recipe: the path of a recipe.
         sets: overrides of the recipe, each ``table.key=value``.
-        dtype: "float64" or "float32", the dtype of the composed job.
+        dtype: "float64" or "float32", the dtype of the composed job. None: float64, and then, if
+            all is exact, one small recipe in float32.
         steps: the number of training steps.
         may_import: as in ``recipe.resolve.load``.
         worker_arguments: further arguments of ``worker.run_composed``, with which tests plant
@@ -76,7 +82,7 @@ def verify_layout(
             passed=False,
             world_size=0,
             layout=" ".join(sets),
-            dtype=dtype,
+            dtype=dtype or "float64",
             refused=True,
             error=" | ".join(error.lines),
         )
@@ -89,7 +95,7 @@ def prove_recipes(
     full: Recipe,
     small_recipes: Sequence[Recipe],
     *,
-    dtype: str,
+    dtype: str | None = None,
     steps: int,
 ) -> Verdict:
     """Prove small recipes that stand for ``full``, as ``verify_recipe`` proves those of ``shrink``.
@@ -99,7 +105,9 @@ def prove_recipes(
     return _prove_all(pool, folder, full, small_recipes, dtype, steps, {})
 
 
-def verify_recipe(pool: Pool, folder: Path, full: Recipe, *, dtype: str, steps: int) -> Verdict:
+def verify_recipe(
+    pool: Pool, folder: Path, full: Recipe, *, dtype: str | None = None, steps: int
+) -> Verdict:
     """Prove the layout of a recipe, as ``verify_layout``. Errors of the ranks are in the verdict.
 
     Raises:
@@ -113,17 +121,48 @@ def _prove_all(
     folder: Path,
     full: Recipe,
     small_recipes: Sequence[Recipe],
-    dtype: str,
+    dtype: str | None,
     steps: int,
     worker_arguments: Mapping[str, Any],
 ) -> Verdict:
     """Prove the small recipes that stand for ``full``, and return the worst verdict."""
     verdicts = [
-        _prove(pool, folder, small, dtype, steps, worker_arguments) for small in small_recipes
+        _prove(pool, folder, small, dtype or "float64", steps, worker_arguments)[0]
+        for small in small_recipes
     ]
     for verdict in verdicts:
         verdict.layout += "".join(f", {words}" for words in _left_out(full, small_recipes))
-    return max(verdicts, key=badness)
+    worst = max(verdicts, key=badness)
+    if dtype is not None or not worst.passed or not float32.is_used_by(full):
+        return worst
+    small = float32.small_recipe(full, small_recipes)
+    return _also_in_float32(pool, folder, worst, small, steps, worker_arguments)
+
+
+def _also_in_float32(
+    pool: Pool,
+    folder: Path,
+    exact: Verdict,
+    small: Recipe,
+    steps: int,
+    worker_arguments: Mapping[str, Any],
+) -> Verdict:
+    """Prove a small recipe in float32, after ``exact`` has been found in float64.
+
+    Returns:
+        ``exact`` with its ``float32``, or the verdict in float32 if that is wrong or has no answer
+        in time. Where rounding in float32 leaves no answer, the one in float64 stands.
+    """
+    steps = min(steps, float32.STEPS)
+    verdict, stats = _prove(pool, folder, small, "float32", steps, worker_arguments)
+    if verdict.passed:
+        exact.float32 = "exact"
+    elif verdict.undecided or (stats is not None and _may_swap_experts(stats, "float32")):
+        exact.float32 = "undecided"
+    else:
+        verdict.error = f"in float32, while all is exact in float64: {verdict.error}"
+        return verdict
+    return exact
 
 
 def badness(verdict: Verdict) -> tuple[bool, bool, bool, float]:
@@ -145,8 +184,13 @@ def _prove(
     dtype: str,
     steps: int,
     worker_arguments: Mapping[str, Any],
-) -> Verdict:
-    """Run the reference and the composed job of a small recipe, and judge the differences."""
+) -> tuple[Verdict, ReferenceStats | None]:
+    """Run the reference and the composed job of a small recipe, and judge the differences.
+
+    Returns:
+        The verdict, and the statistics of the reference. These are None if a run had no result that
+        could be judged.
+    """
     verdict = Verdict(
         passed=False, world_size=small.world_size, layout=describe(small), dtype=dtype
     )
@@ -155,7 +199,7 @@ def _prove(
     except RecipeError as error:
         verdict.refused = True
         verdict.error = str(error)
-        return verdict
+        return verdict, None
     try:
         make = partial(_make_reference, pool, folder, dtype, steps)
         small, reference, stats = choose_seed(small, dtype, make)
@@ -185,8 +229,8 @@ def _prove(
         else:
             verdict.refused = True
             verdict.error = " | ".join(user_error.lines)
-        return verdict
-    return judge(verdict, ranks, small, stats)
+        return verdict, None
+    return judge(verdict, ranks, small, stats), stats
 
 
 def require_provable(small: Recipe, dtype: str) -> None:
@@ -274,12 +318,16 @@ def choose_seed(
     for seed in range(small.run.seed, small.run.seed + _SEEDS):
         seeded = replace(small, run=replace(small.run, seed=seed))
         reference, stats = make(seeded)
-        scores, rounding = stats.closest_scores, stats.closest_rounding
-        is_clear = scores is None or scores > _NEAR_TIE[dtype]
-        is_clear = is_clear and has_little_noise(stats, dtype)
+        rounding = stats.closest_rounding
+        is_clear = not _may_swap_experts(stats, dtype) and has_little_noise(stats, dtype)
         if is_clear and (rounding is None or rounding > _NEAR_ROUNDING):
             break
     return seeded, reference, stats
+
+
+def _may_swap_experts(stats: ReferenceStats, dtype: str) -> bool:
+    """Return whether the scores of two experts differ by less than ``dtype`` resolves."""
+    return stats.closest_scores is not None and not stats.closest_scores > _NEAR_TIE[dtype]
 
 
 def _make_reference(

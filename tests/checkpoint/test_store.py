@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 
 from composer3d.checkpoint import Store, folders, manifest, store
 from composer3d.checkpoint.folders import DiskFolder
-from composer3d.checkpoint.manifest import file_entry, read
+from composer3d.checkpoint.manifest import Manifest, file_entry, read
 from composer3d.checkpoint.store import gather_state
 from composer3d.facts.errors import CheckpointError, TrainingError, UserError
 from composer3d.facts.files import open_plain
@@ -254,7 +254,7 @@ def newest(folders: list[Path]) -> list[list[str | None]]:
 def warnings_of_two_searches(folder: Path) -> list[str]:
     """Search twice for the newest checkpoint. Returns the warnings of this rank."""
     message: list[str] = []
-    handler = logging.Handler()
+    handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: message.append(record.getMessage())  # type: ignore[method-assign]
     log.get().addHandler(handler)
     try:
@@ -302,7 +302,6 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "/__1_0.distcp has another digest": lambda at: flip(at / "__1_0.distcp", -1),
     "/.metadata has ": lambda at: os.truncate(at / ".metadata", 100),
     "/__1_0.distcp cannot be read (No such file": lambda at: (at / "__1_0.distcp").unlink(),
-    "/__2_0.distcp is not in the manifest": lambda at: (at / "__2_0.distcp").touch(),
     "/manifest.json ": lambda at: flip(at / "manifest.json", 5),
     " is not a checkpoint": lambda at: (at / "manifest.json").unlink(),
 }
@@ -341,6 +340,39 @@ def test_damage_to_any_file_is_reported_and_the_older_one_used(
         assert len(lines) == 1, kind
         assert lines[0].startswith(f"{tmp_path}/step-00000002{kind}"), kind
     assert first.keys() == DAMAGE.keys()
+
+
+def test_files_that_the_manifest_does_not_list_are_no_damage(
+    pool: Pool, tmp_path: Path, saved: Path
+) -> None:
+    """A run would train the steps of a whole checkpoint again, and remove it, for a .DS_Store."""
+    place_copies(saved, tmp_path, 1)
+    path = place_copies(saved, tmp_path, 2)
+    added = [path / name for name in (".DS_Store", "__1_0.distcp.swp", "__2_0.distcp")]
+    for file in added:
+        shutil.copyfile(saved / "__1_0.distcp", file)
+    flip(path / "__2_0.distcp", 4099)
+    lines = [f"{file} is not in the manifest: it is not read" for file in added]
+    found = pool.run(warnings_of_two_searches, {"folder": tmp_path}, world_size=2)
+    assert found == [lines, []]
+    assert pool.run(newest, {"folders": [tmp_path]}, world_size=1) == [[["step-00000002"] * 2]]
+    (state,) = pool.run(load, {"path": path}, world_size=1)
+    assert [state] == pool.run(load, {"path": saved}, world_size=1)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__1_0.distcp"])
+def test_nothing_that_the_manifest_does_not_list_is_loaded(
+    pool: Pool, tmp_path: Path, saved: Path, name: str
+) -> None:
+    """Nothing has compared it with a digest."""
+    path = place_copies(saved, tmp_path, 1)
+    files = {key: entry for key, entry in read(path).files.items() if key != name}
+    manifest.write(path, replace(read(path), files=files))
+    problem = "the manifest does not list it"
+    if name != ".metadata":
+        problem = f"it names '{name}', which the manifest does not list"
+    for lines in refused(pool, load, 2, path=path):
+        assert lines == (f"{path}/.metadata cannot be read: {problem}",)
 
 
 def search(folder: Path) -> None:
@@ -509,6 +541,31 @@ def test_what_could_not_be_read_again_is_refused_before_it_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+def save_a_step(folder: Path, step: int) -> None:
+    with pool_world():
+        Store(folder, keep=2).save(make_manifest(step), *make_job(seed=0))
+
+
+def test_a_step_whose_folder_would_not_be_found_is_refused_before_it_is_written(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """A loop of one's own may count tokens. A manifest of such a step may come from elsewhere."""
+    arguments = {"folder": tmp_path / "run"}
+    assert refused(pool, save_a_step, 2, **arguments, step=10**8) == 2 * [
+        (
+            "step 100,000,000 cannot be saved: the last step whose checkpoint has a name is "
+            "99,999,999; count steps of the optimizer, not tokens or samples",
+        )
+    ]
+    assert list(tmp_path.iterdir()) == []
+    pool.run(save_a_step, {**arguments, "step": 10**8 - 1}, world_size=1)
+    assert pool.run(newest, {"folders": [tmp_path / "run"]}, world_size=1) == [
+        [["step-99999999"] * 2]
+    ]
+    manifest.write(tmp_path, Manifest(step=10**8, model={}))
+    assert read(tmp_path).step == 10**8
+
+
 def save_while_the_folder_is_replaced(folder: Path) -> None:
     """Save, while the run's folder is moved away, and another job saves the same step there."""
     with pool_world():
@@ -541,6 +598,104 @@ def test_a_save_in_a_folder_that_is_replaced_says_so_and_removes_nothing(
     }
     assert "was removed or replaced while this job ran" in str(errors[1])
     assert names(folder / "step-00000002.tmp") == ["of another job"]
+
+
+def leave_between_renames(saved: Path, folder: Path, step: int) -> Path:
+    """Leave what a process has left that was killed while it replaced a checkpoint.
+
+    The old one has been moved aside. The new one, which is torn, has no name yet. Returns the path
+    of the checkpoint.
+    """
+    path = place_copies(saved, folder, step)
+    path.rename(path.with_suffix(".old.tmp"))
+    path.with_suffix(".tmp").mkdir()
+    (path.with_suffix(".tmp") / "manifest.json").write_text("torn")
+    return path
+
+
+def test_a_checkpoint_that_a_killed_save_has_moved_aside_is_found(
+    pool: Pool, tmp_path: Path, saved: Path
+) -> None:
+    place_copies(saved, tmp_path, 1)
+    path = leave_between_renames(saved, tmp_path, 2)
+    # What a save has put in place of a checkpoint may still be removed, and so may any other.
+    place_copies(saved, tmp_path, 3)
+    shutil.copytree(saved, tmp_path / "step-00000003.old.tmp")
+    (tmp_path / "step-00000003.old.tmp/.metadata").unlink()
+    (tmp_path / "step-00000004.old.tmp").mkdir()
+    (tmp_path / "step-00000005.old.tmp").symlink_to(saved)
+    # Only the run itself may do that: the save may be running.
+    found = pool.run(newest_of_another_run, {"folder": tmp_path}, world_size=2)
+    assert found == ["step-00000003"] * 2
+    assert not path.exists()
+    assert pool.run(newest, {"folders": [tmp_path]}, world_size=2) == [[["step-00000003"] * 2]] * 2
+    assert contents(path) == contents(saved)
+    shutil.rmtree(tmp_path / "step-00000003")
+    shutil.rmtree(tmp_path / "step-00000003.old.tmp")
+    assert pool.run(newest, {"folders": [tmp_path]}, world_size=2) == [[["step-00000002"] * 2]] * 2
+
+
+def newest_of_another_run(folder: Path) -> str:
+    with pool_world():
+        found = Store(folder / "own", keep=1).newest_whole(folder)
+        return found[0].name if found else "none"
+
+
+def test_a_save_restores_what_a_killed_one_has_moved_aside(
+    pool: Pool, tmp_path: Path, saved: Path
+) -> None:
+    """A loop of one's own need not look for checkpoints before it saves."""
+    path = leave_between_renames(saved, tmp_path, 2)
+    pool.run(save, {"folder": tmp_path, "steps": [3]}, world_size=2)
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+    assert contents(path) == contents(saved)
+
+
+def search_in_a_folder_that_may_not_be_changed(folder: Path) -> str:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "x")
+
+    with pool_world(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rename", refuse)
+        with pytest.raises(UserError) as caught:
+            Store(folder, keep=1).newest_whole()
+        assert not isinstance(caught.value, CheckpointError)
+    return str(caught.value)
+
+
+def test_a_run_does_not_go_on_without_a_checkpoint_that_it_cannot_restore(
+    pool: Pool, tmp_path: Path, saved: Path
+) -> None:
+    place_copies(saved, tmp_path, 1)
+    leave_between_renames(saved, tmp_path, 2)
+    arguments = {"folder": tmp_path}
+    errors = pool.run(search_in_a_folder_that_may_not_be_changed, arguments, world_size=2)
+    assert errors == ["checkpoint: [Errno 30] Read-only file system: 'x'"] * 2
+
+
+def fail_to_replace(folder: Path) -> None:
+    """Save step 2 while the new checkpoint cannot get its name."""
+    with pool_world(), pytest.MonkeyPatch.context() as patch:
+        rename = Path.rename
+
+        def refuse_new(path: Path, target: Path) -> Path:
+            if path.name == "step-00000002.tmp":
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return rename(path, target)
+
+        patch.setattr(Path, "rename", refuse_new)
+        Store(folder, keep=2).save(make_manifest(2), *make_job(seed=0))
+
+
+def test_a_checkpoint_stays_if_the_new_one_cannot_replace_it(
+    pool: Pool, tmp_path: Path, saved: Path
+) -> None:
+    path = place_copies(saved, tmp_path, 2)
+    for lines in refused(pool, fail_to_replace, 2, folder=tmp_path):
+        assert "Input/output error" in lines[0]
+        assert lines[-1] == f"the newest checkpoint is {path}: the same command goes on from it"
+    assert names(tmp_path) == ["step-00000002"]
+    assert contents(path) == contents(saved)
 
 
 def test_file_where_a_folder_should_be(pool: Pool, tmp_path: Path) -> None:

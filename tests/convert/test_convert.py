@@ -142,13 +142,25 @@ def test_files_of_a_model_are_carried(tmp_path: Path, format: str) -> None:
     if format == "dcp":
         assert manifests.find_damage(tmp_path / "a", manifests.read(tmp_path / "a")) == []
         assert "assets/tokenizer.model" in manifests.read(tmp_path / "a").files
-        (tmp_path / "a/assets/more.txt").write_text("")
-        assert manifests.find_damage(tmp_path / "a", manifests.read(tmp_path / "a"))
-        (tmp_path / "a/assets/more.txt").unlink()
     convert(tmp_path / "a", tmp_path / "b", "hf")
     assert {name: (tmp_path / "b" / name).read_bytes() for name in CARRIED} == CARRIED
     config = json.loads((tmp_path / "b/config.json").read_text())
     assert (config["eos_token_id"], config["max_position_embeddings"]) == (7, 99)
+
+
+def test_what_a_manifest_does_not_list_is_named_and_not_read(tmp_path: Path) -> None:
+    convert(make_hf(tmp_path / "hf"), tmp_path / "a", "dcp")
+    added = [tmp_path / "a" / name for name in (".DS_Store", "__9_0.distcp", "assets/vocab.txt")]
+    for path in added:
+        path.write_text("of nobody")
+    notes = [f"{path} is not in the manifest: it is not read" for path in added]
+    report = inspect(tmp_path / "a")
+    assert (report["whole"], report["notes"]) == (True, notes)
+    assert convert(tmp_path / "a", tmp_path / "b", "hf")["notes"] == notes
+    assert same(
+        load_file(tmp_path / "b/model.safetensors"), load_file(tmp_path / "hf/model.safetensors")
+    )
+    assert not (tmp_path / "b/vocab.txt").exists()
 
 
 @pytest.mark.parametrize("shape", [SHAPE, DEEPSEEK], ids=["llama", "deepseek"])

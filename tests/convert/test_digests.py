@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from composer3d.checkpoint.manifest import TensorSpec
 from composer3d.convert.convert import convert
-from composer3d.convert.formats import open_source
+from composer3d.convert.formats import facts_digest, open_source
 from composer3d.convert.inspect import inspect
+from composer3d.facts.errors import CheckpointError, UserError
 from tests.convert.changes import flip, refusal, rewrite_torch
 from tests.convert.sample_checkpoints import make_dcp, same, tensors
 
@@ -63,6 +65,57 @@ def test_a_changed_description_of_the_model_is_found(export: Path, change: Any) 
         "copy it again"
     )
     assert inspect(export)["problems"] == [problem]
+
+
+def add_later_field(held: dict[str, Any], value: Any) -> None:
+    """Add a field of a later version to the facts, with the right digest."""
+    held["composer3d"]["later"] = value
+    specs = {
+        f"{part}.{name}": TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        for part in ("model", "optim")
+        for name, tensor in flat(held[part])
+    }
+    digest = facts_digest(held["composer3d"], held["files"], specs)
+    held["digests"][0] = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)
+
+
+def flat(tree: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors of nested dicts with the names of their paths."""
+    return [
+        (".".join((name, *rest)), tensor)
+        for name, value in tree.items()
+        for rest, tensor in (
+            [((inner,), each) for inner, each in flat(value)]
+            if isinstance(value, dict)
+            else [((), value)]
+        )
+    ]
+
+
+def test_a_file_of_a_later_version_is_not_damaged(export: Path) -> None:
+    rewrite_torch(export, lambda held: add_later_field(held, {"a": [1, "b"]}))
+    with pytest.raises(UserError) as caught:
+        inspect(export)
+    assert not isinstance(caught.value, CheckpointError)
+    assert caught.value.lines == (
+        f"{export} has the field 'later', which this version does not know; use a newer composer3d",
+    )
+    # One that its digest does not fit is damaged.
+    rewrite_torch(export, lambda held: held["composer3d"].update(later=1))
+    (problem,) = inspect(export)["problems"]
+    assert problem.startswith(f"{export}: the description of its model has another digest")
+
+
+def test_a_later_field_that_no_version_writes_is_refused_before_it_is_digested(
+    export: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "composer3d.convert.formats.facts_digest", lambda *arguments: pytest.fail("it was digested")
+    )
+    for value in (["x" * 1000] * 2000, torch.ones(1), {1: 2}):
+        rewrite_torch(export, lambda held, value=value: held["composer3d"].update(later=value))
+        (problem,) = inspect(export)["problems"]
+        assert "it has a field 'later', which no manifest has" in problem
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch
 
 from composer3d import cli
 from composer3d.checkpoint import manifest as manifests
+from composer3d.checkpoint.manifest import Manifest, file_entry
 from composer3d.convert.assets import _longest_sequence, make_assets
 from composer3d.convert.convert import convert
 from composer3d.facts.tokenizer_file import make_byte_tokenizer
@@ -353,6 +354,10 @@ def test_a_resumed_run_keeps_the_assets_of_its_checkpoint(
     for name, content in first.items():
         (tmp_path / "step/assets" / name).write_bytes(content)
     folder.rename(tmp_path / "gone")
+    entries = {f"assets/{name}": file_entry(tmp_path / "step/assets" / name) for name in first}
+    manifests.write(tmp_path / "step", Manifest(step=1, model={}, files=entries))
+    # A file that somebody has put there is not of the checkpoint.
+    (tmp_path / "step/assets/LICENSE").write_text("of another")
     assert make_assets(recipe, 2, tmp_path / "step") == first
     # A link in place of the folder is not followed.
     (tmp_path / "step/assets").rename(tmp_path / "elsewhere")

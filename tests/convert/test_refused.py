@@ -224,7 +224,7 @@ def test_one_file_of_safetensors_is_no_checkpoint(tmp_path: Path) -> None:
 def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_hf(tmp_path / "a")
     reason = PermissionError(errno.EACCES, "Permission denied", "x")
-    monkeypatch.setattr(formats, "read_carried_files", lambda folder: (_ for _ in ()).throw(reason))
+    monkeypatch.setattr(formats, "read_carried_files", lambda *_: (_ for _ in ()).throw(reason))
     (line,) = refusal(tmp_path / "a", tmp_path / "b", "dcp")
     assert "a as hf cannot be read: PermissionError: " in line
     assert "Permission denied: 'x'" in line

@@ -14,8 +14,8 @@ from composer3d.recipe.values import FIELDS, entries_of, type_of
 
 _TOKENS = 2**27
 _AXIS = Bounds(1, 2**20)
-_STEPS = Bounds(1, 10**9)
-_STEPS_OR_0 = Bounds(0, 10**9)
+_STEPS = Bounds(1, 99_999_999)
+_STEPS_OR_0 = Bounds(0, 99_999_999)
 _SEED = Bounds(0, 2**63 - 1)
 _WEEK = Bounds(0, 10_080, is_above=True)
 

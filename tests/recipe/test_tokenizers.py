@@ -138,6 +138,8 @@ def test_a_recipe_may_insist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for data in (DataTable(source="text", path="a.txt"), DataTable()):
         assert find_difference(data, "m") == find_difference(table, "m")
         assert find_difference(replace(data, other_tokenizer=True), "m") is None
+        assert find_difference(data, "m", ["tokenizer.json"]) == find_difference(data, "m")
+        assert find_difference(data, "m", ["config.json"]) is None
     # A recipe without data may be meant for a plan. Text as bytes must be insisted on.
     Path("y.toml").write_text('[run]\nname = "y"\n[model]\nhf = "m"\n[data]\nseq_len = 8\n')
     load("y.toml")

@@ -416,6 +416,31 @@ def test_the_weights_of_another_run_start_a_new_one(
     other = train(pool, trained, "run.out_dir=wide", "model.ffn=96", "checkpoint.init=runs/small")
     assert other.returncode == 2
     assert "was made with model.ffn = " in other.stderr
+    assert "composer3d convert" not in other.stderr
+
+
+def test_weights_in_a_dtype_that_no_recipe_can_have_are_to_be_converted(
+    pool: Pool, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Published models are in bfloat16, and their conversion keeps it."""
+    monkeypatch.chdir(trained)
+    command = ["convert", "runs/small", "start", "--to", "dcp", "--weights-only"]
+    assert cli.main([*command, "--dtype", "bfloat16"]) == 0
+    cause = "start was made with precision.params = bfloat16, but the recipe says float32"
+    way_out = (
+        "a run cannot have these parameters: composer3d convert start DST --to dcp --dtype float32 "
+        "makes a checkpoint in float32; name DST instead"
+    )
+    set_back = "a checkpoint can only be resumed with its own model; set these back"
+    new = ["run.name=new", "run.steps=2", "optim.warmup=1", "optim.decay=2"]
+    for key in ("resume", "init"):
+        refused = train(pool, trained, *new, f"checkpoint.{key}=start")
+        assert (refused.returncode, refused.stderr.splitlines()[-2:]) == (2, [cause, way_out])
+        assert set_back not in refused.stderr
+    both = train(pool, trained, *new, "model.ffn=96", "checkpoint.init=start")
+    assert both.stderr.splitlines()[-3:] == [cause, set_back, way_out]
+    assert cli.main(["convert", "start", "fit", "--to", "dcp", "--dtype", "float32"]) == 0
+    assert train(pool, trained, *new, "checkpoint.init=fit").returncode == 0
 
 
 def test_changes_of_the_recipe_are_logged_and_the_former_recipe_is_kept(

@@ -592,6 +592,7 @@ def test_command_prints_one_json_object(
         "world_size",
         "layout",
         "dtype",
+        "float32",
         "loss_rel_err",
         "grad_norm_rel_err",
         "max_grad_rel_err",
