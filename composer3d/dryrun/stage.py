@@ -340,15 +340,15 @@ class RankWithoutData:
     batch: Batch
 
     def take_a_step(self, before_update: Callable[[], None] | None = None) -> None:
-        """Run one optimizer step as ``training.loop`` does.
+        """Run the first optimizer step as ``training.loop`` does.
 
         ``before_update`` is called when all gradients are there.
         """
-        optim = self.recipe.optim
         sums = step.compute_gradients(self.stages, self.batch)
         if before_update is not None:
             before_update()
-        step.update(self.stages, self.optimizer, sums, max_norm=optim.clip, lr=optim.lr)
+        rule = step.update_rule(self.recipe, 0)
+        step.update(self.stages, self.optimizer, sums, **rule._asdict())
 
 
 def first_rank(recipe: Recipe, pp_rank: int) -> int:

@@ -4,7 +4,8 @@ The shrunk proof finds wrong values, on the claim that the job differs from it o
 module checks that claim, with the real code on tensors without data:
 
 1. predicates: facts that decide how a step runs are the same in job and proofs (``predicates``);
-2. groups: every group has the ranks that a formula on coordinates gives, over the whole world;
+2. groups: every group has the ranks that a formula on coordinates gives, over the whole world; and
+   each rank has the coordinates, and takes the samples, that counting gives it;
 3. collectives: each pipeline rank of the full-size job makes as many calls over each group, and
    sends as many bytes, as ``planner.traffic`` says;
 4. messages: each micro-batch's activations and gradients are sent once and received once, in the
@@ -12,7 +13,7 @@ module checks that claim, with the real code on tensors without data:
 5. gradients: each is never scaled, and summed once over exactly the ranks that see other tokens;
    over these it is also partial, by the types of the values it was computed from;
 6. seams: activations and their gradients vary over no other axes than the residual stream, and what
-   ranks divide by is the same on all (``varying``);
+   ranks divide by is the same on all (``varying``); a stage runs its blocks in order;
 7. peers: ranks at other coordinates call the same collectives in the same order.
 
 Checks 3 to 6 run the full-size model, on the first rank of each distinct pipeline rank. A step has

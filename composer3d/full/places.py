@@ -4,6 +4,7 @@ The real code asks torch's meshes. This module shares nothing with them: a rank 
 digits are its coordinates, and a group is the ranks that differ only in certain digits.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
 from math import prod
@@ -61,6 +62,29 @@ def rank_at(sizes: MeshTable, **coordinates: int) -> int:
     for digit in _DENSE:
         rank = rank * _size(digit, sizes) + coordinates.get(digit, 0)
     return rank
+
+
+class Place(NamedTuple):
+    """Where a rank is on the mesh.
+
+    Attributes:
+        coordinates: by axis.
+        batch_rank: which samples it takes: how many ranks with other samples come before it.
+    """
+
+    coordinates: dict[str, int]
+    batch_rank: int
+
+
+def of_all_ranks(sizes: MeshTable) -> Iterator[Place]:
+    """Yield the places of all ranks, by counting: no coordinate is computed from another number."""
+    before = Counter[tuple[int, ...]]()
+    for pp, dp_replicate, dp_shard, cp, tp in product(
+        *(range(_size(one, sizes)) for one in _DENSE)
+    ):
+        values = (pp, dp_replicate, dp_shard, cp, tp)
+        yield Place(dict(zip(_DENSE, values, strict=True)), before[pp, cp, tp])
+        before[pp, cp, tp] += 1
 
 
 def arrangement(sizes: MeshTable, *, of_experts: bool) -> Iterator[tuple[int, ...]]:

@@ -394,11 +394,6 @@ def _latents(recipe: Recipe) -> Hashable:
     return recipe.sends_latents if "kv_rank" in vars(recipe.model) and recipe.mesh.cp > 1 else None
 
 
-def _ring(recipe: Recipe) -> Hashable:
-    is_ring = recipe.mesh.cp > 1 and recipe.parallel.cp_method == "ring"
-    return _few(recipe.mesh.cp) if is_ring else None
-
-
 def _by_limits(of: Callable[[Recipe, PartLimits], Hashable], keys: str) -> Predicate:
     """Return a predicate that is compared with the limits of a job and with those of a proof."""
     return Predicate(
@@ -495,7 +490,9 @@ PREDICATES: Mapping[str, Predicate] = {
     "pipeline ranks between others": Predicate(
         lambda r: _few(r.mesh.pp) if r.mesh.pp > 1 else None, "mesh.pp"
     ),
-    "ranks of a ring": Predicate(_ring, "mesh.cp, parallel.cp_method"),
+    "ranks that share a sequence": Predicate(
+        lambda r: _few(r.mesh.cp) if r.mesh.cp > 1 else None, "mesh.cp"
+    ),
     # Heads and widths.
     "key-value heads against tp": Predicate(_kv_heads, "model.n_kv_heads, mesh.tp"),
     "key-value heads of a rank of Ulysses": Predicate(

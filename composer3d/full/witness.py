@@ -8,9 +8,9 @@ the order of all collectives and messages, the ranks of their groups, the path o
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, zip_longest
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -34,6 +34,7 @@ from composer3d.parallel.pipeline.neighbours import form_routes
 from composer3d.parallel.pipeline.runtime import Pipeline, place_stages
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.parallel.stages import Stage
+from composer3d.planner.stages import stage_layers
 from composer3d.planner.trained import has_frozen
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.mesh import Mesh
@@ -94,7 +95,8 @@ class Witness:
         gradients: the path of each gradient, by parameter; None: the optimizer has no gradient.
         seams: how many activations, gradients and sums were checked.
         unmet: the checks among these that failed, in words: a value varies over too many axes, or a
-            stage works on something else than the message of its micro-batch.
+            stage works on something else than the message of its micro-batch, or runs its blocks in
+            another order.
     """
 
     rank: int
@@ -255,8 +257,10 @@ class _Watcher(Recorder):
         for tensor in own.batch:
             if tensor is not None:
                 fix(tensor, types.batch)
+        layers_of = {layers.stage: layers for layers in stage_layers(own.recipe)}
         for module in stages.modules:
             _follow_gradients(module, types)
+            _watch_order(module, layers_of[module.number].blocks, self.seams)
             if types.digits:
                 _watch_seams(module, types, self.seams)
         if types.digits:
@@ -465,6 +469,34 @@ class _Types(NamedTuple):
         return cls(digits, stages, batch, stream)
 
 
+def _watch_order(stage: Stage, blocks: Sequence[int], seams: Seams) -> None:
+    """Check that each forward of a stage runs its blocks once, in order.
+
+    A checkpointed block also runs in backward, which begins after the stage's forward.
+    """
+    wanted = [str(number) for number in blocks]
+    ran: list[str] = []
+
+    def begin(*_: object) -> None:
+        ran.clear()
+
+    def end(*_: object) -> None:
+        problem = ""
+        for place, (name, expected) in enumerate(zip_longest(ran, wanted, fillvalue="none")):
+            if name != expected:
+                problem = f"run in another order: in place {place} it is {name}, not {expected}"
+                break
+        seams.agree(f"the blocks of stage {stage.number}", not problem, problem)
+
+    def run(name: str, *_: object) -> None:
+        ran.append(name)
+
+    stage.register_forward_pre_hook(begin)
+    for name, block in stage.blocks.items():
+        block.register_forward_pre_hook(partial(run, name))
+    stage.register_forward_hook(end)
+
+
 def _watch_seams(stage: Stage, types: _Types, seams: Seams) -> None:
     """Check the types of what each block and the stage return, and of their gradients."""
     for name, block in stage.blocks.items():
@@ -523,7 +555,8 @@ def wrong_groups(
 ) -> list[str]:
     """Form the groups of some ranks, one rank after the other, and compare them with ``places``.
 
-    torch's meshes of all ranks, which are the same on every rank, are compared once.
+    torch's meshes of all ranks, which are the same on every rank, are compared once. So are the
+    places that ``Mesh`` gives ranks, from which they also know their samples.
 
     Returns:
         The first problems found, in words.
@@ -554,6 +587,7 @@ def _wrong_groups_of(recipe: Recipe, rank: int, *, meshes: bool) -> Iterator[str
                 arranged[place] = index
             if not torch.equal(device_mesh.mesh, arranged):
                 yield f"the mesh {device_mesh.mesh_dim_names} has ranks at other places"
+        yield from _wrong_places(mesh)
     groups: dict[str, dist.ProcessGroup | None] = dict(mesh.groups(has_experts=has_experts))
     groups["stage"] = mesh.stage_group
     if has_experts:
@@ -567,6 +601,19 @@ def _wrong_groups_of(recipe: Recipe, rank: int, *, meshes: bool) -> Iterator[str
             yield f"rank {rank}: {name} has {_some(ranks)}, and should have {_some(expected)}"
     if sizes.pp > 1:
         yield from _wrong_routes(recipe, rank, mesh)
+
+
+def _wrong_places(mesh: Mesh) -> Iterator[str]:
+    """Yield the ranks of the world that take themselves for other ones, or take others' samples."""
+    for rank, wanted in enumerate(places.of_all_ranks(mesh.sizes)):
+        own = replace(mesh, rank=rank)
+        if own.coords != wanted.coordinates:
+            yield f"rank {rank} has the coordinates {own.coords}, and should have {wanted[0]}"
+        if own.batch_rank != wanted.batch_rank:
+            yield (
+                f"rank {rank} takes the samples of batch rank {own.batch_rank}, and should take "
+                f"those of {wanted.batch_rank}"
+            )
 
 
 def _wrong_routes(recipe: Recipe, rank: int, mesh: Mesh) -> Iterator[str]:

@@ -12,8 +12,7 @@ from composer3d.runtime import collector, log, process_group
 from composer3d.training.build import Run
 from composer3d.training.ending import Tell, closing
 from composer3d.training.observers.observer import StepResult
-from composer3d.training.optim import learning_rate
-from composer3d.training.step import compute_gradients, update
+from composer3d.training.step import compute_gradients, update, update_rule
 
 
 def train(run: Run, tell: Tell = lambda error: None) -> int:
@@ -128,16 +127,13 @@ def do_step(run: Run, own_flags: Callable[[], StepFlags] = StepFlags) -> StepFla
         with observers.phase("gradients"):
             by_part = observers.wants_norm_by_part(number)
             sums = compute_gradients(stages, batch, own_flags, by_part=by_part)
-        lr = learning_rate(run.step, recipe.optim, recipe.run.steps)
-        limits = recovery.limits()
+        rule = update_rule(recipe, run.step, recovery.limits())
         # A bad step changes no weight.
-        values = update(
-            stages, run.optimizer, sums, max_norm=recipe.optim.clip, lr=lr, limits=limits
-        )
+        values = update(stages, run.optimizer, sums, **rule._asdict())
 
     # First of all: the metrics also have a step that ends the run.
-    observers.end_step(StepResult(number, batch, values, lr))
-    problem = recovery.judge(number, values, limits)
+    observers.end_step(StepResult(number, batch, values, rule.lr))
+    problem = recovery.judge(number, values, rule.limits)
     run.step = number
     if problem is not None:
         recovery.leave_out(number, problem)

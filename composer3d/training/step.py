@@ -1,6 +1,7 @@
 """One optimizer step: gradients, clipping and the update."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,8 +9,10 @@ from torch import Tensor
 from composer3d.data import Batch
 from composer3d.facts.flags import StepFlags
 from composer3d.parallel import Stages, grad_norm
+from composer3d.recipe.schema import Recipe
 from composer3d.reliability.bad_steps import NO_LIMITS, Limits
 from composer3d.training.batches import move_to_device
+from composer3d.training.optim import learning_rate
 from composer3d.training.optimizers import Optimizer
 from composer3d.training.step_values import StepSums, StepValues
 
@@ -59,6 +62,20 @@ def compute_gradients(
         parts = torch.zeros(n_parts, dtype=torch.float64, device=mesh.device).unbind()
     sums = mesh.start_sum_over_world(loss, norm_sq, *own_flags().pack(), *parts, *mtp_losses)
     return StepSums(sums)
+
+
+class UpdateRule(NamedTuple):
+    """How a step of a recipe changes the weights: arguments of ``update``."""
+
+    max_norm: float
+    lr: float
+    limits: Limits
+
+
+def update_rule(recipe: Recipe, step: int, limits: Limits = NO_LIMITS) -> UpdateRule:
+    """Return the rule of ``step``, counted from 0. Training follows it, and so do proofs of it."""
+    lr = learning_rate(step, recipe.optim, recipe.run.steps)
+    return UpdateRule(recipe.optim.clip, lr, limits)
 
 
 def update(

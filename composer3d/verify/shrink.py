@@ -53,8 +53,8 @@ def shrink(full: Recipe) -> list[Recipe]:
     """Make small recipes that together represent ``full``.
 
     One recipe suffices if its mesh fits a laptop with every large axis cut. Otherwise there is one
-    for every triple of the axes above 1, or every pair or single axis if triples are too large. A
-    ring of more than two ranks may need one more. The recipes keep these properties:
+    for every triple of the axes above 1, or every pair or single axis if triples are too large.
+    More than two ranks of cp may need one more. The recipes keep these properties:
 
     - the mesh: which axes are above 1, and the whole mesh up to ``LIMIT`` processes;
     - heads: grouped-query or not; fewer key-value heads than tp (one or several), as many, or more;
@@ -241,18 +241,17 @@ def _meshes(full: Recipe) -> list[MeshTable]:
     wide_axes = [axis for axis in AXES if sizes[axis] > 1 and not (keeps_pp and axis == "pp")]
     choices = _first_that_fit(sizes, wide_axes)
 
-    # In a ring of two, no rank forwards the keys that it received: take three.
-    is_long_ring = mesh.cp > 2 and full.parallel.cp_method == "ring"
+    # Two ranks of cp do not show in which order parts of the sequence, or of the heads, are joined,
+    # nor does a rank forward the keys that it received: take three.
+    has_many_of_cp = mesh.cp > 2
     # Two shards divide most sizes: take three if some sizes are uneven in ``full``.
     is_uneven = any(cut != "even" for cut in _fsdp_cuts(full).values())
-    axes_of_three = []
-    if (is_uneven or is_long_ring) and mesh.cp > 2:
-        axes_of_three.append("cp")
+    axes_of_three = ["cp"] if has_many_of_cp else []
     if is_uneven and mesh.dp_shard > 2:
         axes_of_three.append("dp_shard")
 
     meshes = [_with_ep(full, _widen_to_three(choice, axes_of_three)) for choice in choices]
-    if is_long_ring and all(small.cp <= 2 for small in meshes):
+    if has_many_of_cp and all(small.cp <= 2 for small in meshes):
         meshes.append(MeshTable(dp_shard=1, cp=3))
     if mesh.ep > 1 and all(_ep_relations(small) != _ep_relations(mesh) for small in meshes):
         meshes += [

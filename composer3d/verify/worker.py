@@ -33,6 +33,7 @@ from composer3d.parallel.data.reduce_scatter import SendNarrow, WithPlainBuffers
 from composer3d.planner.matrices import limited_rounds
 from composer3d.recipe.matrices import matrices_of
 from composer3d.recipe.schema import OptimTable, PrecisionTable, Recipe
+from composer3d.recipe.values import variant
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import form_group, pool_world
 from composer3d.runtime.torch_private import ReduceScatter
@@ -587,10 +588,10 @@ def compare_steps(
             expected_gradient = expected["gradient"][step].get(name)
             errors.shards.append(_compare(step, "gradient", name, gradient, expected_gradient))
 
-        lr = learning_rate(step, recipe.optim, recipe.run.steps)
         max_norm = reference_max_norm(recipe, step)
         replay.record_gradients(gradients, norm=values.norm, max_norm=max_norm)
-        train_step.update(stages, optimizer, sums, max_norm=max_norm, lr=lr)
+        rule = train_step.update_rule(variant(recipe, {"optim.clip": max_norm}), step)
+        train_step.update(stages, optimizer, sums, **rule._asdict())
 
         # A factor of all gradients may hardly change the weights (as with an optimizer that
         # divides by their size), but it changes this norm.
@@ -600,7 +601,7 @@ def compare_steps(
             step, stages, expected, replay, lr=reference_learning_rate(recipe, step)
         )
         if step == 0:
-            errors.wrong_bad_step = _take_bad_step(stages, optimizer, lr=lr)
+            errors.wrong_bad_step = _take_bad_step(stages, optimizer, lr=rule.lr)
     return errors
 
 

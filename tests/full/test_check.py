@@ -27,10 +27,12 @@ from tools.prove.faults.exchanges import (
 )
 from tools.prove.faults.pipeline import lose_a_gradient_between_stages
 from tools.prove.full.at_scale import (
+    count_batch_ranks_by_replicas,
     gather_once_more_late_in_the_order,
     lose_a_matrix_between_rounds,
     lose_the_seventeenth_message,
     pair_ranks_of_cp,
+    run_blocks_in_the_order_of_their_names,
     send_to_the_rank_before,
 )
 from tools.prove.full.run import _nothing
@@ -158,6 +160,59 @@ def test_a_fault_is_found_and_a_right_layout_is_sound(
         assert all(structure.counts[check] > 0 for check in structure.counts)
         assert structure.counts["messages"] == 4
         assert (structure.micro_batches_run, structure.micro_batches) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("plant", "finding"),
+    [
+        (None, []),
+        (
+            count_batch_ranks_by_replicas,
+            [
+                f"rank {rank} takes the samples of batch rank {rank - 2}, and should take those of "
+                f"{rank}"
+                for rank in range(4, 8)
+            ],
+        ),
+    ],
+)
+def test_a_rank_that_takes_the_samples_of_another_is_found(
+    pool: Pool, plant: Any, finding: list[str]
+) -> None:
+    layout = split_overrides("mesh.dp_replicate=2 mesh.dp_shard=4")
+    full = load(str(RECIPE), layout, check_files=False).recipe
+    arguments = {"recipe": full, "ranks": [0, 5], "plant": plant}
+    task = "composer3d.full.witness:wrong_groups"
+    assert pool.run(task, arguments, world_size=1) == [finding]
+
+
+_PREDICTING = (
+    "model.architecture=deepseek model.preset=debug-deepseek model.n_kv_heads=8 model.n_layers=3 "
+    "model.mtp_layers=1 mesh.pp=2 data.global_batch=8 memory.activation_checkpoint=full"
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "plant", "unmet"),
+    [
+        (
+            "model.n_layers=12",
+            run_blocks_in_the_order_of_their_names,
+            ("the blocks of stage 0 run in another order: in place 2 it is 10, not 2",),
+        ),
+        # The last block is that of multi-token prediction.
+        (_PREDICTING, None, ()),
+        ("model.n_layers=12 memory.activation_checkpoint=full mesh.tp=2", None, ()),
+    ],
+)
+def test_a_stage_that_runs_blocks_in_another_order_is_found(
+    pool: Pool, layout: str, plant: Any, unmet: tuple[str, ...]
+) -> None:
+    full = load(str(RECIPE), split_overrides(layout), check_files=False).recipe
+    rank = full.world_size // 2
+    arguments = {"job": (full, rank // (full.world_size // full.mesh.pp), rank), "plant": plant}
+    (seen,) = pool.run("composer3d.full.witness:see", arguments, world_size=1)
+    assert seen.unmet == unmet
 
 
 @pytest.mark.timeout(900)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from composer3d.full.places import GROUPS, corner, members, some_ranks
+from composer3d.full.places import GROUPS, corner, members, of_all_ranks, some_ranks
 from composer3d.recipe.schema import MeshTable
 from composer3d.runtime.ranks import coordinates, group_ranks
 
@@ -36,6 +36,21 @@ def test_the_formula_agrees_with_that_of_the_program() -> None:
     for group in ("tp", "cp", "fsdp", "dp_replicate", "pp", "ep", "efsdp", "world"):
         for rank in range(48):
             assert list(members(group, rank, MESH)) == group_ranks(group, rank, MESH)
+
+
+def test_the_places_of_ranks_by_hand() -> None:
+    places = [*of_all_ranks(MESH)]
+    assert len(places) == 48
+    assert places[29] == (
+        {"pp": 1, "dp_replicate": 0, "dp_shard": 1, "cp": 0, "tp": 1},
+        1,
+    )
+    # The second replica of three shards: the last one of two pipeline ranks, cp and tp.
+    assert [places[rank].batch_rank for rank in (0, 4, 8, 12, 16, 20, 23, 47)] == [
+        *range(6),
+        *(5, 5),
+    ]
+    assert [place.coordinates for place in places] == [coordinates(n, MESH) for n in range(48)]
 
 
 def test_some_ranks_are_all_of_a_small_world_and_the_ends_of_a_large_one() -> None:

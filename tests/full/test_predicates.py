@@ -127,7 +127,9 @@ def test_a_pipeline_of_two_does_not_stand_for_one_with_middle_ranks(matmul: str)
         (RECIPE, "mesh.tp=2 model.vocab=257", "mesh.tp=2 model.vocab=256", "vocabulary over tp"),
         (RECIPE, "mesh.dp_shard=3 data.global_batch=12", "mesh.dp_shard=2", "shards of blocks"),
         (RECIPE, "data.seq_len=255", "data.seq_len=256", "tokens of a sequence"),
-        (RECIPE, "mesh.cp=3 data.seq_len=252", "mesh.cp=2", "ranks of a ring"),
+        *((RECIPE, f"mesh.cp=3 data.seq_len=252 parallel.cp_method={method} model.n_heads=6 "
+           "model.n_kv_heads=3 model.head_dim=16", f"mesh.cp=2 parallel.cp_method={method}",
+           "ranks that share a sequence") for method in ("ring", "allgather", "ulysses")),
         (RECIPE, "mesh.cp=4 model.window=60", "mesh.cp=2 model.window=60", "window"),
         (RECIPE, "mesh.pp=2 model.n_layers=3", "mesh.pp=2 model.n_layers=2", "blocks over stages"),
         # The head counts as blocks, so that the stages of 4 blocks are not equal.

@@ -8,12 +8,13 @@ import torch
 from composer3d.checkpoint.optimizer_state import optimizer_state
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.recipe.resolve import load
+from composer3d.reliability.bad_steps import NO_LIMITS, Limits
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.mesh import Mesh
 from composer3d.runtime.process_group import pool_world
 from composer3d.training.build import build_stages
 from composer3d.training.optimizers import build_optimizer
-from composer3d.training.step import compute_gradients, update
+from composer3d.training.step import compute_gradients, update, update_rule
 from composer3d.verify.worker import local_batch, random_batch
 from tools.prove.paths import ROOT
 
@@ -83,3 +84,10 @@ def test_an_update_with_a_value_that_is_not_finite_changes_nothing(
         assert rank["changed"] == []
         assert any("router.bias" in name for name in rank["names"])
         assert rank["moved"]
+
+
+def test_the_rule_of_a_step_is_that_of_its_recipe() -> None:
+    sets = ["optim.clip=0.5", "optim.lr=1e-3", "optim.warmup=10"]
+    recipe = load(ROOT / "tools" / "prove" / "verify.toml", sets).recipe
+    assert update_rule(recipe, 4) == (0.5, 5e-4, NO_LIMITS)
+    assert update_rule(recipe, 9, Limits(3.0, 2.0)) == (0.5, 1e-3, Limits(3.0, 2.0))

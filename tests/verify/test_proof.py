@@ -86,12 +86,14 @@ SOME = """
     send_gradients_wide sum_shards_in_bfloat16 reduce_only_the_first_block_of_a_unit
     untie_the_head
     lose_the_hop_of_keys join_the_parts_as_if_cut_in_order lose_the_first_key
+    join_late_chunks_in_an_order_for_two_ranks
     let_documents_begin_one_late
     double_the_gradients_between_stages lose_a_deferred_gradient train_the_tied_copy
     evaluate_one_micro_batch_less
     train_frozen_parameters freeze_the_norms_too keep_the_gradients_of_the_last_step
     recompute_with_other_positions learn_ignored_labels take_the_scales_of_the_first_rank
-    norm_of_the_first_rank count_replicas_in_the_norm do_not_clip step_on_one_rank_only
+    norm_of_the_first_rank count_replicas_in_the_norm do_not_clip forget_to_give_the_bound
+    step_on_one_rank_only
     set_the_learning_rate_of_one_group take_the_last_group_that_matches
     rise_again_after_the_decay
     give_positions_of_a_contiguous_part cut_documents_in_samples_of_whole_ones

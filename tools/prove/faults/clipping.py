@@ -17,10 +17,10 @@ def change_clipping(clip: Callable[..., None]) -> None:
 
     @instead_of(train_step, train_step.update)
     def wrong(
-        right: Any, own: Any, optimizer: Any, sums: Any, *, max_norm: float, lr: float
+        right: Any, own: Any, optimizer: Any, sums: Any, *, max_norm: float, **others: Any
     ) -> Any:
         clip(list(own.parameters()), norm=sums.norm.item(), max_norm=max_norm)
-        return right(own, optimizer, sums, max_norm=0.0, lr=lr)
+        return right(own, optimizer, sums, max_norm=0.0, **others)
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], /, *, norm: float, max_norm: float) -> None:

@@ -16,7 +16,8 @@ from composer3d.data import Batch, Loader, loader, order
 from composer3d.data.rows import EvenRows
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.recipe.schema import OptimTable
-from composer3d.training import batches, loop, optim
+from composer3d.training import batches, optim
+from composer3d.training import step as train_step
 from composer3d.training import validation as train_validation
 from composer3d.verify import worker as verify_worker
 from tools.prove.faults.clipping import change_clipping
@@ -253,7 +254,7 @@ def validate_on_the_training_batch() -> None:
 
 def _change_learning_rate(change: Callable[[int, OptimTable, int], float]) -> None:
     """Have training and the proof call ``change(step, table, total_steps)``."""
-    loop.learning_rate = verify_worker.learning_rate = change
+    train_step.learning_rate = verify_worker.learning_rate = change
 
 
 @harms(f"mesh.tp=2 {NO_MEMORY}", "mesh.tp=2", message="^weight")
@@ -317,6 +318,13 @@ def rise_again_after_the_decay(step: int, table: OptimTable, total: int) -> floa
     """Learning rate: it returns to the full one ten steps after the end of the decay."""
     is_over = table.decay and step > table.decay + 9
     return table.lr if is_over else _RIGHT_LEARNING_RATE(step, table, total)
+
+
+@harms("mesh.dp_shard=2", message=CLIPPED)
+@fault_of(train_step, train_step.update_rule)
+def forget_to_give_the_bound(right: Any, *arguments: Any) -> train_step.UpdateRule:
+    """Clipping: training calls a step without ``optim.clip``."""
+    return right(*arguments)._replace(max_norm=0.0)
 
 
 @harms("mesh.dp_shard=2", message=CLIPPED)

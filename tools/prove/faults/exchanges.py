@@ -503,6 +503,41 @@ def join_the_parts_as_if_cut_in_order() -> None:
     ring.join_parts = api.join_parts = lambda parts, dim, balanced: right(parts, dim, False)
 
 
+# The proofs of these have fewer ranks, but more than two of cp.
+_MANY_RANKS = "mesh.dp_shard=8 mesh.cp=4 data.global_batch=16"
+_GATHERING = f"{_MANY_RANKS} parallel.cp_method=allgather"
+_ULYSSES = f"{_MANY_RANKS} parallel.cp_method=ulysses"
+
+
+@harms(_GATHERING, _ULYSSES)
+def join_late_chunks_in_an_order_for_two_ranks() -> None:
+    """cp: late chunks are joined with the last rank's first, as they should, but then in order."""
+    right = ring.join_parts
+
+    def join(parts: Tensor, dim: int, balanced: bool) -> Tensor:
+        if not balanced or len(parts) == 1:
+            return right(parts, dim, balanced)
+        early, late = parts.chunk(2, dim if dim < 0 else dim + 1)
+        return torch.cat((*early.unbind(), *late.roll(1, 0).unbind()), dim)
+
+    ring.join_parts = api.join_parts = join
+
+
+@harms(_GATHERING, _ULYSSES)
+def cut_late_chunks_in_an_order_for_two_ranks() -> None:
+    """cp: the whole is cut for all ranks, but late chunks of all but the first change places."""
+    right = ring.parts_of_all_ranks
+
+    def cut(x: Tensor, dim: int, size: int, balanced: bool) -> Tensor:
+        parts = right(x, dim, size, balanced)
+        if not balanced or size == 1:
+            return parts
+        early, late = parts.chunk(2, dim % x.dim() + 1)
+        return torch.cat((early, torch.cat((late[:1], late[1:].flip(0)))), dim % x.dim() + 1)
+
+    ring.parts_of_all_ranks = api.parts_of_all_ranks = cut
+
+
 @harms("mesh.cp=2 parallel.cp_method=ulysses")
 def exchange_the_wrong_heads() -> None:
     """Ulysses: ranks receive the heads of the rank on the opposite side."""

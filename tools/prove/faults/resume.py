@@ -14,6 +14,7 @@ from composer3d.checkpoint import Store
 from composer3d.data import Loader
 from composer3d.reliability.bad_steps import StepHistory
 from composer3d.training import loop
+from composer3d.training import step as train_step
 from tools.prove.faults.places import found_by
 from tools.prove.faults.plant import fault_of, instead_of
 
@@ -111,7 +112,7 @@ def begin_the_learning_rate_anew() -> None:
     # The two runs of the check have different numbers of steps; each counts its own from 0.
     steps_of_run: dict[int, int] = {}
 
-    @instead_of(loop, loop.learning_rate)
+    @instead_of(train_step, train_step.learning_rate)
     def wrong(right: Any, step: int, table: Any, total_steps: int) -> float:
         counted = steps_of_run.setdefault(total_steps, 0)
         return right(counted, table, total_steps)

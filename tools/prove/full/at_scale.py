@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
@@ -319,6 +320,29 @@ def put_tp_outside_of_fsdp(right: Any, device: str, shape: Any, *, mesh_dim_name
     pp, replicas, shards, tp = shape
     ranks = torch.arange(dist.get_world_size()).view(pp, replicas, tp, shards).transpose(2, 3)
     return DeviceMesh(device, ranks.contiguous(), mesh_dim_names=mesh_dim_names)
+
+
+@_shows(
+    "mesh.dp_replicate=2 mesh.dp_shard=4 data.global_batch=16",
+    "mesh.dp_replicate=2 mesh.dp_shard=2",
+)
+def count_batch_ranks_by_replicas() -> None:
+    """The samples of a rank: a replica has as many batch ranks as there are replicas."""
+
+    def batch_rank(self: Mesh) -> int:
+        return self.coords["dp_replicate"] * self.sizes.dp_replicate + self.coords["dp_shard"]
+
+    Mesh.batch_rank = property(batch_rank)
+
+
+@_shows("mesh.dp_shard=2 model.n_layers=12", "mesh.dp_shard=2")
+@fault_of(stages.Stage, stages.Stage.__init__)
+def run_blocks_in_the_order_of_their_names(
+    right: Any, self: stages.Stage, *arguments: Any, **named: Any
+) -> None:
+    """Stages: blocks run in the order of their names as texts: 0, 1, 10, 11, 2."""
+    right(self, *arguments, **named)
+    self.blocks = nn.ModuleDict(sorted(self.blocks.items()))
 
 
 @_shows("mesh.dp_shard=3 data.global_batch=12", "mesh.dp_shard=2")
