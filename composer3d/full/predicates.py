@@ -6,7 +6,7 @@ value in the full recipe must be its value in at least one of the small recipes.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -421,7 +421,7 @@ def _of_matrices(what: str) -> Predicate:
 _ROUNDS, _UNITS, _PARTS, _RESULTS = "rounds", "units", "parts", "results"
 
 
-@cache
+@lru_cache(maxsize=32)  # that of the job is asked for again with each small recipe
 def _repeated(recipe: Recipe, elements_per_round: int) -> frozenset[str]:
     """Return of what there are several in the matrices of a pipeline rank.
 
