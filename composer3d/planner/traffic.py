@@ -146,7 +146,7 @@ def flows(recipe: Recipe, pp_rank: int = 0) -> list[Flow]:
 
 
 def rounds_of_matrices(recipe: Recipe, pp_rank: int = 0) -> list[tuple[MatrixUnit, ...]]:
-    """Return the rounds in which a pipeline rank brings matrices to owners; none for AdamW."""
+    """Return the rounds in which a pipeline rank brings matrices to their owners, if any."""
     return _RankTraffic(recipe, pp_rank).rounds_of_matrices()
 
 
