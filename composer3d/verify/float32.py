@@ -22,10 +22,10 @@ def small_recipe(full: Recipe, small_recipes: Sequence[Recipe]) -> Recipe:
     """Return a small recipe that runs, in float32, what a proof in float64 cannot run.
 
     In float64, the gradients of a clipped step are divided before the optimizer's fused kernel, and
-    experts are multiplied one after another. In a job, the kernel divides, and one kernel multiplies
-    all experts. This depends on no mesh, so two ranks are enough. Nothing is compiled, as float64
-    has proven the compiled layout. Products in float8 are products in float32 here: rounding to
-    float8 would hide what is wrong.
+    experts are multiplied one after another. In a job, the kernel divides, and one kernel takes all
+    experts. This depends on no mesh, so two ranks are enough. Nothing is compiled, as float64 has
+    proven the compiled layout. Products in float8 are products in float32 here: rounding to float8
+    would hide what is wrong.
 
     Args:
         full: the whole recipe.
