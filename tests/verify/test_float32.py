@@ -51,7 +51,8 @@ def take_begins_for_ends() -> None:
     ("fault", "recipe", "message"),
     [
         (lose_the_divisor, DENSE, "gradient norm after clipping at step 1 is off"),
-        (take_begins_for_ends, EXPERTS, "gradient of first.embed.weight at step 1 is off"),
+        # Rows that no expert computes have what was in memory before, so anything may be off first.
+        (take_begins_for_ends, EXPERTS, ""),
     ],
 )
 def test_a_fault_that_float64_cannot_see_is_found(
