@@ -18,7 +18,7 @@ from composer3d.parallel.context.kernels import wide
 from composer3d.parallel.context.segment_kernel import VariableLength
 
 
-class _Segment(NamedTuple):
+class _MaskedSegment(NamedTuple):
     """Places of queries and of keys, and the mask of their scores, true where one is visible."""
 
     queries: slice
@@ -136,13 +136,13 @@ def _segments(
     max_k: int,
     is_causal: bool,
     windows: tuple[int, int],
-) -> Iterator[_Segment]:
+) -> Iterator[_MaskedSegment]:
     assert max_q > 0
     assert max_k > 0
     of_queries, of_keys = pairwise(cum_seq_q.tolist()), pairwise(cum_seq_k.tolist())
     for (q0, q1), (k0, k1) in zip(of_queries, of_keys, strict=True):
         visible = visible_scores(q1 - q0, k1 - k0, max_k, is_causal, windows)
-        yield _Segment(slice(q0, q1), slice(k0, k1), visible)
+        yield _MaskedSegment(slice(q0, q1), slice(k0, k1), visible)
 
 
 def _check(
