@@ -506,6 +506,17 @@ def _mark_gradients(stage: nn.Module, ledger: MemoryLedger) -> None:
         cast(nn.Module, unit).register_forward_pre_hook(find_gathered)
 
 
+# Operators that launch nothing: they tell the device of a tensor without data, or a dtype, or name a
+# range for a profiler. Of each tensor without data, torch asks the device several times.
+_QUESTIONS = frozenset(
+    {
+        "prim::device",
+        "aten::promote_types",
+        "profiler::_record_function_enter_new",
+        "profiler::_record_function_exit",
+    }
+)
+
 # Operators from which the recorder learns what a storage holds.
 _TELL_KIND = frozenset(
     {
@@ -535,6 +546,8 @@ class OperatorTraits:
         makes_tensors: its outputs have storages of their own.
         is_collective: it may send something.
         tells_kind: it is one of ``_TELL_KIND``.
+        is_question: it is one of ``_QUESTIONS``.
+        counts: it makes or changes tensors, or sends some. All others make views.
     """
 
     name: str
@@ -543,6 +556,8 @@ class OperatorTraits:
     makes_tensors: bool
     is_collective: bool
     tells_kind: bool
+    is_question: bool
+    counts: bool
 
 
 class Recorder(DispatchMode):
@@ -631,6 +646,8 @@ class Recorder(DispatchMode):
         if traits is None:
             traits = self._traits[operator] = _traits_of(operator)
 
+        if traits.is_question:
+            return operator(*arguments, **keywords)
         if traits.is_composed and self.opens_composed:
             with self:
                 return operator.decompose(*arguments, **keywords)
@@ -679,7 +696,7 @@ class Recorder(DispatchMode):
         """Count the call of an operator that has run."""
         ledger = self.ledger
         if self._collectives is not None:
-            self.operators += traits.makes_tensors
+            self.operators += traits.counts
             if traits.is_collective:
                 self._collectives.see(operator, arguments)
         if traits.makes_tensors:
@@ -723,15 +740,23 @@ class Recorder(DispatchMode):
 
 
 def _traits_of(operator: Any) -> OperatorTraits:
-    returned = [entry.alias_info for entry in operator._schema.returns]
+    returned, given = (
+        [entry.alias_info for entry in entries]
+        for entries in (operator._schema.returns, operator._schema.arguments)
+    )
+    makes_tensors = any(alias is None for alias in returned)
+    changes_tensors = any(alias is not None and alias.is_write for alias in given)
     name = operator.name().partition(".")[0]
     return OperatorTraits(
         name=name,
         body=body_of(operator),
         is_composed=operator.namespace == "aten" and is_composed(operator),
-        makes_tensors=any(alias is None for alias in returned),
+        makes_tensors=makes_tensors,
         is_collective=is_collective(operator),
         tells_kind=name in _TELL_KIND,
+        is_question=name in _QUESTIONS,
+        # Its schema does not say that it makes a view.
+        counts=(makes_tensors or changes_tensors) and name != "aten::_unsafe_view",
     )
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from composer3d.dryrun import stage
 from composer3d.dryrun.collectives import CollectiveCounter
@@ -53,6 +54,20 @@ def test_inside_of_a_custom_operator_a_copy_counts_and_a_kernel_stays_one_operat
         torch.ops.aten.silu_backward(copied, copied)
         assert recorder.operators == 3
     assert same is x
+
+
+def test_operators_count_that_make_or_change_tensors() -> None:
+    """What torch asks tensors without data, and views, would run on no device."""
+    recorder = stage.Recorder(MemoryLedger(offload=False))
+    with recorder, recorder.without_data, recorder.counting(CollectiveCounter(lambda _: "")):
+        x = torch.empty(4, 4)
+        with record_function("a range of a profile"):
+            assert x.device.type == "cpu"
+        torch.ops.aten._unsafe_view(x.view(16), [2, 8])
+        assert recorder.operators == 1
+        x.add_(1)
+        torch.split_with_sizes_copy(x, [2, 2], out=[torch.empty(2, 4), torch.empty(2, 4)])
+        assert recorder.operators == 5
 
 
 def test_a_number_that_decides_what_is_done_is_refused() -> None:
