@@ -506,8 +506,8 @@ def _mark_gradients(stage: nn.Module, ledger: MemoryLedger) -> None:
         cast(nn.Module, unit).register_forward_pre_hook(find_gathered)
 
 
-# Operators that launch nothing: they tell the device of a tensor without data, or a dtype, or name a
-# range for a profiler. Of each tensor without data, torch asks the device several times.
+# Operators that launch nothing: they tell the device of a tensor without data, or a dtype, or name
+# a range for a profiler. Of each tensor without data, torch asks the device several times.
 _QUESTIONS = frozenset(
     {
         "prim::device",

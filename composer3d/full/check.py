@@ -30,10 +30,11 @@ This module does not import torch; worker processes do.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from composer3d.dryrun.replay import TapedStage, keys
 from composer3d.dryrun.report import StageReport
@@ -328,69 +329,100 @@ def _problem_of_path(full: Recipe, rank: int, ranks: tuple[int, ...], path: "Gra
 
 def _check_peers(pool: Pool, full: Recipe, structure: Structure, plant: Plant) -> None:
     """Check that ranks of a group make the same calls, and that every message is received."""
-    small = _small_job(full)
-    sizes, pp = small.mesh, small.mesh.pp
-
-    def see(
-        recipe: Recipe, pp_ranks: Iterable[int], numbers: Sequence[int] = (0,)
-    ) -> "dict[int, list[Witness]]":
-        """Return what the ranks of ``places.corner`` did on some pipeline ranks, and check each."""
-        jobs = [
-            (recipe, pp_rank, rank)
-            for pp_rank in pp_ranks
-            for rank in dict.fromkeys(places.corner(sizes, pp_rank, number) for number in numbers)
-        ]
-        found: dict[int, list[Witness]] = {}
-        for witness in _witnesses(pool, jobs, plant):
-            found.setdefault(witness.taped.stage, []).append(witness)
-            structure.add("gradients", _wrong_gradients(recipe, witness), len(witness.gradients))
+    runs = _runs_of_small_models(full, structure)
+    found = _run_all(pool, runs, plant)
+    for kind, run in runs.items():
+        for witness in chain.from_iterable(found[kind].values()):
+            texts = _wrong_gradients(run.recipe, witness)
+            structure.add("gradients", texts, len(witness.gradients))
             structure.add("seams", witness.unmet, witness.seams)
-            structure.add("groups", _wrong_group_of_axis(recipe, witness), 0)
-            structure.add("collectives", _wrong_reductions(recipe, witness), 0)
-            structure.add("messages", messages.unmet_in_ring(recipe, witness), 0)
-        return found
-
-    def see_messages(recipe: Recipe, found: "dict[int, list[Witness]]") -> None:
-        first = {pp_rank: witnesses[0] for pp_rank, witnesses in found.items()}
+            structure.add("groups", _wrong_group_of_axis(run.recipe, witness), 0)
+            structure.add("collectives", _wrong_reductions(run.recipe, witness), 0)
+            structure.add("messages", messages.unmet_in_ring(run.recipe, witness), 0)
+        if kind == _PEERS and _MESSAGES in runs:
+            continue  # only some of its pipeline ranks have run
+        first = {pp_rank: witnesses[0] for pp_rank, witnesses in found[kind].items()}
         # Each counts once, by the longest step of which both ends of all messages were seen.
-        compared = sum(1 for _ in expected.messages(recipe)) if len(first) == pp else 0
+        is_whole = len(first) == full.mesh.pp
+        compared = sum(1 for _ in expected.messages(run.recipe)) if is_whole else 0
         more = max(0, compared - structure.counts.get("messages", 0))
-        structure.add("messages", messages.wrong_messages(recipe, first), more)
-
-    chosen = sorted({0, pp // 2, pp - 1})
-    of_small = see(small, chosen, (0, 2, -1))
-    for one, *others in of_small.values():
+        structure.add("messages", messages.wrong_messages(run.recipe, first), more)
+    for one, *others in found[_PEERS].values():
         for other in others:
-            structure.add("peers", _unlike(one, other, sizes.tp), len(one.calls))
+            structure.add("peers", _unlike(one, other, full.mesh.tp), len(one.calls))
+    if _WHOLE_STEP in runs:
+        whole = runs[_WHOLE_STEP].recipe
+        for pp_rank, (witness,) in found[_WHOLE_STEP].items():
+            report = witness.taped.report(pp_rank, rank_actions(whole, pp_rank))
+            assert report is not None  # it has run all of its own actions
+            texts = _wrong_traffic(whole, report, witness, has_frozen(whole))
+            # ``_check_job`` counts them, of the full-size model.
+            structure.add("collectives", texts, 0)
 
+
+# What the steps of small models are for.
+_PEERS, _MESSAGES, _WHOLE_STEP = "peers", "messages", "all micro-batches"
+
+
+class _Run(NamedTuple):
+    """A step of some pipeline ranks of a small model.
+
+    Attributes:
+        recipe: the recipe of the small model.
+        pp_ranks: the pipeline ranks.
+        corners: the ranks of each of them, as ``places.corner`` numbers them.
+    """
+
+    recipe: Recipe
+    pp_ranks: Sequence[int]
+    corners: tuple[int, ...] = (0,)
+
+
+def _runs_of_small_models(full: Recipe, structure: Structure) -> dict[str, _Run]:
+    """Return the steps of small models, by what they are for."""
+    small = _small_job(full)
+    pp = full.mesh.pp
+    chosen = sorted({0, pp // 2, pp - 1})
+    runs = {_PEERS: _Run(small, chosen, (0, 2, -1))}
     # What stages send each other does not depend on their blocks.
     thin = _with_one_block_a_stage(small)
-    if pp == len(chosen):
-        see_messages(small, of_small)
-    else:
-        see_messages(thin, see(thin, range(pp)))
+    if pp > len(chosen):
+        runs[_MESSAGES] = _Run(thin, range(pp))
     whole = thin.with_micro_batches(full.micro_batches)
     if pp == 1 or whole.micro_batches <= thin.micro_batches:
-        return
+        return runs
     for violation in violations(whole):
         structure.unchecked.append(
             f"the messages of all {whole.micro_batches:,} micro-batches on a small model: "
             f"{violation.reason(whole)}"
         )
-        return
+        return runs
     # A rank between two others sends and receives of both kinds. With many stages on a rank, what
     # it gathers depends on the whole order of its actions.
     pp_ranks: Sequence[int] = (0, 1) if pp == 2 else (pp // 2,)
     if whole.parallel.stages_per_rank > STAGES_THAT_REPLAY:
         pp_ranks = range(pp)
-    of_whole = see(whole, pp_ranks)
-    see_messages(whole, of_whole)
-    for pp_rank, (witness,) in of_whole.items():
-        report = witness.taped.report(pp_rank, rank_actions(whole, pp_rank))
-        assert report is not None  # it has run all of its own actions
-        texts = _wrong_traffic(whole, report, witness, has_frozen(whole))
-        # ``_check_job`` counts them, of the full-size model.
-        structure.add("collectives", texts, 0)
+    runs[_WHOLE_STEP] = _Run(whole, pp_ranks)
+    return runs
+
+
+def _run_all(
+    pool: Pool, runs: Mapping[str, _Run], plant: Plant
+) -> "dict[str, dict[int, list[Witness]]]":
+    """Return what each run's ranks did, by pipeline rank."""
+    jobs = [
+        (kind, (run.recipe, pp_rank, rank))
+        for kind, run in runs.items()
+        for pp_rank in run.pp_ranks
+        for rank in dict.fromkeys(
+            places.corner(run.recipe.mesh, pp_rank, number) for number in run.corners
+        )
+    ]
+    found: dict[str, dict[int, list[Witness]]] = {kind: {} for kind in runs}
+    witnesses = _witnesses(pool, [job for _, job in jobs], plant)
+    for (kind, (_, pp_rank, _)), witness in zip(jobs, witnesses, strict=True):
+        found[kind].setdefault(pp_rank, []).append(witness)
+    return found
 
 
 def _small_job(full: Recipe) -> Recipe:
