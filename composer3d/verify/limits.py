@@ -1,6 +1,7 @@
 """How long a proof may take, and from which sizes on it computes in parts. No torch here."""
 
 from collections import defaultdict
+from functools import lru_cache
 from math import prod
 
 from composer3d.facts.limits import PartLimits
@@ -24,6 +25,7 @@ def wait_limit_s(recipe: Recipe) -> float:
     return _COMPILED_WAIT_S if recipe.compile.enabled else _WAIT_S
 
 
+@lru_cache(maxsize=256)
 def limits_of_proof(recipe: Recipe) -> PartLimits:
     """Return lower limits than those of a job, as a proof has small tensors.
 
@@ -41,6 +43,8 @@ def _room_for_two(recipe: Recipe) -> int:
 
     They are the two largest of the rank that owns the most matrices, or its largest if it owns two.
     """
+    if not recipe.optim.optimizer.has_matrices:
+        return 1
     sizes: dict[tuple[int, int], list[int]] = defaultdict(list)
     for pp_rank in range(recipe.mesh.pp):
         for units in rounds_of_matrices(recipe, pp_rank):
