@@ -58,8 +58,8 @@ _FROZEN = (
     "activations and time are those of training all parameters, so they are upper bounds."
 )
 _NOT_FITTED = (
-    "{name}: no training run on it was among those that the planner was fitted to (A100, A800, "
-    "H100 and H200), so its times are less sure."
+    "{name}: few or no training runs on it were among those that the planner was fitted to (nearly "
+    "all on A100, A800, H100 and H200), so its times are less sure."
 )
 _MEMORY_KINDS = tuple(entry.name for entry in fields(RankMemory))
 

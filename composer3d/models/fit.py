@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from composer3d.facts.errors import PlanError
 from composer3d.models.contract import ShardingPlan
 from composer3d.models.layers.moe import Experts
 from composer3d.models.table import Style
+
+_DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
 
 
 def check(model: nn.Module, plan: ShardingPlan) -> None:
@@ -84,7 +88,7 @@ def _buffers(model: nn.Module) -> Iterator[str]:
 
 def _dropout(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
-        if isinstance(module, _DropoutNd) and module.p > 0:
+        if isinstance(module, _DROPOUTS) and module.p > 0:
             yield (
                 f"{name!r} is a dropout of {module.p:g}: a checkpointed block runs again in "
                 "backward and would drop others; use 0, or leave it out"
