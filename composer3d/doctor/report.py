@@ -20,19 +20,26 @@ _MOST_NAMED = 4
 
 
 class Disk(NamedTuple):
-    """The disk of the run's folder.
+    """The place of the run's checkpoints.
 
     Attributes:
-        folder: the run's folder, or the parent of it that exists.
-        free_gib: its free space.
+        folder: their folder, or the parent of it that exists; or the URL in an object store.
+        free_gib: its free space; None: an object store, which needs no disk.
         checkpoint_gib: the size of one checkpoint: parameters and the optimizer's moments.
         kept: the most checkpoints that exist at a time.
+        present: the checkpoints that exist already, which a run that goes on removes in time.
     """
 
     folder: str
-    free_gib: float
+    free_gib: float | None
     checkpoint_gib: float
     kept: int
+    present: int = 0
+
+    @property
+    def missing(self) -> int:
+        """The number of checkpoints that free space must hold: a save needs room for one."""
+        return max(1, self.kept - self.present)
 
 
 class Slowest(NamedTuple):
@@ -155,13 +162,7 @@ def make_report(
     report.notes += _differences("the driver", {rank.driver for rank in ranks})
     report.notes += _differences("Python", {rank.python for rank in ranks})
     report.notes += _differences("the device", {rank.device for rank in ranks})
-    needed_gib = disk.checkpoint_gib * disk.kept
-    if disk.free_gib < needed_gib:
-        report.problems.append(
-            f"{disk.folder} has {disk.free_gib:.1f} GiB free, and {disk.kept} checkpoints of about "
-            f"{disk.checkpoint_gib:.1f} GiB need {needed_gib:.1f} GiB; free some space, or lower "
-            "checkpoint.keep"
-        )
+    report.problems += _full_disk(disk)
     return report
 
 
@@ -235,6 +236,32 @@ def _differences(what: str, values: set[str]) -> list[str]:
     if len(values) == 1:
         return []
     return [f"{what} differs between ranks: {', '.join(sorted(values))}"]
+
+
+def _full_disk(disk: Disk) -> list[str]:
+    needed_gib = disk.checkpoint_gib * disk.missing
+    if disk.free_gib is None or disk.free_gib >= needed_gib:
+        return []
+    more = " more" if disk.present else ""
+    checkpoints = (
+        f"1{more} checkpoint of about {disk.checkpoint_gib:.1f} GiB needs"
+        if disk.missing == 1
+        else f"{disk.missing}{more} checkpoints of about {disk.checkpoint_gib:.1f} GiB need"
+    )
+    # A lower ``keep`` cannot spare the room of a new checkpoint.
+    lower = ", or lower checkpoint.keep" if disk.missing > 1 else ""
+    return [
+        f"{disk.folder} has {disk.free_gib:.1f} GiB free, and {checkpoints} {needed_gib:.1f} GiB; "
+        f"free some space{lower}, or use another disk (run.out_dir)"
+    ]
+
+
+def _describe_disk(disk: Disk) -> str:
+    size = f"a checkpoint takes about {disk.checkpoint_gib:.2g} GiB, at most {disk.kept} at a time"
+    if disk.free_gib is None:
+        return f"checkpoints: in {disk.folder}, and none on this disk; {size}"
+    there = f", {disk.present} there now" if disk.present else ""
+    return f"disk: {disk.free_gib:.1f} GiB free in {disk.folder}; {size}{there}"
 
 
 def as_json_of(report: DoctorReport) -> dict[str, Any]:
@@ -315,11 +342,7 @@ def text_of(report: DoctorReport) -> str:
                 f"clock of node {rank.node}: {1000 * rank.clock_s:+.1f} ms from that of node 0, "
                 f"to {1000 * rank.clock_error_s:.1f} ms"
             )
-    disk = report.disk
-    lines.append(
-        f"disk: {disk.free_gib:.1f} GiB free in {disk.folder}; a checkpoint takes about "
-        f"{disk.checkpoint_gib:.2g} GiB, at most {disk.kept} at a time"
-    )
+    lines.append(_describe_disk(report.disk))
     if report.links is not None:
         lines.append(f"machine of rank 0: {describe_links(report.links)}")
         lines += lines_of(report.advice)

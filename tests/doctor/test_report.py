@@ -120,7 +120,25 @@ def test_a_full_disk_fails() -> None:
     (problem,) = report.problems
     assert problem.startswith("/runs has 2.5 GiB free, and 3 checkpoints of about 1.0 GiB need 3.0")
     assert not as_json_of(report)["passed"]
+    assert "lower checkpoint.keep" in problem
     assert "WRONG   /runs has" in text_of(report)
+
+
+def test_only_room_for_checkpoints_that_are_not_there_is_needed() -> None:
+    disk = DISK._replace(free_gib=1.5, present=2)
+    assert report_of(disk=disk).problems == []
+    assert "at most 3 at a time, 2 there now" in text_of(report_of(disk=disk))
+    (problem,) = report_of(disk=disk._replace(free_gib=0.5)).problems
+    assert problem.startswith("/runs has 0.5 GiB free, and 1 more checkpoint of about 1.0 GiB ")
+    # The room of a new checkpoint is needed with any number of them.
+    assert "keep" not in problem
+
+
+def test_checkpoints_in_an_object_store_need_no_disk() -> None:
+    report = report_of(disk=DISK._replace(folder="s3://bucket/run", free_gib=None))
+    assert report.problems == []
+    assert "checkpoints: in s3://bucket/run, and none on this disk; a checkpoint" in text_of(report)
+    assert as_json_of(report)["disk"]["free_gib"] is None
 
 
 def test_clocks_and_software_that_differ_are_noted() -> None:
