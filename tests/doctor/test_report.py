@@ -93,7 +93,8 @@ def test_a_slow_device_is_named() -> None:
     assert report.slowest_rank == 5
     (line,) = report.notes
     assert line == (
-        "slow: rank 5 (x) multiplies float32 matrices at 0.02 TFLOP/s, and the median rank at 0.05"
+        "slow: rank 5 (x) multiplies float32 matrices at 0.02 TFLOP/s, and the median of the other "
+        "ranks at 0.05"
     )
     assert report.problems == []
     assert as_json_of(report)["matrix"]["slowest_rank"] == 5
@@ -106,13 +107,28 @@ def test_a_slow_group_is_named_and_ranks_that_share_cores_are_not_judged() -> No
     report = report_of({3: {"speeds": slow}})
     (line,) = report.notes
     assert line == (
-        "slow: all_gather over tp takes 2.50 times as long as in the median group, in the group of "
-        "rank 2 (x)"
+        "slow: all_gather over tp takes 2.50 times as long as the median of the other groups, in "
+        "the group of rank 2 (x)"
     )
     report = report_of({3: {"speeds": slow}, 0: {"is_crowded": True}})
     assert report.notes == [
         "a node has more ranks than cores: ranks wait for cores, so none is judged to be slow"
     ]
+
+
+def test_of_two_the_slow_one_is_compared_with_the_other() -> None:
+    recipe = load(RECIPE).recipe
+    slow = facts_of(1, matrix_flops={"float32": 35e9})
+    (line,) = make_report(recipe, [facts_of(0), slow], {}, [], {}, DISK).notes
+    assert "at 0.035 TFLOP/s, and the median of the other ranks at 0.05" in line
+
+    slow = facts_of(3, speeds=[*facts_of(3).speeds[:1], Speed("tp", "all_gather", 16 * MIB, 0.024)])
+    ranks = [*map(facts_of, range(3)), slow]
+    report = make_report(recipe, ranks, {"tp": 2}, [], {}, DISK)
+    assert report.axes["tp"].slowest["all_gather"][16 * MIB].ratio == pytest.approx(1.5)
+    assert "with rank 2, 1.50 x the median of the others" in text_of(report)
+    (line,) = report.notes
+    assert "takes 1.50 times as long" in line
 
 
 def test_a_full_disk_fails() -> None:
