@@ -47,6 +47,8 @@ def examine(recipe: Recipe, device: torch.device, store: dist.Store) -> DoctorRe
         UserError: rank 0 cannot read the folder of the checkpoints. Every rank raises it.
     """
     check_agreement(recipe)
+    # First: a folder that cannot be read must not show after the minutes of measuring.
+    disk = process_group.on_main("run.out_dir", partial(disk_of, recipe))
     mesh = Mesh.build(recipe.mesh, device)
     nodes = _number_nodes()
     groups = groups_of(mesh, has_experts=recipe.model.experts > 0)
@@ -87,7 +89,6 @@ def examine(recipe: Recipe, device: torch.device, store: dist.Store) -> DoctorRe
         is_crowded=device.type == "cpu" and ranks_of_node > usable_cores(),
     )
     of_ranks = process_group.gather_objects(facts)
-    disk = process_group.on_main("run.out_dir", partial(disk_of, recipe))
     if of_ranks is None:
         return None
     sizes = {entry.axis: len(entry.ranks) for entry in groups}
