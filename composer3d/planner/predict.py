@@ -440,18 +440,16 @@ def _matrices(model: Model, optim: OptimTable, wide_bytes: float) -> Matrices | 
     )
 
 
-def optimizer_copies(recipe: Recipe) -> float:
-    """Return how often a rank has its parameters, with what the optimizer keeps of their size.
+def checkpoint_bytes(recipe: Recipe) -> float:
+    """Return the bytes of the tensors of a checkpoint of training.
 
-    It is the mean over the parameters of the model: matrices may have another state than others.
+    It has every parameter once. Those that train also have what the optimizer keeps of their size.
     """
-    optim, model = recipe.optim, recipe.model
-    facts = optim.optimizer
-    others = 1.0 + facts.copies(is_matrix=False)
-    chosen = architecture(model.architecture)
-    matrices = matrices_of(chosen, model, optim)
-    if not matrices:
-        return others
-    rows = dict(chosen.table_of(model).parameters())
-    share = _elements(rows[name] for name in matrices) / _elements(rows.values())
-    return others + share * (facts.copies(is_matrix=True) - facts.copies(is_matrix=False))
+    optim = recipe.optim
+    matrices = matrices_of(architecture(recipe.model.architecture), recipe.model, optim)
+    elements = 0
+    for name, row in recipe.parameters.parameters():
+        elements += row.elements
+        if row.trains and is_trained(optim, name):
+            elements += row.elements * optim.optimizer.copies(is_matrix=name in matrices)
+    return DTYPE_BYTES[recipe.precision.params] * elements

@@ -11,6 +11,7 @@ that turns slow is named after less than three windows.
 """
 
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from composer3d.recipe.schema import MeshTable, ParallelTable
@@ -54,6 +55,23 @@ def time_of_window(own_s: Sequence[float]) -> float:
     is slow in nearly all steps. So this time is that of an undisturbed step.
     """
     return sorted(own_s)[(len(own_s) - 1) // 4]
+
+
+def medians_of_others(values: Sequence[float]) -> list[float]:
+    """Return for each value the median of all others.
+
+    The median of all would hide a slow one of two: it is the mean of both.
+
+    Args:
+        values: two values or more.
+    """
+    in_order = sorted(range(len(values)), key=values.__getitem__)
+    # The middle of the others: one of them or two, next to the middle of all.
+    middle = {(len(values) - 2) // 2, (len(values) - 1) // 2}
+    medians = [0.0] * len(values)
+    for place, number in enumerate(in_order):
+        medians[number] = fmean(values[in_order[at + (at >= place)]] for at in middle)
+    return medians
 
 
 class Straggler(NamedTuple):
@@ -113,12 +131,9 @@ class StragglerJudge:
         for group in self._groups:
             if len(group) == 1:
                 continue
-            in_order = sorted(group, key=lambda rank: own_s[rank])
-            # The middle of the others: one rank or two, next to the middle of all.
-            low, high = (len(group) - 2) // 2, (len(group) - 1) // 2
-            for place, rank in enumerate(in_order):
-                others = [in_order[at + (at >= place)] for at in (low, high)]
-                found = Straggler(rank, own_s[rank], sum(own_s[peer] for peer in others) / 2)
+            times_s = [own_s[rank] for rank in group]
+            peers_s = medians_of_others(times_s)
+            for found in map(Straggler, group, times_s, peers_s):
                 is_longer = found.own_s - found.peers_s >= _LEAST_EXCESS_S
                 if is_longer and found.factor >= self._factor:
                     yield found
