@@ -185,7 +185,7 @@ class NodeLayout:
                 continue
             group = group_of(axis, self.recipe.mesh, pp_rank)
             nic_bytes = sum(
-                flow.sent_bytes * nic_share(axis, flow.operation, group, self.gpus_per_node)
+                flow.sent_bytes * nic_share(flow, self.recipe.mesh, pp_rank, self.gpus_per_node)
                 for flow in own
             )
             rows.append(AxisTraffic(axis, group, own, nic_bytes))

@@ -7,7 +7,7 @@ A link is inside a node (NVLink, or shared memory on CPUs) or between nodes (a N
 from typing import NamedTuple
 
 from composer3d.planner.setup import Layout
-from composer3d.planner.traffic import Axis, Operation
+from composer3d.planner.traffic import Axis, Flow, Operation
 from composer3d.recipe.schema import MeshTable
 
 
@@ -45,11 +45,25 @@ def group_of(axis: Axis, mesh: MeshTable, pp_rank: int = 0) -> Group:
     return Group(first, stride, size)
 
 
-def nic_share(axis: Axis, operation: Operation, group: Group, gpus_per_node: int) -> float:
-    """Return the share of the bytes sent in a group that leave their node, the mean of its ranks.
+def nic_share(flow: Flow, mesh: MeshTable, pp_rank: int, gpus_per_node: int) -> float:
+    """Return the share of what pipeline rank ``pp_rank`` sends in a flow that leaves its node.
 
-    Gathers and reductions go round a ring in the order of ranks, and so do the messages of cp. In
-    pp, rank i sends to i + 1 and i - 1. In an all-to-all, each rank sends as much to every other.
+    It is the mean over the ranks that take part.
+    """
+    if flow.receiver is None:
+        group = group_of(flow.axis, mesh, pp_rank)
+        return nic_share_in_group(flow.operation, group, gpus_per_node)
+    stage = group_of("stage", mesh, pp_rank)
+    distance = (flow.receiver - pp_rank) * stage.size
+    crossing = [rank // gpus_per_node != (rank + distance) // gpus_per_node for rank in stage.ranks]
+    return sum(crossing) / stage.size
+
+
+def nic_share_in_group(operation: Operation, group: Group, gpus_per_node: int) -> float:
+    """Return the share of the bytes sent within a group that leave their node.
+
+    It is the mean over the group's ranks. Gathers and reductions go round a ring in the order of
+    ranks, and so do the messages of cp. In an all-to-all, each rank sends as much to every other.
     """
     nodes = [rank // gpus_per_node for rank in group.ranks]
     size = len(nodes)
@@ -58,6 +72,5 @@ def nic_share(axis: Axis, operation: Operation, group: Group, gpus_per_node: int
     if operation == "all_to_all":
         same = sum(nodes.count(node) * (nodes.count(node) - 1) for node in set(nodes))
         return 1 - same / (size * (size - 1))
-    # The hops of the ring; those of a pipeline do not include the one from its end to its start.
-    hops = list(zip(nodes, nodes[1:] + ([] if axis == "pp" else nodes[:1]), strict=False))
-    return sum(a != b for a, b in hops) / len(hops)
+    hops = zip(nodes, [*nodes[1:], nodes[0]], strict=True)
+    return sum(a != b for a, b in hops) / size

@@ -146,6 +146,36 @@ def link_of(row: AxisTraffic) -> str:
     return "NIC" if row.node_bytes < 0.5 else "both"
 
 
+@pytest.mark.parametrize(
+    ("schedule", "of_nic"),
+    [
+        # Only the messages between ranks 1 and 2 leave a node.
+        ("1F1B", [(0, 1), (1, 2), (1, 2), (0, 1)]),
+        # Stages 3 and 4 are on ranks 3 and 0.
+        ("Interleaved1F1B", [(1, 3), (2, 4), (2, 4), (1, 3)]),
+        # They are on rank 3 alone, and stages 5 and 6 on ranks 2 and 1.
+        ("ZBVZeroBubble", [(0, 2), (2, 4), (2, 4), (0, 2)]),
+    ],
+)
+def test_a_message_of_the_pipeline_is_on_the_link_to_its_receiver(
+    schedule: str, of_nic: list[tuple[int, int]]
+) -> None:
+    recipe = recipe_of(
+        "quickstart",
+        "mesh.pp=4",
+        "mesh.dp_shard=1",
+        "mesh.tp=1",
+        "model.n_layers=8",
+        "data.micro_batch=4",
+        f"parallel.schedule={schedule}",
+    )
+    layout = make_layout(recipe, 2)
+    message_bytes = 8 * 4 * 128 * 128 * 4  # of all micro-batches
+    for pp_rank, (over_nic, sent) in enumerate(of_nic):
+        (row,) = (row for row in layout.traffic(pp_rank) if row.axis == "pp")
+        assert (row.nic_bytes, row.sent_bytes) == (over_nic * message_bytes, sent * message_bytes)
+
+
 def test_the_arrow_of_the_pipeline_has_the_bytes_of_a_boundary() -> None:
     layout = make_layout(CASES["quickstart"], 8)
     # 2 micro-batches x 8 samples x 64 tokens (tp 2) x 128 wide x 4 bytes
