@@ -36,9 +36,10 @@ class AxisTraffic(NamedTuple):
 
     Attributes:
         axis: the axis.
-        group: the ranks that take part, with the first rank of the pipeline rank.
+        group: the ranks of the group with the first rank of the pipeline rank.
         flows: by operation and purpose.
-        nic_bytes: the part of ``sent_bytes`` that leaves the node, the mean of the group's ranks.
+        nic_bytes: the part of ``sent_bytes`` that leaves the node, the mean over all ranks of the
+            pipeline rank.
     """
 
     axis: Axis

@@ -4,6 +4,7 @@ Ranks 0 to n-1 of the first node come first, then those of the second one, as la
 A link is inside a node (NVLink, or shared memory on CPUs) or between nodes (a NIC for each rank).
 """
 
+from collections import Counter
 from typing import NamedTuple
 
 from composer3d.planner.setup import Layout
@@ -45,14 +46,29 @@ def group_of(axis: Axis, mesh: MeshTable, pp_rank: int = 0) -> Group:
     return Group(first, stride, size)
 
 
+def groups_of(axis: Axis, mesh: MeshTable, pp_rank: int = 0) -> list[Group]:
+    """Return all groups of an axis that have ranks of pipeline rank ``pp_rank``, but not of pp."""
+    group = group_of(axis, mesh, pp_rank)
+    if axis == "world":
+        return [group]
+    stage = group_of("stage", mesh, pp_rank)
+    return [
+        Group(first, group.stride, group.size)
+        for block in range(stage.first, stage.first + stage.size, group.stride * group.size)
+        for first in range(block, block + group.stride)
+    ]
+
+
 def nic_share(flow: Flow, mesh: MeshTable, pp_rank: int, gpus_per_node: int) -> float:
     """Return the share of what pipeline rank ``pp_rank`` sends in a flow that leaves its node.
 
-    It is the mean over the ranks that take part.
+    It is the mean over all ranks of the pipeline rank: one group may be on one node, and the next
+    one on two.
     """
     if flow.receiver is None:
-        group = group_of(flow.axis, mesh, pp_rank)
-        return nic_share_in_group(flow.operation, group, gpus_per_node)
+        groups = groups_of(flow.axis, mesh, pp_rank)
+        shares = [nic_share_in_group(flow.operation, group, gpus_per_node) for group in groups]
+        return sum(shares) / len(shares)
     stage = group_of("stage", mesh, pp_rank)
     distance = (flow.receiver - pp_rank) * stage.size
     crossing = [rank // gpus_per_node != (rank + distance) // gpus_per_node for rank in stage.ranks]
@@ -70,7 +86,7 @@ def nic_share_in_group(operation: Operation, group: Group, gpus_per_node: int) -
     if size < 2:
         return 0.0
     if operation == "all_to_all":
-        same = sum(nodes.count(node) * (nodes.count(node) - 1) for node in set(nodes))
+        same = sum(count * (count - 1) for count in Counter(nodes).values())
         return 1 - same / (size * (size - 1))
     hops = zip(nodes, [*nodes[1:], nodes[0]], strict=True)
     return sum(a != b for a, b in hops) / size

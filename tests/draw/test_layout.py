@@ -140,6 +140,13 @@ def test_bytes_are_on_the_link_that_carries_them() -> None:
     assert (small["pp"], small["tp"], small["fsdp"]) == ("NIC", "node", "node")
 
 
+def test_links_are_the_mean_of_all_groups() -> None:
+    recipe = recipe_of("debug-4-dp-tp")
+    (tp,) = (row for row in make_layout(recipe, 3).traffic(0) if row.axis == "tp")
+    # Group (0, 1) is on one node of 3, and group (2, 3) on two.
+    assert tp.nic_bytes == pytest.approx(tp.sent_bytes / 2)
+
+
 def link_of(row: AxisTraffic) -> str:
     if row.nic_bytes == 0:
         return "node"
