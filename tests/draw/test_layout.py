@@ -116,13 +116,40 @@ def test_shares_are_those_of_the_mesh() -> None:
     assert layout.sample_words(7) == "samples 28-31 of each step"
 
     experts = make_layout(CASES["moe-1024"], 8)
-    assert experts.share_words(5) == ["heads 12-23 of 48", "experts 40-47 of 64", "shard 1 of 64"]
+    assert experts.share_words(5) == [
+        "heads 12-23 of 48",
+        "experts 40-47 of 64",
+        "experts: shard 0 of 32",
+        "the rest: shard 1 of 64",
+    ]
     assert experts.layer_words(0) == "embedding, blocks 0-6, blocks 28-34"
     assert experts.stage_words(3) == "stages 3, 7"
 
     alone = make_layout(CASES["single"], 8)
     assert alone.share_words(0) == ["all weights"]
     assert [row.axis for row in alone.traffic(0)] == []
+
+
+def test_shards_of_experts_are_named_apart() -> None:
+    sizes = ("mesh.pp=1", "mesh.tp=4", "mesh.dp_shard=1", "mesh.dp_replicate=2", "mesh.ep=1")
+    # Ranks of tp shard the experts, which they do not cut.
+    sharded = make_layout(recipe_of("quickstart-moe", *sizes, "parallel.zero=3"), 8)
+    assert sharded.share_words(6) == [
+        "head 2 of 4",
+        "experts: shard 2 of 4",
+        "the rest: all of these",
+    ]
+    whole = make_layout(recipe_of("quickstart-moe", *sizes, "parallel.zero=0"), 8)
+    assert whole.share_words(6) == ["head 2 of 4", "all of these weights"]
+    # Each expert is on one rank.
+    alone = make_layout(recipe_of("quickstart-moe"), 8)
+    assert alone.share_words(3) == ["heads 2-3 of 4", "experts 6-7 of 8", "shard 1 of 2"]
+
+
+def test_a_stage_does_not_hold_all_weights() -> None:
+    sizes = ("mesh.pp=2", "mesh.tp=1", "mesh.dp_shard=1", "data.micro_batch=4")
+    layout = make_layout(recipe_of("quickstart", *sizes), 8)
+    assert layout.share_words(1) == ["all of these weights"]
 
 
 def test_bytes_are_on_the_link_that_carries_them() -> None:
