@@ -19,8 +19,8 @@ from composer3d.doctor.report import Disk, DoctorReport, make_report
 from composer3d.facts import hardware
 from composer3d.facts.errors import ExchangeError
 from composer3d.parallel.context import implementation
+from composer3d.planner.goodput import checkpoint_bytes
 from composer3d.planner.memory import GIB
-from composer3d.planner.predict import checkpoint_bytes
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import environment, process_group
 from composer3d.runtime.agreement import check_agreement, versions

@@ -438,18 +438,3 @@ def _matrices(model: Model, optim: OptimTable, wide_bytes: float) -> Matrices | 
         saved_bytes=wide_bytes
         * (optim.optimizer.copies(is_matrix=False) - optim.optimizer.copies(is_matrix=True)),
     )
-
-
-def checkpoint_bytes(recipe: Recipe) -> float:
-    """Return the bytes of the tensors of a checkpoint of training.
-
-    It has every parameter once. Those that train also have what the optimizer keeps of their size.
-    """
-    optim = recipe.optim
-    matrices = matrices_of(architecture(recipe.model.architecture), recipe.model, optim)
-    elements = 0
-    for name, row in recipe.parameters.parameters():
-        elements += row.elements
-        if row.trains and is_trained(optim, name):
-            elements += row.elements * optim.optimizer.copies(is_matrix=name in matrices)
-    return DTYPE_BYTES[recipe.precision.params] * elements
