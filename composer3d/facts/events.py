@@ -54,6 +54,17 @@ def line(event: Event) -> bytes:
     return (json.dumps(values) + "\n").encode()
 
 
+def done_after(event: Event, done_before: int) -> int:
+    """Return how many steps a run has done as of an event.
+
+    Args:
+        event: the next event of its file.
+        done_before: what this function returned for the event before it; 0 for none.
+    """
+    # Only a start goes back, to a checkpoint.
+    return event.step if event.kind == "start" else max(done_before, event.step)
+
+
 def read(run: Path) -> Iterator[Event | None]:
     """Yield the events of a run in the order of its file, and None for each line that is none.
 

@@ -220,8 +220,7 @@ def _read_events(run: RunFolder) -> None:
             if event is None:
                 wrong += 1
                 continue
-            # A start may go back to a checkpoint.
-            done = event.step if event.kind == "start" else max(done, event.step)
+            done = events.done_after(event, done)
             if event.kind == "save":
                 run.saves.append(event)
             else:
