@@ -14,9 +14,9 @@ from composer3d.facts.files import open_plain, parse_json
 
 FILE = "events.jsonl"
 
-# start: a job starts the run or goes on with it. save: a checkpoint. stop: a signal or an error
-# ended the job. lost ranks: the name of a report. end: the last step is done. ranks and bad steps:
-# what ``Metrics.report`` has told.
+# start: a job starts the run or goes on with it. save: a checkpoint is whole. stop: a signal or an
+# error ended the job. lost ranks: the name of a report. end: the last step is done. ranks and bad
+# steps: what ``Metrics.report`` has told.
 Kind = Literal["start", "save", "stop", "lost ranks", "end", "ranks", "bad steps"]
 _KINDS: tuple[str, ...] = get_args(Kind)
 
