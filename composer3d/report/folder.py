@@ -74,6 +74,7 @@ class RunFolder:
         recipe: the recipe; None if ``recipe_problem`` says why not.
         events: the newest ``_MOST_EVENTS``, without the saves.
         hidden_events: how many older ones there are.
+        n_starts: how many starts of the job there are, also among the hidden ones.
         saves: the saves.
         device: the name of the devices of the last start; None if it is not known.
         since: the steps that were done before the run had this recipe and these devices.
@@ -91,6 +92,7 @@ class RunFolder:
     recipe_problem: str = ""
     events: list[RunEvent] = field(default_factory=list)
     hidden_events: int = 0
+    n_starts: int = 0
     saves: list[Event] = field(default_factory=list)
     device: str | None = None
     since: int = 0
@@ -221,6 +223,7 @@ def _read_events(run: RunFolder) -> None:
                 wrong += 1
                 continue
             done = events.done_after(event, done)
+            run.n_starts += event.kind == "start"
             if event.kind == "save":
                 run.saves.append(event)
             else:

@@ -167,13 +167,17 @@ def test_a_long_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
         for step in range(1, 30_001):
             file.write(json.dumps(metrics_of(step)) + "\n")
     with (run / events.FILE).open("wb") as file:
+        for start in range(10):
+            file.write(events.line(Event(start, 1e9, "start", "8 ranks on cpu", "cpu")))
         for step in range(2_000):
             file.write(events.line(Event(step, 1e9, "ranks", "straggler: rank 1")))
             file.write(events.line(Event(step, 1e9, "save", "checkpoint", None, 1.0)))
-    text = page.render([subject_of(run)], None)
+    subject = subject_of(run)
+    text = page.render([subject], None)
     assert len(text) < 600_000
-    assert "1,700 older events are left out" in text
+    assert "1,710 older events are left out" in text
     assert "2,000 checkpoints" in text
+    assert page.final_numbers(subject.run)["starts of the job"] == "10"
 
 
 def test_a_run_without_lines_has_no_blank_panel(tmp_path: Path) -> None:
