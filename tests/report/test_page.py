@@ -144,7 +144,8 @@ def test_speed_and_memory_are_those_of_the_present_recipe_and_device(
         row.update(tokens_per_s=1000.0, mfu=0.2)
     write_rows(run, rows)
     found = folder.read(str(run))
-    assert (found.tokens_per_s, found.mfu, found.memory_gib) == (2000.0, 0.4, 1.0)
+    assert (found.tokens_per_s, found.memory_gib) == (1500.0, 1.0)
+    assert found.mfu == pytest.approx(0.3)
     assert found.since == 0
     if changed == "recipe":
         (run / "recipe-00000020.toml").touch()
@@ -159,6 +160,19 @@ def test_speed_and_memory_are_those_of_the_present_recipe_and_device(
     assert numbers["peak memory, GiB"] == "0.50 (since step 20)"
     write_rows(run, rows[:20])
     assert "tokens/s, median" not in page.final_numbers(folder.read(str(run)))
+
+
+def test_a_change_near_the_end_of_a_long_run_leaves_all_values_since(tmp_path: Path) -> None:
+    """Eight steps in a row share the points of the curves."""
+    run = make_run(tmp_path / "run")
+    rows = [metrics_of(step) for step in range(1, 1001)]
+    for row in rows[995:]:
+        row.update(tokens_per_s=2000.0, memory_gib=0.7)
+    rows[-1].update(tokens_per_s=3000.0, memory_gib=0.6)
+    write_rows(run, rows)
+    (run / "recipe-00000995.toml").touch()
+    found = folder.read(str(run))
+    assert (found.tokens_per_s, found.memory_gib) == (2000.0, 0.7)
 
 
 def test_a_long_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
