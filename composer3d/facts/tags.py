@@ -53,7 +53,10 @@ _TAGS = {
     "validation_s": Tag("time/validation_s", "Seconds of validation since the last point."),
     "checkpoint_s": Tag("time/checkpoint_s", "Seconds stopped for saves since the last point."),
     "left_out_steps": Tag("optim/left_out_steps", "Steps whose batches were left out so far."),
-    "straggler_rank": Tag("ranks/straggler_rank", "The slowest rank, where one is slow."),
+    "straggler_rank": Tag(
+        "ranks/straggler_rank",
+        "The slowest rank, when one turns slow or is slow no longer; not a number if none is slow.",
+    ),
     "straggler_factor": Tag("ranks/straggler_factor", "Its own time over that of its peers."),
     "corrupt_rank": Tag("ranks/corrupt_rank", "A rank whose bits differ from its replicas'."),
     "memory_gib": Tag(

@@ -103,7 +103,13 @@ class StragglerJudge:
     def __init__(self, groups: Sequence[Sequence[int]], factor: float) -> None:
         self._groups, self._factor = groups, factor
         self._suspects: set[int] = set()
-        self._named: set[int] = set()
+        # As of the newest window in which each of them was slow.
+        self._named: dict[int, Straggler] = {}
+
+    @property
+    def slowest(self) -> Straggler | None:
+        """The slowest of the ranks that are named and still slow; None if there is none."""
+        return max(self._named.values(), key=lambda found: found.factor, default=None)
 
     def judge(self, own_s: Sequence[float]) -> tuple[list[Straggler], list[int]]:
         """Judge one window.
@@ -122,8 +128,11 @@ class StragglerJudge:
             if rank in self._suspects and rank not in self._named
         ]
         # As for naming, two windows must agree.
-        recovered = sorted(self._named - slow.keys() - self._suspects)
-        self._named = self._named.difference(recovered) | {found.rank for found in stragglers}
+        recovered = sorted(self._named.keys() - slow.keys() - self._suspects)
+        named = {**self._named, **{found.rank: found for found in stragglers}}
+        self._named = {
+            rank: slow.get(rank, found) for rank, found in named.items() if rank not in recovered
+        }
         self._suspects = set(slow)
         return stragglers, recovered
 
