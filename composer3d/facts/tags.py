@@ -31,7 +31,7 @@ _TAGS = {
     "tokens_per_s": Tag(
         "speed/tokens_per_s",
         "Tokens of samples per second over all ranks, since the last point, without the time of "
-        f"validation and saves. {COUNTED_TOKENS}",
+        f"validation, of saves and of comparing replicas. {COUNTED_TOKENS}",
     ),
     "tokens_per_s_per_rank": Tag("speed/tokens_per_s_per_rank", "The same, for each rank."),
     "tflops_per_rank": Tag(
@@ -52,6 +52,7 @@ _TAGS = {
     "data_s": Tag("time/data_s", "Seconds of a step in which the rank waited for data."),
     "validation_s": Tag("time/validation_s", "Seconds of validation since the last point."),
     "checkpoint_s": Tag("time/checkpoint_s", "Seconds stopped for saves since the last point."),
+    "replicas_s": Tag("time/replicas_s", "Seconds of comparing replicas since the last point."),
     "left_out_steps": Tag("optim/left_out_steps", "Steps whose batches were left out so far."),
     "straggler_rank": Tag("ranks/straggler_rank", "The slowest rank, where one is slow."),
     "straggler_factor": Tag("ranks/straggler_factor", "Its own time over that of its peers."),

@@ -4,8 +4,8 @@ Other services get them from processes of their own, which read that file (``run
 
 Loss, gradient norm and learning rate are those of the logged step itself, so they do not depend
 on where a run was resumed. Throughput and seconds are averages over the steps since the last
-logged one, without those that the run leaves out. Validation and checkpoints do not count as
-training time.
+logged one, without those that the run leaves out. Validation, checkpoints and comparisons of
+replicas do not count as training time.
 """
 
 import itertools
@@ -58,6 +58,9 @@ _FILE_LIMIT = 1 << 30
 _LINE_LIMIT = 64 << 10
 
 _LINE_START = b'{"step": '
+
+# The phases that stand between steps: their seconds are no time of a step.
+_BETWEEN_STEPS: tuple[Phase, ...] = ("validation", "checkpoint", "replicas")
 
 # Seconds after which a service whose process has failed is tried again.
 _TRACKER_RETRY_S = 300.0
@@ -144,10 +147,7 @@ class Metrics(Observer):
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
-        """Add the seconds of the body to those of the phase.
-
-        Throughput leaves out validation and checkpoints.
-        """
+        """Add the seconds of the body to those of the phase."""
         begin_s = time.perf_counter()
         yield
         if name != "gradients":
@@ -193,7 +193,8 @@ class Metrics(Observer):
           own length, those of this rank's rows in this step.
         - ``mfu``: the same as a fraction of the peak FLOP/s; null if the peak is unknown.
         - ``step_s`` and ``data_s``: seconds per step.
-        - ``validation_s`` and ``checkpoint_s``: seconds since the last line.
+        - ``validation_s``, ``checkpoint_s`` and ``replicas_s`` (of ``ReplicaCheck``): seconds since
+          the last line.
         - ``memory_gib``: on a CPU, the largest resident memory of the main rank since its start.
           On a GPU, the largest size of torch's tensors since the start, of the rank that had most.
         - on a GPU, ``memory_reserved_gib``: the same for the memory that torch's allocator has
@@ -223,8 +224,8 @@ class Metrics(Observer):
             return
         steps = self._trained - self._trained_at_line
         elapsed_s = now_s - self._logged_at_s
-        training_s = elapsed_s - self._seconds["validation"] - self._seconds["checkpoint"]
-        training_s = max(training_s, 1e-9)
+        between_steps = {f"{phase}_s": self._seconds[phase] for phase in _BETWEEN_STEPS}
+        training_s = max(elapsed_s - sum(between_steps.values()), 1e-9)
         tokens_per_s = steps * self.tokens_per_step / training_s
         flops_per_token = self.flops_per_token(documents_BT)
         flops_per_rank = None
@@ -240,8 +241,7 @@ class Metrics(Observer):
             "mfu": flops_per_rank / self.peak_flops if flops_per_rank and self.peak_flops else None,
             "step_s": training_s / steps,
             "data_s": self._seconds["data"] / steps,
-            "validation_s": self._seconds["validation"],
-            "checkpoint_s": self._seconds["checkpoint"],
+            **between_steps,
             **memory,
             **extra(),
         }
@@ -312,15 +312,15 @@ class Metrics(Observer):
             self._tensorboard.flush()
 
     def close(self) -> None:
-        """Write the seconds of validation and checkpoints since the last line, and close the files.
+        """Write the seconds of the phases between steps since the last line, and close the files.
 
-        The keys of the line are ``step`` (the last logged one), ``validation_s`` and
-        ``checkpoint_s``.
+        The keys of the line are ``step`` (the last logged one), and ``validation_s``,
+        ``checkpoint_s`` and ``replicas_s`` for the phases that there were.
         """
         if not self.main:
             return
         tail = {
-            f"{phase}_s": seconds for phase, seconds in self._seconds.items() if phase != "data"
+            f"{phase}_s": self._seconds[phase] for phase in _BETWEEN_STEPS if phase in self._seconds
         }
         if tail:
             self._write(self._logged_step, tail)

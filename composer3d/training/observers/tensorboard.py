@@ -56,7 +56,10 @@ _DASHBOARD = {
     },
     "Time": {
         "seconds of a step": ["Multiline", ["^time/step_s$", "^time/data_s$"]],
-        "seconds beside steps": ["Multiline", ["^time/validation_s$", "^time/checkpoint_s$"]],
+        "seconds between steps": [
+            "Multiline",
+            ["^time/validation_s$", "^time/checkpoint_s$", "^time/replicas_s$"],
+        ],
     },
 }
 _DASHBOARD_OF_EXPERTS = {

@@ -104,6 +104,24 @@ def test_throughput_leaves_out_validation_and_checkpoints(
     assert tail == {"step": 6, "checkpoint_s": 3.0}
 
 
+def test_comparisons_of_replicas_are_no_time_of_a_step(tmp_path: Path, clock: list[float]) -> None:
+    table = MetricsTable(every=9, tensorboard=False)
+    metrics = _metrics(tmp_path, table, total_steps=12, start_step=1)
+    for step in range(2, 13):
+        clock[0] += 0.25
+        metrics.log_step(step, loss=1.0, grad_norm=1.0, lr=1.0)
+        if step % 3 == 0:
+            with metrics.phase("replicas"):
+                clock[0] += 4.0
+    metrics.close()
+    *lines, tail = _lines(tmp_path)
+    assert [line["step"] for line in lines] == [2, 9, 12]
+    assert [line["step_s"] for line in lines] == [0.25] * 3
+    assert [line["tokens_per_s"] for line in lines] == [4000.0] * 3
+    assert [line["replicas_s"] for line in lines] == [0.0, 8.0, 4.0]
+    assert tail == {"step": 12, "replicas_s": 4.0}
+
+
 def test_attention_is_counted_within_each_document(tmp_path: Path) -> None:
     """Rows of 12 tokens, whose documents have numbers from 0."""
     recipe = recipe_of("debug-1-single", "data.seq_len=12", "model.window=3", "model.full_every=2")
@@ -298,6 +316,7 @@ def test_tensorboard_has_a_tag_for_each_metric(tmp_path: Path) -> None:
         "time/data_s",
         "time/validation_s",
         "time/checkpoint_s",
+        "time/replicas_s",
         "memory/peak_gib",
         "other/moe_balance",  # it has no tag of its own
     }  # and no MFU, because the peak is not known
