@@ -113,12 +113,14 @@ class Metrics(Observer):
     further: Callable[[StepResult], Mapping[str, float]] = lambda _: {}
 
     def __post_init__(self) -> None:
-        # Seconds by phase, since the last logged step.
+        # Seconds by phase, and of the steps themselves, since the last logged step.
         self._seconds: dict[str, float] = defaultdict(float)
-        self._logged_step = self.start_step
+        self._training_s = 0.0
+        self._logged_step = self._trained_step = self.start_step
         # Steps that this process has trained, and how many of them the last line knew.
         self._trained = self._trained_at_line = 0
-        self._logged_at_s = self._first_step_at_s = time.perf_counter()
+        # All seconds since the first one belong to the step that comes or lasts.
+        self._step_began_s = self._first_step_at_s = time.perf_counter()
         self._tensorboard: TensorBoard | None = None
         self._trackers: list[Tracker] = []
         # The services that have failed, with the time (monotonic) at which they are tried again.
@@ -150,8 +152,20 @@ class Metrics(Observer):
         """Add the seconds of the body to those of the phase."""
         begin_s = time.perf_counter()
         yield
+        seconds = time.perf_counter() - begin_s
         if name != "gradients":
-            self._seconds[name] += time.perf_counter() - begin_s
+            self._seconds[name] += seconds
+        if name in _BETWEEN_STEPS:
+            self._step_began_s += seconds
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Drop the seconds since the last step if the run has left out steps since."""
+        if number > self._trained_step + 1:
+            now_s = time.perf_counter()
+            self._first_step_at_s += now_s - self._step_began_s
+            self._step_began_s = now_s
+        yield
 
     def wants_norm_by_part(self, number: int) -> bool:
         return self.is_due(number)
@@ -214,6 +228,9 @@ class Metrics(Observer):
         Collective over all ranks on a GPU, if the step is logged: ``process_group.max_over_ranks``.
         """
         now_s = time.perf_counter()
+        self._training_s += now_s - self._step_began_s
+        self._step_began_s = now_s
+        self._trained_step = step
         self._trained += 1
         if self._trained == 1:
             self._first_step_at_s = now_s
@@ -223,9 +240,7 @@ class Metrics(Observer):
         if not self.main:
             return
         steps = self._trained - self._trained_at_line
-        elapsed_s = now_s - self._logged_at_s
-        between_steps = {f"{phase}_s": self._seconds[phase] for phase in _BETWEEN_STEPS}
-        training_s = max(elapsed_s - sum(between_steps.values()), 1e-9)
+        training_s = max(self._training_s, 1e-9)
         tokens_per_s = steps * self.tokens_per_step / training_s
         flops_per_token = self.flops_per_token(documents_BT)
         flops_per_rank = None
@@ -241,16 +256,16 @@ class Metrics(Observer):
             "mfu": flops_per_rank / self.peak_flops if flops_per_rank and self.peak_flops else None,
             "step_s": training_s / steps,
             "data_s": self._seconds["data"] / steps,
-            **between_steps,
+            **{f"{phase}_s": self._seconds[phase] for phase in _BETWEEN_STEPS},
             **memory,
             **extra(),
         }
         self._write(step, line)
         log.get().info(self._console_line(step, line, now_s))
         self._seconds.clear()
+        self._training_s = 0.0
         self._logged_step = step
         self._trained_at_line = self._trained
-        self._logged_at_s = now_s
 
     def end_validation(self, step: int, loss: float) -> None:
         """Log the validation loss (nats per valid token) after ``step``.
@@ -390,10 +405,9 @@ class Metrics(Observer):
     def _console_line(self, step: int, line: dict[str, float | None], now_s: float) -> str:
         # The first step is left out of the pace, as it warms up.
         timed_steps = self._trained - 1
+        pace_s = self._training_s
         if timed_steps:
             pace_s = (now_s - self._first_step_at_s) / timed_steps
-        else:
-            pace_s = now_s - self._logged_at_s
         left = rough_duration(pace_s * (self.total_steps - step))
         tflops, mfu = line["tflops_per_rank"], line["mfu"]
         used = "" if tflops is None else f"{tflops:.3g} TFLOP/s"

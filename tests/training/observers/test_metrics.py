@@ -168,13 +168,21 @@ def test_steps_that_are_left_out_are_neither_timed_nor_counted(
     log.setup("", main=True)
     table = MetricsTable(every=10, tensorboard=False)
     metrics = _metrics(tmp_path, table, start_step=400, total_steps=1060)
-    for step in range(451, 461):  # the run resumes at step 400, and leaves 50 steps out
-        clock[0] += 3.0
+    # The run resumes at step 400, and leaves out steps 401 to 450, 454 and 455.
+    for step in [*range(451, 454), *range(456, 461)]:
+        if step in (451, 456):
+            clock[0] += 20.0
+            with metrics.phase("checkpoint"):
+                clock[0] += 7.0
+            clock[0] += 30.0
+        with metrics.step(step):
+            clock[0] += 3.0
         metrics.log_step(step, loss=1.0, grad_norm=1.0, lr=1.0)
     (line,) = _lines(tmp_path)
-    assert (line["step"], line["step_s"]) == (460, 3.0)
+    assert (line["step"], line["step_s"], line["checkpoint_s"]) == (460, 3.0, 14.0)
     assert line["tokens_per_s"] == pytest.approx(1000 / 3)
-    assert capsys.readouterr().err.endswith("left 30 min\n")
+    # Saves do count here: 7 s of them in 7 steps of 3 s.
+    assert capsys.readouterr().err.endswith("left 40 min\n")
 
 
 def test_console_says_progress_speed_and_time_left(
