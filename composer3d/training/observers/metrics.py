@@ -76,7 +76,7 @@ class Metrics(Observer):
     points of an earlier process beyond ``start_step`` are dropped, so that a resumed run has one
     curve. The docstring of ``log_step`` lists the keys of a line, with their units.
 
-    The clock starts when the object is created: create it right before the first step.
+    The clock starts with the first ``step``.
 
     Attributes:
         run_dir: the run's folder.
@@ -116,7 +116,9 @@ class Metrics(Observer):
         # Seconds by phase, and of the steps themselves, since the last logged step.
         self._seconds: dict[str, float] = defaultdict(float)
         self._training_s = 0.0
-        self._logged_step = self._trained_step = self.start_step
+        self._logged_step = self.start_step
+        # The step that this process has trained last.
+        self._trained_step: int | None = None
         # Steps that this process has trained, and how many of them the last line knew.
         self._trained = self._trained_at_line = 0
         # All seconds since the first one belong to the step that comes or lasts.
@@ -160,8 +162,8 @@ class Metrics(Observer):
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Drop the seconds since the last step if the run has left out steps since."""
-        if number > self._trained_step + 1:
+        """Drop the seconds before the first step, and those of steps that are left out."""
+        if number - 1 != self._trained_step:
             now_s = time.perf_counter()
             self._first_step_at_s += now_s - self._step_began_s
             self._step_began_s = now_s

@@ -104,6 +104,21 @@ def test_throughput_leaves_out_validation_and_checkpoints(
     assert tail == {"step": 6, "checkpoint_s": 3.0}
 
 
+def test_the_start_of_a_run_is_no_time_of_its_first_step(
+    tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.setup("", main=True)
+    metrics = _metrics(tmp_path, total_steps=61)
+    clock[0] += 8.0  # other observers and the validation are made
+    with metrics.training():
+        clock[0] += 4.0
+        with metrics.step(1):
+            clock[0] += 1.0
+        metrics.log_step(1, loss=1.0, grad_norm=1.0, lr=1.0)
+    assert _lines(tmp_path)[0]["step_s"] == 1.0
+    assert capsys.readouterr().err.endswith("left 60 s\n")
+
+
 def test_comparisons_of_replicas_are_no_time_of_a_step(tmp_path: Path, clock: list[float]) -> None:
     table = MetricsTable(every=9, tensorboard=False)
     metrics = _metrics(tmp_path, table, total_steps=12, start_step=1)
