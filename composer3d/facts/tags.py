@@ -27,7 +27,16 @@ _TAGS = {
     ),
     "validation_loss": Tag("loss/validation", "Mean loss on held-out data, in nats per token."),
     "grad_norm": Tag("optim/grad_norm", "Norm of all gradients of the job, before clipping."),
-    "lr": Tag("optim/lr", "Learning rate of this step."),
+    "lr": Tag(
+        "optim/lr",
+        "Learning rate of this step. Parameters of optim.groups have it times their lr_factor, and "
+        "matrices with optim.matrix_lr one of their own.",
+    ),
+    "matrix_lr": Tag(
+        "optim/matrix_lr",
+        "Learning rate of this step for the matrices of Muon. Those of optim.groups have it times "
+        "their lr_factor.",
+    ),
     "tokens_per_s": Tag(
         "speed/tokens_per_s",
         "Tokens of samples per second over all ranks, since the last point, without the time of "

@@ -38,7 +38,8 @@ from composer3d.parallel.context.imbalance import attention_imbalance
 from composer3d.parallel.expert.balance import expert_metrics
 from composer3d.planner.memory import GIB
 from composer3d.planner.trained import has_frozen
-from composer3d.recipe.schema import MetricsTable, Recipe
+from composer3d.recipe.rates import matrix_lr_factor
+from composer3d.recipe.schema import MetricsTable, OptimTable, Recipe
 from composer3d.reliability.report import Report
 from composer3d.runtime import log, process_group
 from composer3d.runtime.files import LineFile, open_own, write_atomic
@@ -202,7 +203,7 @@ class Metrics(Observer):
         A line has these keys; a value that is not finite becomes null:
 
         - ``step``; ``loss`` (nats per valid token, of the whole batch); ``grad_norm`` (before
-          clipping); ``lr``.
+          clipping); ``lr``, that of the schedule.
         - ``tokens_per_s`` (all ranks), ``tokens_per_s_per_rank``; what counts as a token is in
           ``tags.COUNTED_TOKENS``.
         - ``tflops_per_rank``: null if FLOPs are not counted; of packed documents, each with its
@@ -217,8 +218,9 @@ class Metrics(Observer):
           taken from the GPU; and ``memory_retries``: how often the allocator found no room and
           gave back unused memory before it tried again, of the rank with most since the start.
         - the keys of ``extra``: ``grad_norm/PART`` for each part of the model (see
-          ``parallel.grad_norm.PARTS``), with documents over cp ``cp_balance`` (see
-          ``cp_balance``), and with experts their load (see ``balance.expert_metrics``).
+          ``parallel.grad_norm.PARTS``), with ``optim.matrix_lr`` ``matrix_lr``, with documents over
+          cp ``cp_balance`` (see ``cp_balance``), and with experts their load (see
+          ``balance.expert_metrics``).
 
         Args:
             step: the number of steps done, counted from 1.
@@ -595,10 +597,18 @@ def further_metrics(recipe: Recipe, stages: Stages, result: StepResult) -> dict[
     norms = result.values.norm_by_part
     return {
         **{f"grad_norm/{part}": norm for part, norm in norms.items()},
+        **further_rates(recipe.optim, result.lr),
         **mtp_metrics(recipe, result.values.mtp_losses),
         **cp_balance(recipe, result.batch),
         **expert_metrics(stages.router_loads, tokens),
     }
+
+
+def further_rates(optim: OptimTable, lr: float) -> dict[str, float]:
+    """Return ``matrix_lr``, the learning rate of Muon's matrices, if they have one of their own."""
+    if optim.matrix_lr is None:
+        return {}
+    return {"matrix_lr": lr * matrix_lr_factor(optim)}
 
 
 def mtp_metrics(recipe: Recipe, mtp_losses: Sequence[float]) -> dict[str, float]:

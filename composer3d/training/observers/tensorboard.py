@@ -50,7 +50,7 @@ _DASHBOARD = {
         "tokens/s of all ranks": ["Multiline", ["^speed/tokens_per_s$"]],
         "gradient norm": ["Multiline", ["^optim/grad_norm$"]],
         "peak memory, GiB": ["Multiline", ["^memory/peak_gib$", "^memory/peak_reserved_gib$"]],
-        "learning rate": ["Multiline", ["^optim/lr$"]],
+        "learning rate": ["Multiline", ["^optim/lr$", "^optim/matrix_lr$"]],
         "gradient norm by part": ["Multiline", ["^grad_norm/"]],
         "loss by tokens": ["Multiline", ["^loss_by_tokens/"]],
     },
