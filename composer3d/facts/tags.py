@@ -48,7 +48,9 @@ _TAGS = {
     ),
     "mfu": Tag("speed/mfu", "The same, as a share of the device's peak."),
     "cp_balance": Tag(
-        "speed/cp_balance", "Attention scores of the busiest rank of cp over their mean; 1 at best."
+        "speed/cp_balance",
+        "Attention scores of the busiest rank of cp over the mean; 1 at best. It is the busiest in "
+        "each block and micro-batch, and of rank 0's rows.",
     ),
     "expert_load": Tag(
         "experts/load", "Tokens of the busiest expert of a layer over the mean; 1 at best."

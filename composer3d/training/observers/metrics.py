@@ -637,6 +637,11 @@ def cp_balance(recipe: Recipe, batch: Batch) -> dict[str, float]:
     cp, parallel, documents_BT = recipe.mesh.cp, recipe.parallel, batch.documents_BT
     if cp == 1 or documents_BT is None or parallel.cp_method == "ulysses":
         return {}
-    windows = recipe.model.windows
-    value = attention_imbalance(documents_BT, cp, balanced=parallel.is_balanced, windows=windows)
+    value = attention_imbalance(
+        documents_BT,
+        cp,
+        balanced=parallel.is_balanced,
+        windows=recipe.model.windows,
+        micro_batch=recipe.data.micro_batch,
+    )
     return {"cp_balance": value}
