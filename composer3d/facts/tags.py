@@ -60,7 +60,7 @@ _TAGS = {
     "balance_loss": Tag("experts/balance_loss", "What balancing adds to the loss."),
     "z_loss": Tag("experts/z_loss", "What large logits of routers add to the loss."),
     "step_s": Tag("time/step_s", "Seconds of a step, the mean since the last point."),
-    "data_s": Tag("time/data_s", "Seconds of a step in which the rank waited for data."),
+    "data_s": Tag("time/data_s", "Seconds of a step in which rank 0 waited for data."),
     "validation_s": Tag("time/validation_s", "Seconds of validation since the last point."),
     "checkpoint_s": Tag("time/checkpoint_s", "Seconds stopped for saves since the last point."),
     "replicas_s": Tag("time/replicas_s", "Seconds of comparing replicas since the last point."),

@@ -209,7 +209,7 @@ class Metrics(Observer):
         - ``tflops_per_rank``: null if FLOPs are not counted; of packed documents, each with its
           own length, those of this rank's rows in this step.
         - ``mfu``: the same as a fraction of the peak FLOP/s; null if the peak is unknown.
-        - ``step_s`` and ``data_s``: seconds per step.
+        - ``step_s``, and ``data_s`` in which the main rank waited for data: seconds per step.
         - ``validation_s``, ``checkpoint_s`` and ``replicas_s`` (of ``ReplicaCheck``): seconds since
           the last line.
         - ``memory_gib``: on a CPU, the largest resident memory of the main rank since its start.
