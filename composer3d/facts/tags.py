@@ -40,7 +40,8 @@ _TAGS = {
     "tokens_per_s": Tag(
         "speed/tokens_per_s",
         "Tokens of samples per second over all ranks, since the last point, without the time of "
-        f"validation, of saves and of comparing replicas. {COUNTED_TOKENS}",
+        "validation, of saves, of going back to a checkpoint and of comparing replicas. "
+        f"{COUNTED_TOKENS}",
     ),
     "tokens_per_s_per_rank": Tag("speed/tokens_per_s_per_rank", "The same, for each rank."),
     "tflops_per_rank": Tag(
@@ -62,7 +63,10 @@ _TAGS = {
     "step_s": Tag("time/step_s", "Seconds of a step, the mean since the last point."),
     "data_s": Tag("time/data_s", "Seconds of a step in which rank 0 waited for data."),
     "validation_s": Tag("time/validation_s", "Seconds of validation since the last point."),
-    "checkpoint_s": Tag("time/checkpoint_s", "Seconds stopped for saves since the last point."),
+    "checkpoint_s": Tag(
+        "time/checkpoint_s",
+        "Seconds stopped for saves, and for going back to a checkpoint, since the last point.",
+    ),
     "replicas_s": Tag("time/replicas_s", "Seconds of comparing replicas since the last point."),
     "left_out_steps": Tag("optim/left_out_steps", "Steps whose batches were left out so far."),
     "straggler_rank": Tag("ranks/straggler_rank", "The slowest rank, where one is slow."),

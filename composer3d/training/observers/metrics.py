@@ -210,8 +210,8 @@ class Metrics(Observer):
           own length, those of this rank's rows in this step.
         - ``mfu``: the same as a fraction of the peak FLOP/s; null if the peak is unknown.
         - ``step_s``, and ``data_s`` in which the main rank waited for data: seconds per step.
-        - ``validation_s``, ``checkpoint_s`` and ``replicas_s`` (of ``ReplicaCheck``): seconds since
-          the last line.
+        - ``validation_s``, ``checkpoint_s`` (saves, and going back to a checkpoint) and
+          ``replicas_s`` (of ``ReplicaCheck``): seconds since the last line.
         - ``memory_gib``: on a CPU, the largest resident memory of the main rank since its start.
           On a GPU, the largest size of torch's tensors since the start, of the rank that had most.
         - on a GPU, ``memory_reserved_gib``: the same for the memory that torch's allocator has
