@@ -27,6 +27,12 @@ _TAGS = {
     ),
     "validation_loss": Tag("loss/validation", "Mean loss on held-out data, in nats per token."),
     "grad_norm": Tag("optim/grad_norm", "Norm of all gradients of the job, before clipping."),
+    "grad_norm/other": Tag(
+        "grad_norm/other",
+        "Norm of the gradients of all other parameters, over all ranks, before clipping: the "
+        "projections of multi-token prediction, and parameters of your own architecture with other "
+        "names.",
+    ),
     "lr": Tag(
         "optim/lr",
         "Learning rate of this step. Parameters of optim.groups have it times their lr_factor, and "
