@@ -25,7 +25,9 @@ _TAGS = {
         "Mean loss of multi-token prediction over its depths, in nats per valid token of each. "
         "Times model.mtp_loss, it is what is added to the loss.",
     ),
-    "validation_loss": Tag("loss/validation", "Mean loss on held-out data, in nats per token."),
+    "validation_loss": Tag(
+        "loss/validation", "Mean loss on held-out data, in nats per valid token."
+    ),
     "grad_norm": Tag("optim/grad_norm", "Norm of all gradients of the job, before clipping."),
     "grad_norm/other": Tag(
         "grad_norm/other",

@@ -14,3 +14,4 @@ def test_a_description_says_whose_a_value_is_and_all_that_it_counts() -> None:
     assert "rank 0" in tag_of("data_s").description
     assert "going back" in tag_of("checkpoint_s").description
     assert "multi-token" in tag_of("grad_norm/other").description
+    assert "per valid token" in tag_of("validation_loss").description
