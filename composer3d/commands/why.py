@@ -93,7 +93,7 @@ def in_words(found: Comparison, layout: str, device: Device) -> list[str]:
         _line("ms of a step", "A", "B", "B - A"),
     ]
     for term, both in found.terms.items():
-        if max(both) >= _LEAST_S:
+        if max(map(abs, both)) >= _LEAST_S:
             lines.append(_numbers(term, both, 1e3))
     lines.append(_numbers("step", (first.time.step_s, second.time.step_s), 1e3))
     lines.append(_line("GiB of the rank that needs most", "A", "B", "B - A"))

@@ -467,6 +467,23 @@ def test_why_compares_the_first_layout_with_another_one(
         assert message in capsys.readouterr().err
 
 
+def test_the_rows_of_why_add_up_to_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """Here the pipeline rank that decides computes less than the mean: a row is negative."""
+    layout = (
+        "mesh.pp=4 mesh.dp_shard=2 parallel.zero=1 data.micro_batch=1 "
+        'memory.activation_checkpoint="full in the first 1 stages"'
+    )
+    assert cli.main(["plan", RECIPE, "--top", "1", "--why", layout]) == 0
+    table = capsys.readouterr().out.partition("ms of a step")[2].partition("GiB of")[0]
+    rows = {line[:34].strip(): line[34:].replace(",", "").split() for line in table.splitlines()}
+    steps = rows.pop("step")
+    rows.pop("")
+    assert float(rows["uneven stages"][1]) < -1
+    for column, step_ms in enumerate(steps):
+        printed = sum(float(cells[column]) for cells in rows.values())
+        assert printed == pytest.approx(float(step_ms), abs=0.05 * (len(rows) + 1))
+
+
 def test_a_cut_of_stages_by_time_is_shown_and_written(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
