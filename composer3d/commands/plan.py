@@ -29,9 +29,11 @@ from composer3d.facts.errors import DeviceError, UserError
 from composer3d.facts.text import one_line
 from composer3d.models.registry import is_ours
 from composer3d.planner.calibrate import observe, problem_of
+from composer3d.planner.compare import MEMORY_KINDS
 from composer3d.planner.goodput import RESTART_S, STORAGE_BYTES_S
 from composer3d.planner.intervals import Interval
 from composer3d.planner.memory import GIB, RankMemory
+from composer3d.planner.predict import Prediction
 from composer3d.planner.search import (
     CLOSE,
     Device,
@@ -61,7 +63,12 @@ _NOT_FITTED = (
     "{name}: few or no training runs on it were among those that the planner was fitted to (nearly "
     "all on A100, A800, H100 and H200), so its times are less sure."
 )
-_MEMORY_KINDS = tuple(entry.name for entry in fields(RankMemory))
+_MEMORY_COLUMNS = """\
+needed: the sum of the columns before it, which decides whether the recipe fits
+CUDA: the least that its context takes
+(slack), not counted: what the allocator reserves and does not use; short of memory, it returns that
+(context), not counted: what CUDA and NCCL usually take in all, of which CUDA is a part"""
+_ALL_MEMORY_KINDS = tuple(entry.name for entry in fields(RankMemory))
 
 EXAMPLES = (
     "composer3d plan llama3-8b-8-fsdp --gpu H100",
@@ -522,7 +529,8 @@ def _memory(recipe: Recipe, device: Device, question: Question | None, *, as_jso
     plan = price(recipe, device)
     prediction = plan.prediction
     ranks = [
-        {kind: getattr(rank, kind) / GIB for kind in _MEMORY_KINDS} for rank in prediction.memory
+        {kind: getattr(rank, kind) / GIB for kind in _ALL_MEMORY_KINDS}
+        for rank in prediction.memory
     ]
     if as_json:
         answer = {
@@ -532,27 +540,41 @@ def _memory(recipe: Recipe, device: Device, question: Question | None, *, as_jso
             "peak_gib": prediction.peak_gib,
             "peak_gib_80": prediction.peak_interval,
             "fits_probability": prediction.fits_probability,
+            "needed_gib": prediction.needed_gib,
             "ranks": ranks,
         }
         if question is not None:
             answer["goodput"] = predict_goodput(question, plan, device)
         print(json.dumps(answer))
         return 0 if prediction.fits else 1
-    print("GiB        " + "".join(f"{kind:>13}" for kind in _MEMORY_KINDS) + "        total")
-    for number, rank in enumerate(ranks):
-        total = sum(rank.values())
-        print(f"pp rank {number:<3}" + "".join(f"{rank[k]:13.1f}" for k in _MEMORY_KINDS), end="")
-        print(f"{total:13.1f}")
+    _print_memory(prediction)
     word = "fits" if prediction.fits else "does not fit"
     print(
         f"the recipe {word} {device.hardware.memory_gib:.0f} GiB of {device.hardware.name}; "
-        f"pipeline rank {prediction.largest_rank} needs most, "
-        f"{_range(prediction.peak_interval, '.1f')} GiB with 80%; "
+        f"pipeline rank {prediction.largest_rank} needs most, {prediction.peak_gib:.1f} GiB "
+        f"(80%: {_range(prediction.peak_interval, '.1f')}); "
         f"probability that it fits: {_probability(prediction.fits_probability)}"
     )
     if question is not None:
         print(*goodput_words(predict_goodput(question, plan, device)), sep="\n")
     return 0 if prediction.fits else 1
+
+
+def _print_memory(prediction: Prediction) -> None:
+    """Print what each pipeline rank needs, by kind, and then what does not count."""
+    heads = (*MEMORY_KINDS, "CUDA", "needed", "(slack)", "(context)")
+    print("GiB        " + "".join(f"{head:>13}" for head in heads))
+    for number, rank in enumerate(prediction.memory):
+        needed = prediction.needed_gib[number]
+        cells = (
+            *(getattr(rank, kind) / GIB for kind in MEMORY_KINDS),
+            needed - rank.allocated_bytes / GIB,
+            needed,
+            rank.slack / GIB,
+            rank.context / GIB,
+        )
+        print(f"pp rank {number:<3}" + "".join(f"{cell:13.1f}" for cell in cells))
+    print(_MEMORY_COLUMNS)
 
 
 def _write(resolved: Resolved, recipe: Recipe, path: Path) -> None:

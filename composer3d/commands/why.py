@@ -100,7 +100,7 @@ def in_words(found: Comparison, layout: str, device: Device) -> list[str]:
     for kind, counts in found.bytes.items():
         if any(counts):
             lines.append(_numbers(kind, counts, 1 / GIB))
-    lines.append(_numbers("all, with the least CUDA takes", (first.peak_gib, second.peak_gib)))
+    lines.append(_numbers("needed, with the least CUDA takes", (first.peak_gib, second.peak_gib)))
     for name, plan in zip("AB", found.plans, strict=True):
         prediction = plan.prediction
         if not prediction.fits:

@@ -91,9 +91,14 @@ class Prediction:
         return max(range(len(self.memory)), key=lambda rank: self.memory[rank].allocated_bytes)
 
     @property
+    def needed_gib(self) -> tuple[float, ...]:
+        """The memory that each pipeline rank needs; ``fits`` compares it with the device's."""
+        return tuple(map(_needed_gib, self.memory))
+
+    @property
     def peak_gib(self) -> float:
-        """The memory that the largest rank needs; ``fits`` compares it with the device's."""
-        return max(map(_needed_gib, self.memory))
+        """The memory that the largest rank needs."""
+        return max(self.needed_gib)
 
 
 def predict(setup: Setup, constants: Constants = SHIPPED) -> Prediction:

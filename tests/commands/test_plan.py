@@ -24,11 +24,11 @@ from tests.commands.conftest import Ask
 from tools.prove.paths import ROOT
 
 RECIPE = "llama3-8b-8-fsdp"
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 CLUSTER_RECIPES = [
-    path
-    for path in sorted((ROOT / "recipes").glob("*.toml"))
-    if load(path, check_files=False).recipe.run.device == "cuda"
+    path for path in RECIPES if load(path, check_files=False).recipe.run.device == "cuda"
 ]
+TOO_LARGE = ("data.micro_batch=4",)
 KEYS = {
     "pp", "virtual_stages", "dp_replicate", "dp_shard", "cp", "tp", "ep", "micro_batch", "schedule",
     "activation_checkpoint", "step_time_s", "tokens_per_s_per_gpu", "mfu", "peak_gib", "fits",
@@ -82,6 +82,41 @@ def test_memory_of_the_recipe_as_it_is(ask: Ask) -> None:
     assert totals[answer["largest_rank"]] == max(totals)
     # Stages of the end hold fewer micro-batches than those of the beginning.
     assert answer["ranks"][0]["activations"] > answer["ranks"][6]["activations"]
+
+
+@pytest.mark.parametrize(
+    ("path", "sets"),
+    [*((path, ()) for path in RECIPES), (ROOT / "recipes" / f"{RECIPE}.toml", TOO_LARGE)],
+    ids=lambda value: getattr(value, "stem", None),
+)
+def test_the_memory_that_is_shown_decides_whether_a_recipe_fits(
+    path: Path, sets: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", str(path), "--memory", *(word for one in sets for word in ("--set", one))]
+    status = cli.main(command)
+    text = capsys.readouterr().out
+    heads, *rows = [line for line in text.splitlines() if line.startswith(("GiB ", "pp rank"))]
+    column = heads.split().index("needed") - len(heads.split())
+    needed = [float(row.split()[column]) for row in rows]
+    for row, sum_of_row in zip(rows, needed, strict=True):
+        kinds = [float(cell) for cell in row.split()[3:column]]
+        assert sum(kinds) == pytest.approx(sum_of_row, abs=0.05 * (len(kinds) + 1))
+    found = re.search(r"fits? (\d+) GiB .* most, ([\d.]+) GiB \(80%: ([\d.]+)-([\d.]+)\)", text)
+    assert found is not None
+    limit, peak, low, high = map(float, found.groups())
+    assert max(needed) == peak
+    assert low <= peak <= high
+    assert (peak <= limit) == (status == 0)
+
+
+def test_recipes_say_the_memory_that_is_needed(ask: Ask) -> None:
+    path = ROOT / "recipes" / f"{RECIPE}.toml"
+    gib = []
+    for zero in ("2", "3"):
+        _, answer = ask("plan", str(path), "--memory", "--set", f"parallel.zero={zero}")
+        gib.append(answer["peak_gib"])
+    words = "with zero = 2, it needs {:.0f} GiB in place of {:.0f}"
+    assert words.format(*gib) in path.read_text()
 
 
 @pytest.mark.parametrize("path", CLUSTER_RECIPES, ids=lambda path: path.stem)
@@ -368,7 +403,7 @@ def test_the_memory_of_muon_on_the_page_is_what_the_command_says(
     gib = []
     for recipe in (RECIPE, "llama3-8b-8-muon", "qwen3-30b-a3b-16-ep-pp", "qwen3-30b-a3b-16-muon"):
         _, answer = ask("plan", recipe, "--memory", "--gpu", "H100")
-        gib.append(sum(answer["ranks"][answer["largest_rank"]].values()))
+        gib.append(answer["peak_gib"])
     sentence = (
         "{:.1f} GiB become {:.1f} on each GPU for the first, "
         "{:.1f} become {:.1f} on the GPUs that need most for the second."
