@@ -112,13 +112,24 @@ def search(
     top: int,
     choices: Choices | None = None,
     *,
+    improved: int = 1,
     report: Callable[[str], None] = lambda phase: None,
 ) -> Search:
     """Return the fastest layouts of a recipe on ``gpus`` devices.
 
     Fast layouts, and those that need slightly too much memory, are tried with further keys and with
-    stages cut by time (``levers``). ``report`` is called for each layout or family before it is
-    predicted, with the phase: "memory", "time" or "further keys".
+    stages cut by time (``levers``).
+
+    Args:
+        recipe: the recipe.
+        gpus: the number of devices.
+        device: where it runs.
+        top: the number of layouts to return.
+        choices: the values to try.
+        improved: how many of the fastest layouts are as fast as further keys make them, if more
+            than ``top``. How close the first one is to the best depends on it.
+        report: is called for each layout or family before it is predicted, with the phase:
+            "memory", "time" or "further keys".
     """
     choices = choices or Choices()
     legal = 0
@@ -143,7 +154,7 @@ def search(
     fitting.sort(key=lambda item: item[1].layout.tp * item[1].layout.pp * item[1].layout.cp)
     as_they_are = fitting[:_MOST_TIMED]
     nearest = [too_large[index] for _, index in sorted(near)[:_MOST_NEAR]]
-    levers = Levers(device.setup, top, choices, lambda: report("further keys"))
+    levers = Levers(device.setup, max(top, improved), choices, lambda: report("further keys"))
     best = levers.improve(timed(as_they_are), timed(nearest))
     if not best:
         too_large.sort(key=lambda item: _largest_bytes(item[1]))

@@ -74,6 +74,21 @@ def test_layouts_are_ranked_and_the_fastest_is_written_as_a_recipe(
     assert out.read_text() == text
 
 
+def test_how_close_the_first_layout_is_does_not_depend_on_how_many_are_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page has what is printed for three. It is of torch 2.13."""
+    monkeypatch.setattr(predict, "is_since_2_15", lambda: False)
+    command = ["plan", RECIPE, "--gpus", "8", "--gpu", "H100", "--top"]
+    found = []
+    for top in ("1", "3"):
+        assert cli.main([*command, top]) == 0
+        found.append(capsys.readouterr().out.partition("why:")[0])
+    one, three = (text.splitlines() for text in found)
+    assert (one[0], one[-1]) == (three[0], three[-1])
+    assert f"```text\n{found[1]}```" in (ROOT / "docs" / "plan.md").read_text()
+
+
 def test_memory_of_the_recipe_as_it_is(ask: Ask) -> None:
     status, answer = ask("plan", "llama-175b-1024-3d", "--memory", "--gpu", "A100-80GB")
     assert status == (0 if answer["fits"] else 1)
