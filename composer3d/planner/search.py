@@ -221,10 +221,11 @@ def _say_gpus(report: Callable[[str], None], gpus: int, phase: str) -> None:
 def work_share(prediction: Prediction) -> float:
     """Return the share of a step that is the model's own work, which no layout can avoid.
 
-    The rest is recomputation, waiting for collectives or the pipeline, the optimizer, and the host.
+    The rest is recomputation, what the slowest pipeline rank computes beyond the mean, waiting for
+    collectives or the pipeline, the optimizer, and the host.
     """
     time = prediction.time
-    return (time.compute_s - time.recompute_s) / time.step_s
+    return (time.compute_s - time.recompute_s - time.uneven_s) / time.step_s
 
 
 _AXIS_WORDS = {
