@@ -6,6 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 from composer3d.facts.hardware import Hardware
+from composer3d.planner.collectives import GroupShape
 from composer3d.planner.intervals import close_probability
 from composer3d.planner.layouts import Choices, layouts
 from composer3d.planner.levers import Levers, Timed
@@ -20,6 +21,7 @@ from composer3d.planner.predict import (
     predict_speed,
 )
 from composer3d.planner.setup import Setup
+from composer3d.planner.time import groups
 from composer3d.recipe.schema import Recipe
 
 CLOSE = 0.03
@@ -266,15 +268,34 @@ def _bound_by(setup: Setup, prediction: Prediction) -> str:
         return "products and attention"
     if name not in _AXIS_WORDS:
         return f"{name} {share:.0%}"
-    layout, machine = setup.layout, setup.machine
-    sizes = {
-        "tp": layout.tp,
-        "cp": layout.tp * layout.cp,
-        "ep": layout.ep,
-        "dp": layout.world_size // layout.pp,
-    }
-    link = "network" if sizes[name] > machine.devices_per_node else "NVLink"
-    return f"{_AXIS_WORDS[name]} over {link} {share:.0%}"
+    if name == "dp":
+        return f"{_data_parallel_words(setup)} {share:.0%}"
+    return f"{_AXIS_WORDS[name]} over {_link(setup, groups(setup)[name])} {share:.0%}"
+
+
+def _data_parallel_words(setup: Setup) -> str:
+    """Say what the ranks of data parallelism send, and over which links."""
+    layout, of_axis = setup.layout, groups(setup)
+    shards, replicas = of_axis["fsdp"], of_axis["dp_replicate"]
+    if layout.zero == 0:
+        everyone = GroupShape(shards.ranks * replicas.ranks, shards.stride)
+        return f"reductions of replicas over {_link(setup, everyone)}"
+    of_replicas = f"of replicas over {_link(setup, replicas)}"
+    # The shards of experts are in another group.
+    of_experts = of_axis["efsdp"] if setup.sizes.expert_blocks else shards
+    if shards.ranks == of_experts.ranks == 1:
+        return f"reductions {of_replicas}"
+    widest = max(shards, of_experts, key=lambda group: group.crosses_nodes(setup.machine))
+    words = f"{_AXIS_WORDS['dp']} over {_link(setup, widest)}"
+    if replicas.ranks == 1 or _link(setup, replicas) == _link(setup, widest):
+        return words
+    return f"{words} and {of_replicas}"
+
+
+def _link(setup: Setup, group: GroupShape) -> str:
+    """Name the slowest link that a group sends over."""
+    crosses = group.crosses_nodes(setup.machine)
+    return "network" if crosses else setup.machine.hardware.node_link
 
 
 def _lever(setup: Setup, prediction: Prediction) -> str:
