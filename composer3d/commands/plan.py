@@ -62,6 +62,10 @@ _FROZEN = (
     "optim.train: gradients and the state of the optimizer are those of what it trains; "
     "activations and time are those of training all parameters, so they are upper bounds."
 )
+_PACKED = (
+    'data.packing = "{packing}": times, tokens/s and MFU are those of attention over whole '
+    "samples; a run computes it within documents, so it is faster, and its MFU counts fewer FLOPs."
+)
 _NOT_FITTED = (
     "{name}: few or no training runs on it were among those that the planner was fitted to (nearly "
     "all on A100, A800, H100 and H200), so its times are less sure."
@@ -194,6 +198,9 @@ def run(options: Options) -> int:
         print(_OWN_ARCHITECTURE)
     elif resolved.recipe.optim.train is not None and not options.as_json:
         print(_FROZEN)
+    packing = resolved.recipe.data.packing
+    if packing != "none" and not options.as_json and (question is not None or not options.memory):
+        print(_PACKED.format(packing=packing))
     calibrated = None
     if options.calibrate is not None:
         device, calibrated = _calibrated(resolved.recipe, device, options)

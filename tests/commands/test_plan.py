@@ -170,6 +170,21 @@ def test_a_part_that_trains_is_said_and_needs_less(capsys: pytest.CaptureFixture
     assert 0.1 * of_all < of_some < 0.3 * of_all
 
 
+def test_that_packed_documents_are_priced_as_whole_samples_is_said_where_times_are_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = 'data.packing = "documents": times, tokens/s and MFU are those of attention over whole'
+    packed = ["--set", "data.packing=documents"]
+    for more, is_said in (
+        (["--top", "1"], False),
+        (["--top", "1", *packed], True),
+        (["--memory", *packed], False),
+        (["--memory", "--goodput", "9", *packed], True),
+    ):
+        assert cli.main(["plan", "quickstart", *more]) == 0
+        assert (words in capsys.readouterr().out) == is_said
+
+
 def test_the_table_of_scale_says_why_and_has_progress(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
