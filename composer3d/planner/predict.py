@@ -149,11 +149,11 @@ def needed_share(setup: Setup, memory: Iterable[RankMemory]) -> float:
 
 
 def _needed_gib(rank: RankMemory) -> float:
-    """Return what a rank allocates, with the least that CUDA's context takes.
+    """Return what a rank allocates, with the least that CUDA's context takes, if it has one.
 
     The allocator's slack does not count: short of memory, it returns what it does not use.
     """
-    return rank.allocated_bytes / GIB + _LEAST_CONTEXT_GIB
+    return rank.allocated_bytes / GIB + (_LEAST_CONTEXT_GIB if rank.context else 0.0)
 
 
 def mfu(setup: Setup, flops_per_token: float, tokens_s: float) -> float | None:

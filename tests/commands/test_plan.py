@@ -124,6 +124,31 @@ def test_the_memory_that_is_shown_decides_whether_a_recipe_fits(
     assert (peak <= limit) == (status == 0)
 
 
+def test_a_rank_on_a_cpu_has_no_context_and_its_figures_have_digits(
+    ask: Ask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_cpu = ["quickstart", "--gpu", "CPU"]
+    _, answer = ask("plan", *on_cpu, "--memory")
+    for rank, needed_gib in zip(answer["ranks"], answer["needed_gib"], strict=True):
+        assert rank["slack"] == rank["context"] == 0
+        assert sum(rank.values()) == pytest.approx(needed_gib)
+    peak = f"{answer['peak_gib']:.4f}"
+    assert 0 < float(peak) < 1
+
+    assert cli.main(["plan", *on_cpu, "--memory"]) == 0
+    text = capsys.readouterr().out
+    assert "CUDA" not in text
+    assert "(context)" not in text
+    row = next(line for line in text.splitlines() if line.startswith("pp rank 0"))
+    assert row.split()[-1] == peak
+    assert f"needs most, {peak} GiB (80%: 0.0" in text
+
+    assert cli.main(["plan", *on_cpu, "--top", "1", "--why", "recipe"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(rf"\n  needed +0\.\d{{4}} +{peak} ", text)
+    assert re.search(r"it needs 0\.\d{4} of 16 GiB", text)
+
+
 def test_recipes_say_the_memory_that_is_needed(ask: Ask) -> None:
     path = ROOT / "recipes" / f"{RECIPE}.toml"
     gib = []
