@@ -6,6 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 from composer3d.facts.hardware import Hardware
+from composer3d.planner.calibrate import Calibration
 from composer3d.planner.collectives import GroupShape
 from composer3d.planner.intervals import close_probability
 from composer3d.planner.layouts import Choices, layouts
@@ -162,7 +163,9 @@ def search(
         too_large.sort(key=lambda item: _largest_bytes(item[1]))
         return Search([price(variant, device) for variant, _ in too_large[:top]], legal, 0, 0, None)
     plans = [price(one.recipe, device) for one in best[:top]]
-    close = close_probability([one.speed for one in best], CLOSE)
+    runs = device.hardware.calibration
+    draw_errors = Calibration(runs).draw_errors if runs else None
+    close = close_probability([one.speed for one in best], CLOSE, draw_errors=draw_errors)
     return Search(plans, legal, len(fitting), len(best) - len(as_they_are), close)
 
 
