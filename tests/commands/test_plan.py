@@ -416,6 +416,15 @@ def test_goodput_of_the_first_layout_and_of_the_recipe_as_it_is(
     assert "if ranks hang instead, for run.timeout_minutes = 30: " in text
 
 
+def test_that_a_run_is_too_short_for_a_better_interval_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "\n  1,000 is run.steps: a longer run may do better"
+    for hours, is_said in (("10000", True), ("1", False)):
+        assert cli.main(["plan", RECIPE, "--memory", "--goodput", hours]) == 0
+        assert (words in capsys.readouterr().out) == is_said
+
+
 def test_the_goodput_of_the_page_is_what_the_command_prints(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
