@@ -176,7 +176,13 @@ class Store:
         owner = distributed.on_all("checkpoint.folder", self._files.owner, self._group)
         distributed.check_same(f"the folder {self.folder} (checkpoint.folder)", owner)
 
-    def save(self, manifest: Manifest, stages: Stages, optimizer: SavedOptimizer) -> None:
+    def save(
+        self,
+        manifest: Manifest,
+        stages: Stages,
+        optimizer: SavedOptimizer,
+        tell: Callable[[float], None] = lambda stopped_s: None,
+    ) -> None:
         """Write the state after ``manifest.step`` steps, then remove the oldest checkpoints.
 
         Waits for the previous save first. A save in the background returns as soon as the state has
@@ -186,6 +192,8 @@ class Store:
             manifest: the description of the checkpoint. ``save`` fills in its files and tensors.
             stages: this rank's pipeline stages, which hold the parameters.
             optimizer: the optimizer of these parameters.
+            tell: is called on every rank once the checkpoint is whole, with the seconds for which
+                this function held the training up. A save in the background calls it in its thread.
 
         Raises:
             CheckpointError: the manifest has what no manifest may have, or its step is above
@@ -202,13 +210,19 @@ class Store:
         if not self._background:
             shards = {name: local_shard(tensor) for name, tensor in state.items()}
             self._write(manifest, state, shards)
+            tell(time.perf_counter() - began)
             return
         shards = self._copy_to_host(state)
-        self._pending_save = self._thread.submit(self._write, manifest, state, shards)
-        seconds = time.perf_counter() - began
+        stopped_s = time.perf_counter() - began
+
+        def write_and_tell() -> None:
+            self._write(manifest, state, shards)
+            tell(stopped_s)
+
+        self._pending_save = self._thread.submit(write_and_tell)
         log.get().info(
             f"saving step {manifest.step} in the background: "
-            f"training stood still for {seconds:.3f} s"
+            f"training stood still for {stopped_s:.3f} s"
         )
 
     def warm_up(self, stages: Stages, optimizer: SavedOptimizer) -> None:

@@ -102,7 +102,9 @@ def _summary(recipe: Recipe) -> str:
     axes = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
     mesh = " x ".join(axes) or "no parallelism"
     if recipe.mesh.ep > 1:
-        mesh += f", ep {recipe.mesh.ep} of them, experts sharded over {recipe.mesh.efsdp}"
+        mesh += f", ep {recipe.mesh.ep} of them"
+        if recipe.parallel.zero > 0:
+            mesh += f", experts sharded over {recipe.mesh.efsdp}"
     data, steps = recipe.data, recipe.run.steps
     tokens = data.global_batch * data.seq_len
     model_of = architecture(recipe.model.architecture)

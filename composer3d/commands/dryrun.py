@@ -75,7 +75,7 @@ def run(options: Options) -> int:
         print(*traffic_table(report, compute_s), sep="\n")
     print(
         f"\n# to hide it: the bandwidth that sends it in the {compute_s:.2g} s in which an "
-        f"{_GPU} computes the step at {_EFFICIENCY:.0%} of its peak"
+        f"{_GPU} computes the step at {_EFFICIENCY:.0%} of its peak in {_dtype_of_peak(resolved)}"
     )
     print(f"# {result.seconds:.0f} s for this dry run")
     return 0
@@ -99,5 +99,14 @@ def _compute_s(recipe: Recipe) -> float:
     flops = model_of.count_flops(recipe.model, recipe.data.seq_len) * tokens / recipe.world_size
     row = hardware.find(_GPU)
     assert row is not None
-    dtype = "bfloat16" if recipe.precision.computes_in == "bfloat16" else "tf32"
-    return float(flops / (row.peaks[dtype] * _EFFICIENCY))
+    peak = hardware.peak_flops(row, _dtype_of_peak(recipe))
+    assert peak is not None
+    return float(flops / (peak * _EFFICIENCY))
+
+
+def _dtype_of_peak(recipe: Recipe) -> str:
+    """Return the dtype of the recipe's products; float32 for float64, of which no peak is known.
+
+    Products in float32 never run in TF32.
+    """
+    return "bfloat16" if recipe.precision.computes_in == "bfloat16" else "float32"

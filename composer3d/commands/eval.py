@@ -289,8 +289,8 @@ def _evaluate(resolved: Resolved, rank: int, *, src: str, own: Recipe | None, as
     perplexity = "beyond a float" if found.perplexity is None else f"{found.perplexity:.4f}"
     print(
         f"loss {found.loss:.6f} nats a token, perplexity {perplexity}\n"
-        f"{found.tokens:,} tokens in {found.windows:,} sequences of {recipe.data.seq_len}, "
-        f"packing {recipe.data.packing}, {found.tokens_per_s:,.0f} tokens/s",
+        f"{found.tokens:,} predicted tokens in {found.windows:,} sequences of "
+        f"{recipe.data.seq_len}, packing {recipe.data.packing}, {found.tokens_per_s:,.0f} tokens/s",
         flush=True,
     )
     return 0

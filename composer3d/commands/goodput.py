@@ -79,10 +79,7 @@ def predict_goodput(question: Question, plan: Plan, device: Device) -> dict[str,
     storage_gb_s = question.storage_gb_s or model.STORAGE_BYTES_S * devices / 1e9
     restart_s = 60.0 * (question.restart_minutes or model.RESTART_S / 60)
     saves = model.predict_saves(
-        device.setup(recipe),
-        plan.prediction.memory,
-        1e9 * storage_gb_s,
-        in_background=recipe.checkpoint.async_save,
+        recipe, device.setup(recipe), plan.prediction.memory, 1e9 * storage_gb_s
     )
 
     def costs(notice_s: float) -> Costs:

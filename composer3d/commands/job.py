@@ -6,7 +6,6 @@ can begin to import torch first.
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -295,10 +294,8 @@ def join(
         return None if write_trace is None or trace is None else write_trace(trace, moment)
 
     keeps_traces = write_trace is not None and device.type == "cuda"
-    with suppress(ValueError):
-        # All processes of a machine have the same monotonic clock.
-        started_s = float(os.environ.get(environment.START_VARIABLE, "none"))
-        log.add_phase("processes", max(0.0, time.monotonic() - started_s))
+    asked_for_s = os.environ.get(environment.START_VARIABLE)
+    log.add_phase("processes", log.PROCESS_BEGAN_S if asked_for_s is None else float(asked_for_s))
     try:
         with ExitStack() as joined:
             with log.phase("meeting of ranks"):

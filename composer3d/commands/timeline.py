@@ -149,8 +149,8 @@ def page_of_run(run: str, step: int | None) -> Page:
     head = found.heads[0]
     clock_ms = 1000 * max(head.clock_error_s for head in found.heads)
     notes = [
-        "Times are measured, from the begin of the first action on. The clocks of ranks agree to "
-        f"{clock_ms:.2g} ms.",
+        "Times are measured, from the begin of the first action on. The clocks of ranks are within "
+        f"{clock_ms:.2g} ms of rank 0's.",
         "Below, each action takes its mean time of this step, and messages take none.",
     ]
     counts = f"{head.pp} pipeline ranks, {head.micro_batches} micro-batches"

@@ -293,8 +293,10 @@ def _write_report(recipe: Recipe, text: str) -> str | None:
     path = folder / f"lost-ranks-{now}_{number}.txt"
     try:
         write_atomic(path, text)
-        last = max((found.step for found in events.read(folder) if found is not None), default=0)
-        lost = events.Event(last, round(time.time(), 3), "lost ranks", path.name)
+        done = 0
+        for found in events.read(folder):
+            done = done if found is None else events.done_after(found, done)
+        lost = events.Event(done, round(time.time(), 3), "lost ranks", path.name)
         append_whole(folder / events.FILE, events.line(lost), begins_line=True)
     except OSError:
         # The line on the console must come all the same.

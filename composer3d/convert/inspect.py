@@ -33,7 +33,7 @@ def inspect(path: Path) -> dict[str, Any]:
         of the checkpoint, is None.
 
         - ``path`` and ``format``;
-        - ``step`` and ``layout``: of the run; 0 and empty if the format does not have them;
+        - ``step`` and ``layout``: of the run that saved it; None and empty if no run did;
         - ``architecture``: the name of the model's architecture;
         - ``model``: the fields of the model's shape;
         - ``parameters``: the number of parameters of the model;
@@ -59,7 +59,8 @@ def inspect(path: Path) -> dict[str, Any]:
     return {
         "path": str(source.path),
         "format": source.format,
-        "step": None if manifest is None else manifest.step,
+        # Every run has a layout. Step 0 of other files would look as if nothing were trained.
+        "step": manifest.step if manifest is not None and manifest.layout else None,
         "layout": None if manifest is None else manifest.layout,
         "architecture": None if shape is None else source.architecture,
         "model": None if shape is None else asdict(shape),

@@ -4,11 +4,13 @@ import os
 import platform
 import shutil
 import socket
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from composer3d.checkpoint.steps import published
 from composer3d.doctor import measure
 from composer3d.doctor.advice import advise
 from composer3d.doctor.facts import RankFacts
@@ -17,8 +19,8 @@ from composer3d.doctor.report import Disk, DoctorReport, make_report
 from composer3d.facts import hardware
 from composer3d.facts.errors import ExchangeError
 from composer3d.parallel.context import implementation
+from composer3d.planner.goodput import checkpoint_bytes
 from composer3d.planner.memory import GIB
-from composer3d.planner.predict import optimizer_copies, sizes_of
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime import environment, process_group
 from composer3d.runtime.agreement import check_agreement, versions
@@ -42,8 +44,11 @@ def examine(recipe: Recipe, device: torch.device, store: dist.Store) -> DoctorRe
 
     Raises:
         MeshError: the recipe or the software differs between ranks.
+        UserError: rank 0 cannot read the folder of the checkpoints. Every rank raises it.
     """
     check_agreement(recipe)
+    # First: a folder that cannot be read must not show after the minutes of measuring.
+    disk = process_group.on_main("run.out_dir", partial(disk_of, recipe))
     mesh = Mesh.build(recipe.mesh, device)
     nodes = _number_nodes()
     groups = groups_of(mesh, has_experts=recipe.model.experts > 0)
@@ -88,7 +93,7 @@ def examine(recipe: Recipe, device: torch.device, store: dist.Store) -> DoctorRe
         return None
     sizes = {entry.axis: len(entry.ranks) for entry in groups}
     software = versions() | dict.fromkeys(implementation.installed(), "found")
-    report = make_report(recipe, of_ranks, sizes, problems, software, _disk(recipe))
+    report = make_report(recipe, of_ranks, sizes, problems, software, disk)
     report.links = find_links()
     report.advice = advise(
         report.links,
@@ -157,14 +162,16 @@ def driver_version() -> str:
     return next((word for word in text.split() if word[0].isdigit() and "." in word), "unknown")
 
 
-def _disk(recipe: Recipe) -> Disk:
-    """Return the free space of the run's folder, as rank 0 sees it, and what checkpoints take."""
-    folder = Path(recipe.run.out_dir).absolute()
+def disk_of(recipe: Recipe) -> Disk:
+    """Return the place of the run's checkpoints, as this rank sees it. Raises OSError."""
+    place = recipe.checkpoint_folder
+    size_gib = checkpoint_bytes(recipe) / GIB
+    # A new checkpoint is complete before the oldest one is removed.
+    most = recipe.checkpoint.keep + 1
+    if not isinstance(place, Path):
+        return Disk(str(place), None, size_gib, most)
+    folder = place.absolute()
     while not folder.exists():
         folder = folder.parent
-    width = 8 if recipe.precision.params == "float64" else 4
-    size = optimizer_copies(recipe) * width * sizes_of(recipe).parameters
-    # A new checkpoint is complete before the oldest one is removed.
-    return Disk(
-        str(folder), shutil.disk_usage(folder).free / GIB, size / GIB, recipe.checkpoint.keep + 1
-    )
+    free_gib = shutil.disk_usage(folder).free / GIB
+    return Disk(str(folder), free_gib, size_gib, most, len(published(place)))

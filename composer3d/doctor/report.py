@@ -9,6 +9,7 @@ from composer3d.doctor.advice import Advice, advice_as_json, describe_links, lin
 from composer3d.doctor.facts import RankFacts
 from composer3d.doctor.links import MachineLinks
 from composer3d.recipe.schema import Recipe
+from composer3d.reliability.stragglers import medians_of_others
 
 # Clocks that differ by more make the times in the logs of two nodes hard to compare.
 _MOST_SKEW_S = 1.0
@@ -20,19 +21,26 @@ _MOST_NAMED = 4
 
 
 class Disk(NamedTuple):
-    """The disk of the run's folder.
+    """The place of the run's checkpoints.
 
     Attributes:
-        folder: the run's folder, or the parent of it that exists.
-        free_gib: its free space.
+        folder: their folder, or the parent of it that exists; or the URL in an object store.
+        free_gib: its free space; None: an object store, which needs no disk.
         checkpoint_gib: the size of one checkpoint: parameters and the optimizer's moments.
         kept: the most checkpoints that exist at a time.
+        present: the checkpoints that exist already, which a run that goes on removes in time.
     """
 
     folder: str
-    free_gib: float
+    free_gib: float | None
     checkpoint_gib: float
     kept: int
+    present: int = 0
+
+    @property
+    def missing(self) -> int:
+        """The number of checkpoints that free space must hold: a save needs room for one."""
+        return max(1, self.kept - self.present)
 
 
 class Slowest(NamedTuple):
@@ -41,7 +49,7 @@ class Slowest(NamedTuple):
     Attributes:
         seconds: for one call.
         first_rank: the lowest rank of the group.
-        ratio: ``seconds`` over those of the median group.
+        ratio: ``seconds`` over the median of the other groups; 1 if there is no other group.
     """
 
     seconds: float
@@ -155,13 +163,7 @@ def make_report(
     report.notes += _differences("the driver", {rank.driver for rank in ranks})
     report.notes += _differences("Python", {rank.python for rank in ranks})
     report.notes += _differences("the device", {rank.device for rank in ranks})
-    needed_gib = disk.checkpoint_gib * disk.kept
-    if disk.free_gib < needed_gib:
-        report.problems.append(
-            f"{disk.folder} has {disk.free_gib:.1f} GiB free, and {disk.kept} checkpoints of about "
-            f"{disk.checkpoint_gib:.1f} GiB need {needed_gib:.1f} GiB; free some space, or lower "
-            "checkpoint.keep"
-        )
+    report.problems += _full_disk(disk)
     return report
 
 
@@ -184,7 +186,9 @@ def _axis_report(axis: str, size: int, ranks: Sequence[RankFacts]) -> AxisReport
                     of_groups[first] = max(of_groups.get(first, 0.0), speed.seconds)
     for (collective, n_bytes), of_groups in seconds.items():
         first = max(of_groups, key=lambda group: of_groups[group])
-        slowest = Slowest(of_groups[first], first, of_groups[first] / median(of_groups.values()))
+        slowest_s = of_groups.pop(first)
+        others_s = median(of_groups.values()) if of_groups else slowest_s
+        slowest = Slowest(slowest_s, first, slowest_s / others_s)
         found.slowest.setdefault(collective, {})[n_bytes] = slowest
     return found
 
@@ -192,12 +196,14 @@ def _axis_report(axis: str, size: int, ranks: Sequence[RankFacts]) -> AxisReport
 def _slow_ranks(
     ranks: Sequence[RankFacts], rates: Sequence[float], factor: float, dtype: str
 ) -> list[str]:
-    usual = median(rates)
-    slow = [rank for rank, rate in enumerate(rates) if factor and rate * factor <= usual]
+    if len(rates) == 1:
+        return []
+    others = medians_of_others(rates)
+    slow = [rank for rank, rate in enumerate(rates) if factor and rate * factor <= others[rank]]
     slow.sort(key=lambda rank: rates[rank])
     lines = [
         f"slow: {ranks[rank].name} multiplies {dtype} matrices at {rates[rank] / 1e12:.3g} TFLOP/s,"
-        f" and the median rank at {usual / 1e12:.3g}"
+        f" and the median of the other ranks at {others[rank] / 1e12:.3g}"
         for rank in slow[:_MOST_NAMED]
     ]
     if len(slow) > _MOST_NAMED:
@@ -212,8 +218,9 @@ def _slow_groups(report: DoctorReport, factor: float) -> list[str]:
             n_bytes, slowest = max(by_size.items())
             if factor and n_bytes > _SMALL_BYTES and slowest.ratio >= factor:
                 lines.append(
-                    f"slow: {collective} over {axis} takes {slowest.ratio:.2f} times as long as in "
-                    f"the median group, in the group of {report.ranks[slowest.first_rank].name}"
+                    f"slow: {collective} over {axis} takes {slowest.ratio:.2f} times as long as "
+                    "the median of the other groups, in the group of "
+                    f"{report.ranks[slowest.first_rank].name}"
                 )
     return lines
 
@@ -235,6 +242,32 @@ def _differences(what: str, values: set[str]) -> list[str]:
     if len(values) == 1:
         return []
     return [f"{what} differs between ranks: {', '.join(sorted(values))}"]
+
+
+def _full_disk(disk: Disk) -> list[str]:
+    needed_gib = disk.checkpoint_gib * disk.missing
+    if disk.free_gib is None or disk.free_gib >= needed_gib:
+        return []
+    more = " more" if disk.present else ""
+    checkpoints = (
+        f"1{more} checkpoint of about {disk.checkpoint_gib:.1f} GiB needs"
+        if disk.missing == 1
+        else f"{disk.missing}{more} checkpoints of about {disk.checkpoint_gib:.1f} GiB need"
+    )
+    # A lower ``keep`` cannot spare the room of a new checkpoint.
+    lower = ", or lower checkpoint.keep" if disk.missing > 1 else ""
+    return [
+        f"{disk.folder} has {disk.free_gib:.1f} GiB free, and {checkpoints} {needed_gib:.1f} GiB; "
+        f"free some space{lower}, or use another disk (run.out_dir)"
+    ]
+
+
+def _describe_disk(disk: Disk) -> str:
+    size = f"a checkpoint takes about {disk.checkpoint_gib:.2g} GiB, at most {disk.kept} at a time"
+    if disk.free_gib is None:
+        return f"checkpoints: in {disk.folder}, and none on this disk; {size}"
+    there = f", {disk.present} there now" if disk.present else ""
+    return f"disk: {disk.free_gib:.1f} GiB free in {disk.folder}; {size}{there}"
 
 
 def as_json_of(report: DoctorReport) -> dict[str, Any]:
@@ -304,22 +337,18 @@ def text_of(report: DoctorReport) -> str:
         for dtype, rate in slowest.matrix_flops.items():
             usual = median(rank.matrix_flops[dtype] for rank in ranks) / 1e12
             lines.append(
-                f"{dtype} products: {usual:.3g} TFLOP/s, and {rate / 1e12:.3g} on the slowest, "
-                f"{slowest.name}"
+                f"{dtype} products: median {usual:.3g} TFLOP/s, and {rate / 1e12:.3g} on the "
+                f"slowest, {slowest.name}"
             )
         memory = median(rank.memory_bytes_s for rank in ranks) / 1e9
-        lines.append(f"memory: {memory:.3g} GB/s read and written by a copy")
+        lines.append(f"memory: median {memory:.3g} GB/s, read and written by a copy")
     for rank in ranks:
         if rank.clock_s is not None:
             lines.append(
                 f"clock of node {rank.node}: {1000 * rank.clock_s:+.1f} ms from that of node 0, "
                 f"to {1000 * rank.clock_error_s:.1f} ms"
             )
-    disk = report.disk
-    lines.append(
-        f"disk: {disk.free_gib:.1f} GiB free in {disk.folder}; a checkpoint takes about "
-        f"{disk.checkpoint_gib:.2g} GiB, at most {disk.kept} at a time"
-    )
+    lines.append(_describe_disk(report.disk))
     if report.links is not None:
         lines.append(f"machine of rank 0: {describe_links(report.links)}")
         lines += lines_of(report.advice)
@@ -335,7 +364,8 @@ def _table(report: DoctorReport) -> list[str]:
             bandwidth = bus_bandwidth(collective, found.ranks, n_bytes, slowest.seconds) / 1e9
             place = ""
             if found.groups > 1:
-                place = f"with rank {slowest.first_rank}, {slowest.ratio:.2f} x the median"
+                place = f"with rank {slowest.first_rank}, "
+                place += f"{slowest.ratio:.2f} x the median of the others"
             lines.append(
                 f"{axis:14} {found.ranks:5,} {found.groups:6,} {found.nodes:5,}  {collective:14}"
                 f"{latency:>10} {bandwidth:9.3g}  {place}".rstrip()

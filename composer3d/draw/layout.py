@@ -36,9 +36,10 @@ class AxisTraffic(NamedTuple):
 
     Attributes:
         axis: the axis.
-        group: the ranks that take part, with the first rank of the pipeline rank.
+        group: the ranks of the group with the first rank of the pipeline rank.
         flows: by operation and purpose.
-        nic_bytes: the part of ``sent_bytes`` that leaves the node, the mean of the group's ranks.
+        nic_bytes: the part of ``sent_bytes`` that leaves the node, the mean over all ranks of the
+            pipeline rank.
     """
 
     axis: Axis
@@ -156,17 +157,34 @@ class NodeLayout:
             first = at["tp"] * heads
             words = f"head {first}" if heads == 1 else f"heads {first}-{first + heads - 1}"
             lines.append(f"{words} of {shape.n_heads}")
+        place = rank % (mesh.dp_shard * mesh.cp * mesh.tp)
         if mesh.ep > 1:
             experts = shape.experts // mesh.ep
-            first = rank % (mesh.dp_shard * mesh.cp * mesh.tp) % mesh.ep * experts
+            first = place % mesh.ep * experts
             words = f"expert {first}" if experts == 1 else f"experts {first}-{first + experts - 1}"
             lines.append(f"{words} of {shape.experts}")
-        shards = mesh.dp_shard * mesh.cp
-        if self.recipe.parallel.zero == 0 or shards == 1:
-            lines.append("all of these weights" if mesh.tp * mesh.ep > 1 else "all weights")
+
+        shards = 1 if self.recipe.parallel.zero == 0 else mesh.dp_shard * mesh.cp
+        shard = f"shard {at['dp_shard'] * mesh.cp + at['cp']} of {shards}"
+        if self._shards_experts_apart:
+            lines.append(f"experts: shard {place // mesh.ep} of {mesh.efsdp}")
+            lines.append(f"the rest: {shard if shards > 1 else 'all of these'}")
+        elif shards > 1:
+            lines.append(shard)
         else:
-            lines.append(f"shard {at['dp_shard'] * mesh.cp + at['cp']} of {shards}")
+            is_part = mesh.pp * mesh.tp * mesh.ep > 1
+            lines.append("all of these weights" if is_part else "all weights")
         return lines
+
+    @property
+    def _shards_experts_apart(self) -> bool:
+        """Whether the shards of experts are not those of the other weights.
+
+        Ranks of tp share the shards of experts, which tp does not cut, and ranks of ep do not.
+        """
+        mesh = self.recipe.mesh
+        has_shards = self.recipe.parallel.zero > 0 and mesh.efsdp > 1
+        return bool(self.recipe.model.experts) and has_shards and mesh.tp * mesh.ep > 1
 
     def traffic(self, pp_rank: int) -> list[AxisTraffic]:
         """Return what a rank of a pipeline rank sends in a step, by axis."""
@@ -185,7 +203,7 @@ class NodeLayout:
                 continue
             group = group_of(axis, self.recipe.mesh, pp_rank)
             nic_bytes = sum(
-                flow.sent_bytes * nic_share(axis, flow.operation, group, self.gpus_per_node)
+                flow.sent_bytes * nic_share(flow, self.recipe.mesh, pp_rank, self.gpus_per_node)
                 for flow in own
             )
             rows.append(AxisTraffic(axis, group, own, nic_bytes))

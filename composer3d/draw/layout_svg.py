@@ -449,8 +449,8 @@ def _traffic_table(picture: Picture, layout: NodeLayout, y: float) -> float:
             picture.text(MARGIN + _COLUMNS[2][1], y, line, size=12)
     rules = (
         f"forward + backward = {link} + NIC. Backward includes what is sent once a step. {link} is "
-        "the link inside a node, NIC the one between nodes: the mean over the ranks of the group, "
-        "whose collectives go round a ring in the order of ranks."
+        "the link inside a node, NIC the one between nodes: the mean over all such ranks. "
+        "Collectives go round a ring in the order of ranks."
     )
     y += 8
     for line in wrap(rules, 11, WIDTH - 2 * MARGIN):

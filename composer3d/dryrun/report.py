@@ -50,7 +50,7 @@ class StageReport:
         ranks: the number of ranks of the job on this pipeline rank.
         memory: bytes of one rank.
         comm: by axis and operation.
-        operators: operators that run in a step, without views.
+        operators: operators of a step that compute, copy or send.
     """
 
     stage: int
@@ -93,6 +93,7 @@ def _stage_json(report: StageReport) -> dict[str, Any]:
         "optimizer_gib": memory.optimizer / GIB,
         "activations_gib": memory.activations / GIB,
         "peak_gib": memory.peak / GIB,
+        "operators": report.operators,
         "comm": {
             axis: {
                 name: {"count": operation.count, "bytes": operation.sent_bytes}

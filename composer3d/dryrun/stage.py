@@ -506,14 +506,22 @@ def _mark_gradients(stage: nn.Module, ledger: MemoryLedger) -> None:
         cast(nn.Module, unit).register_forward_pre_hook(find_gathered)
 
 
-# Operators that launch nothing: they tell the device of a tensor without data, or a dtype, or name
-# a range for a profiler. Of each tensor without data, torch asks the device several times.
+# Operators that only tell the device of a tensor without data, or a dtype, or name a range for a
+# profiler. Of each tensor without data, torch asks the device several times.
 _QUESTIONS = frozenset(
     {
         "prim::device",
         "aten::promote_types",
         "profiler::_record_function_enter_new",
         "profiler::_record_function_exit",
+    }
+)
+# Other operators that launch nothing, although their schemas do not say that they make a view.
+LAUNCH_NOTHING = frozenset(
+    {
+        *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"),
+        *("aten::new_empty_strided", "aten::_unsafe_view", "aten::resize_", "aten::set_"),
+        "_c10d_functional::wait_tensor",
     }
 )
 
@@ -547,7 +555,7 @@ class OperatorTraits:
         is_collective: it may send something.
         tells_kind: it is one of ``_TELL_KIND``.
         is_question: it is one of ``_QUESTIONS``.
-        counts: it makes or changes tensors, or sends some. All others make views.
+        launches: it computes, copies or sends tensors. All others make views or allocate.
     """
 
     name: str
@@ -557,7 +565,7 @@ class OperatorTraits:
     is_collective: bool
     tells_kind: bool
     is_question: bool
-    counts: bool
+    launches: bool
 
 
 class Recorder(DispatchMode):
@@ -569,7 +577,7 @@ class Recorder(DispatchMode):
     Attributes:
         ledger: the same.
         without_data: the context in which tensors are made without data.
-        operators: how many have run, without views.
+        operators: how many have run that compute, copy or send.
         ignores: nothing counts at the moment.
         opens_composed: whether operators that only call others are replaced by these.
     """
@@ -696,7 +704,7 @@ class Recorder(DispatchMode):
         """Count the call of an operator that has run."""
         ledger = self.ledger
         if self._collectives is not None:
-            self.operators += traits.counts
+            self.operators += traits.launches
             if traits.is_collective:
                 self._collectives.see(operator, arguments)
         if traits.makes_tensors:
@@ -740,23 +748,20 @@ class Recorder(DispatchMode):
 
 
 def _traits_of(operator: Any) -> OperatorTraits:
-    returned, given = (
-        [entry.alias_info for entry in entries]
-        for entries in (operator._schema.returns, operator._schema.arguments)
+    schema, name = operator._schema, operator.name().partition(".")[0]
+    makes_tensors = any(
+        entry.alias_info is None and "Tensor" in str(entry.type) for entry in schema.returns
     )
-    makes_tensors = any(alias is None for alias in returned)
-    changes_tensors = any(alias is not None and alias.is_write for alias in given)
-    name = operator.name().partition(".")[0]
+    sends = is_collective(operator)
     return OperatorTraits(
         name=name,
         body=body_of(operator),
         is_composed=operator.namespace == "aten" and is_composed(operator),
         makes_tensors=makes_tensors,
-        is_collective=is_collective(operator),
+        is_collective=sends,
         tells_kind=name in _TELL_KIND,
         is_question=name in _QUESTIONS,
-        # Its schema does not say that it makes a view.
-        counts=(makes_tensors or changes_tensors) and name != "aten::_unsafe_view",
+        launches=(makes_tensors or schema.is_mutable or sends) and name not in LAUNCH_NOTHING,
     )
 
 

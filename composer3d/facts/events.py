@@ -14,9 +14,9 @@ from composer3d.facts.files import open_plain, parse_json
 
 FILE = "events.jsonl"
 
-# start: a job starts the run or goes on with it. save: a checkpoint. stop: a signal or an error
-# ended the job. lost ranks: the name of a report. end: the last step is done. ranks and bad steps:
-# what ``Metrics.report`` has told.
+# start: a job starts the run or goes on with it. save: a checkpoint is whole. stop: a signal or an
+# error ended the job. lost ranks: the name of a report. end: the last step is done. ranks and bad
+# steps: what ``Metrics.report`` has told.
 Kind = Literal["start", "save", "stop", "lost ranks", "end", "ranks", "bad steps"]
 _KINDS: tuple[str, ...] = get_args(Kind)
 
@@ -52,6 +52,17 @@ def line(event: Event) -> bytes:
     """Return an event as a line of the file."""
     values = {key: value for key, value in event._asdict().items() if value is not None}
     return (json.dumps(values) + "\n").encode()
+
+
+def done_after(event: Event, done_before: int) -> int:
+    """Return how many steps a run has done as of an event.
+
+    Args:
+        event: the next event of its file.
+        done_before: what this function returned for the event before it; 0 for none.
+    """
+    # Only a start goes back, to a checkpoint.
+    return event.step if event.kind == "start" else max(done_before, event.step)
 
 
 def read(run: Path) -> Iterator[Event | None]:

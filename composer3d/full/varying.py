@@ -165,6 +165,10 @@ class Follower:
         for number in [number for number in numbers if number >= since][:most]:
             del self.unread[number]
 
+    def see_read(self, number: Tensor) -> None:
+        """Count a tensor of any shape as read, when the host reads it."""
+        self._read([number])
+
     def _read(self, arguments: Sequence[Any]) -> Varying:
         """Return the type of what is computed from arguments, and mark these as read."""
         joined = SAME

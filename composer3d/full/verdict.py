@@ -1,5 +1,6 @@
 """``composer3d verify --full``: the shrunk proof and the structure of the job, as one verdict."""
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from composer3d.verify.shrink import shrink
 _COMPARED = {
     "predicates": "predicates of the job and its proofs",
     "groups": "ranks whose groups are those of a formula",
-    "collectives": "operations of all pipeline ranks, by group, as predicted",
+    "collectives": "operations of all pipeline ranks, by axis, as predicted",
     "messages": "messages of small models in a pipeline, each sent once and received once",
     "gradients": "gradients summed once, over the right ranks",
     "seams": "activations, gradients and divisors that vary over the right axes, and weights "
@@ -60,11 +61,13 @@ class FullVerdict:
             str(self.proof),
             f"{word} structure of {structure.world_size:,} ranks, in {structure.seconds:.0f} s",
         ]
-        lines += [
-            f"  {structure.counts[check]:>9,} {words}"
-            for check, words in _COMPARED.items()
-            if structure.counts.get(check)
-        ]
+        problems = Counter(finding.check for finding in structure.findings)
+        for check, words in _COMPARED.items():
+            count = structure.counts.get(check, 0)
+            if problems[check]:
+                lines.append(f"  {count:>9,} checked for {check}, and there are problems")
+            elif count:
+                lines.append(f"  {count:>9,} {words}")
         if structure.micro_batches_run < structure.micro_batches:
             lines.append(
                 f"  the full-size model ran a reduced step: {structure.micro_batches_run:,} of "

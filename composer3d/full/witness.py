@@ -7,7 +7,7 @@ the order of all collectives and messages, the ranks of their groups, the path o
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, zip_longest
@@ -266,12 +266,19 @@ class _Watcher(Recorder):
         if types.digits:
             self._watch_sums(own)
         self._watch_updates(own)
-        if not isinstance(stages.executor, Pipeline):
+        around: AbstractContextManager[None] = nullcontext()
+        if isinstance(stages.executor, Pipeline):
+            around = self._watching_messages(stages.executor)
+            for module in stages.modules:
+                self._watch_inputs(module)
+        with around:
             yield
-            return
-        self._pipeline = pipeline = stages.executor
-        for module in stages.modules:
-            self._watch_inputs(module)
+        # Only a step whose metrics are written reads what routers have seen.
+        assert stages.router_loads is not None
+
+    def _watching_messages(self, pipeline: Pipeline) -> AbstractContextManager[None]:
+        """Return a context in which messages between stages know what they carry."""
+        self._pipeline, types = pipeline, self._types
 
         @contextmanager
         def label(name: str) -> Iterator[None]:
@@ -284,8 +291,7 @@ class _Watcher(Recorder):
                         what = f"the {content[2]} that stage {content[0]} sends"
                         self.seams.expect(what, tensor, types.stream)
 
-        with pipeline.around_actions(label):
-            yield
+        return pipeline.around_actions(label)
 
     def _watch_inputs(self, stage: Stage) -> None:
         """Check that a stage works on what the messages of the micro-batch carry."""
@@ -361,6 +367,7 @@ class _Watcher(Recorder):
             self.seams.agree(what, is_right=False, problem="are read by nothing")
 
     def see_read(self, number: Tensor) -> None:
+        self._follower.see_read(number)
         if self.counts and self._types.digits:
             self.seams.expect("numbers that the host reads", number, SAME)
 

@@ -51,7 +51,8 @@ class Evaluation:
         tokens: the number of predicted tokens.
         windows: the number of sequences.
         seconds: the time of the calls of the model, without loading.
-        tokens_per_s: the speed of all ranks together.
+        tokens_per_s: the speed of all ranks together. As in training, all tokens of the sequences
+            count: also those that fill the last one up, and those whose next one is not predicted.
     """
 
     loss: float
@@ -197,7 +198,7 @@ def evaluate(recipe: Recipe, device: torch.device, src: str, own: Recipe | None)
         tokens=tokens,
         windows=batches.windows,
         seconds=seconds,
-        tokens_per_s=tokens / seconds,
+        tokens_per_s=batches.windows * recipe.data.seq_len / seconds,
     )
 
 

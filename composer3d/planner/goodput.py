@@ -13,9 +13,14 @@ from typing import NamedTuple
 
 from composer3d.facts.errors import UserError
 from composer3d.facts.hardware import Generation, Hardware
+from composer3d.models.registry import architecture
+from composer3d.planner.activations import unit_of
 from composer3d.planner.memory import RankMemory, predict_memory
 from composer3d.planner.setup import Setup
-from composer3d.recipe.schema import CheckpointTable
+from composer3d.planner.traffic import DTYPE_BYTES
+from composer3d.planner.trained import Share, is_trained
+from composer3d.recipe.matrices import matrices_of
+from composer3d.recipe.schema import CheckpointTable, Recipe
 
 _HOUR_S = 3600.0
 
@@ -199,49 +204,80 @@ class Saves:
     """What the checkpoints of a job cost.
 
     Attributes:
-        bytes: bytes of a checkpoint: parameters and optimizer state, each element once.
+        bytes: bytes of a checkpoint, as ``checkpoint_bytes`` counts them.
         stop_s: how long a save stops training, in seconds.
         write_s: how long it is written during training, in seconds.
         load_s: how long it takes to check and load one, in seconds.
     """
 
-    bytes: float
+    bytes: int
     stop_s: float
     write_s: float
     load_s: float
 
 
+def checkpoint_bytes(recipe: Recipe) -> int:
+    """Return the bytes of a checkpoint: parameters and optimizer state, each element once.
+
+    They do not depend on the layout. Counters of steps, a scalar for each parameter, are left out.
+    """
+    optim = recipe.optim
+    matrices = matrices_of(architecture(recipe.model.architecture), recipe.model, optim)
+    elements = 0
+    for name, row in recipe.parameters.parameters():
+        tensors = 1
+        if row.trains and is_trained(optim, name):
+            tensors += optim.optimizer.copies(is_matrix=name in matrices)
+        elements += tensors * row.elements
+    return elements * DTYPE_BYTES[recipe.precision.params]
+
+
 def predict_saves(
+    recipe: Recipe,
     setup: Setup,
     memory: Sequence[RankMemory],
     storage_bytes_s: float,
-    *,
-    in_background: bool,
 ) -> Saves:
     """Predict what a checkpoint costs, if the storage limits writes and loads.
 
     Each element is written once. At a start, all files are read once to verify their digests, and
-    each replica reads its elements.
+    each rank reads what it holds.
 
     Args:
-        setup: the setup of the job.
+        recipe: the recipe of the job.
+        setup: its setup.
         memory: the result of ``predict_memory`` for it, by pipeline rank.
         storage_bytes_s: bytes per second that all ranks together write to the storage, or read.
-        in_background: ``checkpoint.async_save``.
     """
-    layout, links = setup.layout, setup.machine.hardware.links
-    held = memory
-    if setup.software.offloads:
-        held = predict_memory(replace(setup, software=replace(setup.software, offloads=False)))
-    shards = layout.world_size / layout.pp / layout.replicas
-    n_bytes = shards * sum(rank.weights + rank.optimizer for rank in held)
-    # What is in host memory already needs no copy.
-    copied = max(rank.weights + rank.optimizer for rank in memory)
-    copy_s = copied / links.host_bytes_s if links is not None else 0.0
+    links = setup.machine.hardware.links
+    n_bytes = checkpoint_bytes(recipe)
     write_s = n_bytes / storage_bytes_s
+    in_host_memory = setup.software.offloads
+    held = memory
+    if in_host_memory:
+        held = predict_memory(replace(setup, software=replace(setup.software, offloads=False)))
+    saved = _saved_by_ranks(setup, held)
+    read_bytes = n_bytes + setup.layout.ranks_of("stage").size * sum(saved)
+    # What is in host memory already needs no copy.
+    copy_s = 0.0
+    if links is not None and not in_host_memory:
+        copy_s = max(saved) / links.host_bytes_s
+    in_background = recipe.checkpoint.async_save
     return Saves(
         bytes=n_bytes,
         stop_s=copy_s if in_background else copy_s + write_s,
         write_s=write_s if in_background else 0.0,
-        load_s=(1 + layout.replicas) * write_s,
+        load_s=read_bytes / storage_bytes_s,
     )
+
+
+def _saved_by_ranks(setup: Setup, memory: Sequence[RankMemory]) -> list[float]:
+    """Return the bytes that a rank holds of what a checkpoint has, by pipeline rank."""
+    saved = [rank.weights + rank.optimizer for rank in memory]
+    layout, sizes = setup.layout, setup.sizes
+    if sizes.shares_embedding and layout.stages > 1:
+        # The last stage has a copy of the embedding, which the first one saves.
+        copy = unit_of(setup, sizes.embedding_parameters / layout.tp, 0.0, Share())
+        last = layout.rank_of(layout.stages - 1)
+        saved[last] -= setup.precision.gradients * copy.shard
+    return saved

@@ -443,20 +443,3 @@ def _matrices(model: Model, optim: OptimTable, wide_bytes: float) -> Matrices | 
         saved_bytes=wide_bytes
         * (optim.optimizer.copies(is_matrix=False) - optim.optimizer.copies(is_matrix=True)),
     )
-
-
-def optimizer_copies(recipe: Recipe) -> float:
-    """Return how often a rank has its parameters, with what the optimizer keeps of their size.
-
-    It is the mean over the parameters of the model: matrices may have another state than others.
-    """
-    optim, model = recipe.optim, recipe.model
-    facts = optim.optimizer
-    others = 1.0 + facts.copies(is_matrix=False)
-    chosen = architecture(model.architecture)
-    matrices = matrices_of(chosen, model, optim)
-    if not matrices:
-        return others
-    rows = dict(chosen.table_of(model).parameters())
-    share = _elements(rows[name] for name in matrices) / _elements(rows.values())
-    return others + share * (facts.copies(is_matrix=True) - facts.copies(is_matrix=False))

@@ -404,8 +404,8 @@ def _context_s(
     forward_s, backward_s = compute.attend_s(setup, compute.rates(setup, constants), window)
     visible_forward = _beside(forward_s, (layout.cp - 1) * hop_s, constants) - forward_s
     # Backward also passes the gradients of keys and values on, in float32.
-    backward_hops = (layout.cp - 1) * hop_s * 3
-    visible_backward = _beside(backward_s, backward_hops, constants) - backward_s
+    hops = 1 + max(width, 4) / width
+    visible_backward = _beside(backward_s, (layout.cp - 1) * hop_s * hops, constants) - backward_s
     return visible_forward, visible_backward
 
 

@@ -93,6 +93,7 @@ class Flow:
         payload_bytes: as in ``Traffic``.
         group_size: the number of ranks that take part; 2 for a send.
         kept_bytes: of the payload of an all-to-all, what stays on the rank. None: an even share.
+        receiver: the pipeline rank that a message of pp goes to.
     """
 
     axis: Axis
@@ -103,6 +104,7 @@ class Flow:
     payload_bytes: int
     group_size: int
     kept_bytes: int | None = None
+    receiver: int | None = None
 
     @property
     def sent_bytes(self) -> float:
@@ -283,12 +285,28 @@ class _RankTraffic:
         bytes_of_one: float,
         group_size: int,
         kept_bytes: int | None = None,
+        receiver: int | None = None,
     ) -> None:
         if count and group_size > 1:
-            payload_bytes = round(count * bytes_of_one)
             self._flows.append(
-                Flow(axis, operation, phase, purpose, count, payload_bytes, group_size, kept_bytes)
+                Flow(
+                    axis,
+                    operation,
+                    phase,
+                    purpose,
+                    count,
+                    payload_bytes=round(count * bytes_of_one),
+                    group_size=group_size,
+                    kept_bytes=kept_bytes,
+                    receiver=receiver,
+                )
             )
+
+    def _add_message(
+        self, phase: Phase, purpose: str, count: int, bytes_of_one: float, receiver: int
+    ) -> None:
+        """Add messages to the rank of another pipeline rank with the same other coordinates."""
+        self._add("pp", "send", phase, purpose, count, bytes_of_one, 2, receiver=receiver)
 
     # --- tp ---
 
@@ -506,13 +524,14 @@ class _RankTraffic:
         )
         for neighbour, phase, purpose in neighbours:
             if 0 <= neighbour < self.n_stages and self.rank_of[neighbour] != self.pp_rank:
-                self._add("pp", "send", phase, purpose, self.m, message_bytes, 2)
+                receiver = self.rank_of[neighbour]
+                self._add_message(phase, purpose, self.m, message_bytes, receiver)
 
     def _ties(self) -> None:
         """Sends of ``parallel.pipeline.ties``: a tied embedding on, and its gradient back."""
-        is_split = self.rank_of[0] != self.rank_of[self.n_stages - 1]
+        first_rank, last_rank = self.rank_of[0], self.rank_of[self.n_stages - 1]
         tied = {row.tied_to for row in self.table.last if row.tied_to}
-        if not tied or not is_split:
+        if not tied or first_rank == last_rank:
             return
         first = self._of_unit("first", self.table.first)
         (embedding,) = (p for p in first if f"first.{p.row.name}" in tied)
@@ -520,9 +539,9 @@ class _RankTraffic:
         shard_bytes = self._gathered_elements(embedding, ranks) // ranks * self.p
         for stage in self.stages:
             if stage.has_first:
-                self._add("pp", "send", "step", "tied embedding", 1, shard_bytes, 2)
+                self._add_message("step", "tied embedding", 1, shard_bytes, last_rank)
             if stage.has_last:
-                self._add("pp", "send", "step", "gradient of its copy", 1, shard_bytes, 2)
+                self._add_message("step", "gradient of its copy", 1, shard_bytes, first_rank)
 
     # --- dp ---
 

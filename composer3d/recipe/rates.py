@@ -37,6 +37,11 @@ def rates_of(name: str, n_dims: int, optim: OptimTable) -> Rates:
     return Rates(group.lr_factor, usual_decay if group.weight_decay is None else group.weight_decay)
 
 
+def matrix_lr_factor(optim: OptimTable) -> float:
+    """Return the factor of the schedule's learning rate for the matrices of ``optim.matrix_lr``."""
+    return 1.0 if optim.matrix_lr is None else optim.matrix_lr / optim.lr
+
+
 def group_of(name: str, optim: OptimTable) -> OptimGroup | None:
     """Return the first table of ``optim.groups`` with a glob that matches ``name``, if any does."""
     for group in optim.groups or ():

@@ -221,10 +221,10 @@ class Ledger:
         """The number of times that the run went back to a checkpoint."""
         return sum(entry.action == "rollback" for entry in self.lines)
 
-    @property
-    def left_out(self) -> int:
-        """The number of steps whose batches were left out."""
-        return len({step for entry in self.lines for step in range(entry.first, entry.step + 1)})
+    def left_out(self, until: int) -> int:
+        """Return how many of the steps up to ``until`` have batches that were left out."""
+        steps = {step for entry in self.lines for step in range(entry.first, entry.step + 1)}
+        return sum(step <= until for step in steps)
 
 
 def _whole_lines(content: bytes) -> bytes:

@@ -11,6 +11,7 @@ that turns slow is named after less than three windows.
 """
 
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from composer3d.recipe.schema import MeshTable, ParallelTable
@@ -56,6 +57,23 @@ def time_of_window(own_s: Sequence[float]) -> float:
     return sorted(own_s)[(len(own_s) - 1) // 4]
 
 
+def medians_of_others(values: Sequence[float]) -> list[float]:
+    """Return for each value the median of all others.
+
+    The median of all would hide a slow one of two: it is the mean of both.
+
+    Args:
+        values: two values or more.
+    """
+    in_order = sorted(range(len(values)), key=values.__getitem__)
+    # The middle of the others: one of them or two, next to the middle of all.
+    middle = {(len(values) - 2) // 2, (len(values) - 1) // 2}
+    medians = [0.0] * len(values)
+    for place, number in enumerate(in_order):
+        medians[number] = fmean(values[in_order[at + (at >= place)]] for at in middle)
+    return medians
+
+
 class Straggler(NamedTuple):
     """A rank that is slower than its peers.
 
@@ -85,7 +103,13 @@ class StragglerJudge:
     def __init__(self, groups: Sequence[Sequence[int]], factor: float) -> None:
         self._groups, self._factor = groups, factor
         self._suspects: set[int] = set()
-        self._named: set[int] = set()
+        # As of the newest window in which each of them was slow.
+        self._named: dict[int, Straggler] = {}
+
+    @property
+    def slowest(self) -> Straggler | None:
+        """The slowest of the ranks that are named and still slow; None if there is none."""
+        return max(self._named.values(), key=lambda found: found.factor, default=None)
 
     def judge(self, own_s: Sequence[float]) -> tuple[list[Straggler], list[int]]:
         """Judge one window.
@@ -104,8 +128,11 @@ class StragglerJudge:
             if rank in self._suspects and rank not in self._named
         ]
         # As for naming, two windows must agree.
-        recovered = sorted(self._named - slow.keys() - self._suspects)
-        self._named = self._named.difference(recovered) | {found.rank for found in stragglers}
+        recovered = sorted(self._named.keys() - slow.keys() - self._suspects)
+        named = {**self._named, **{found.rank: found for found in stragglers}}
+        self._named = {
+            rank: slow.get(rank, found) for rank, found in named.items() if rank not in recovered
+        }
         self._suspects = set(slow)
         return stragglers, recovered
 
@@ -113,12 +140,9 @@ class StragglerJudge:
         for group in self._groups:
             if len(group) == 1:
                 continue
-            in_order = sorted(group, key=lambda rank: own_s[rank])
-            # The middle of the others: one rank or two, next to the middle of all.
-            low, high = (len(group) - 2) // 2, (len(group) - 1) // 2
-            for place, rank in enumerate(in_order):
-                others = [in_order[at + (at >= place)] for at in (low, high)]
-                found = Straggler(rank, own_s[rank], sum(own_s[peer] for peer in others) / 2)
+            times_s = [own_s[rank] for rank in group]
+            peers_s = medians_of_others(times_s)
+            for found in map(Straggler, group, times_s, peers_s):
                 is_longer = found.own_s - found.peers_s >= _LEAST_EXCESS_S
                 if is_longer and found.factor >= self._factor:
                     yield found

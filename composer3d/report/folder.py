@@ -6,7 +6,7 @@ somebody else must be as safe as looking at a picture.
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import islice
@@ -74,6 +74,7 @@ class RunFolder:
         recipe: the recipe; None if ``recipe_problem`` says why not.
         events: the newest ``_MOST_EVENTS``, without the saves.
         hidden_events: how many older ones there are.
+        n_starts: how many starts of the job there are, also among the hidden ones.
         saves: the saves.
         device: the name of the devices of the last start; None if it is not known.
         since: the steps that were done before the run had this recipe and these devices.
@@ -91,6 +92,7 @@ class RunFolder:
     recipe_problem: str = ""
     events: list[RunEvent] = field(default_factory=list)
     hidden_events: int = 0
+    n_starts: int = 0
     saves: list[Event] = field(default_factory=list)
     device: str | None = None
     since: int = 0
@@ -114,17 +116,17 @@ class RunFolder:
     @property
     def tokens_per_s(self) -> float | None:
         """The median speed of all ranks, with the present recipe and devices; None: no step."""
-        return self.curves.of("tokens_per_s").median(after=self.since)
+        return self.curves.of("tokens_per_s").median
 
     @property
     def mfu(self) -> float | None:
         """The median MFU, likewise."""
-        return self.curves.of("mfu").median(after=self.since)
+        return self.curves.of("mfu").median
 
     @property
     def memory_gib(self) -> float | None:
         """The peak memory of a rank, likewise."""
-        return self.curves.of("memory_gib").most(after=self.since)
+        return self.curves.of("memory_gib").most
 
     @property
     def starts(self) -> list[RunEvent]:
@@ -156,8 +158,20 @@ def read(path: str, *, url: str | None = None) -> RunFolder:
         raise UserError(
             f"{label} is not the folder of a run: it has neither {names[0]} nor {names[1]}"
         )
+    _read_recipe(run)
+    _read_lost_ranks(run)
+    found, done = _read_events(run)
+    former_recipes = list(_former_recipes(run))
+    # Only now is it known since when the run has its recipe and its devices.
+    _read_metrics(run, label)
+    run.steps_done = max(done, run.curves.last_step)
+    _order_events(run, found, former_recipes)
+    return run
+
+
+def _read_metrics(run: RunFolder, label: str) -> None:
     try:
-        run.curves = series.read(run.path)
+        run.curves = series.read(run.path, since=run.since)
     except (OSError, ValueError) as error:
         raise UserError(f"{label}/{series.FILE} cannot be read ({error})") from None
     if run.curves.wrong_lines:
@@ -166,10 +180,6 @@ def read(path: str, *, url: str | None = None) -> RunFolder:
         )
     if run.curves.is_cut:
         run.problems.append(f"{series.FILE} is longer than 1 GiB; its end is left out")
-    _read_recipe(run)
-    _read_lost_ranks(run)
-    _read_events(run)
-    return run
 
 
 def _read_recipe(run: RunFolder) -> None:
@@ -212,7 +222,8 @@ def _recipe_of(text: str) -> Recipe:
         raise UserError("; ".join(error.lines[:3])) from None
 
 
-def _read_events(run: RunFolder) -> None:
+def _read_events(run: RunFolder) -> tuple[list[RunEvent], int]:
+    """Return the events of a run without the saves, and the steps that it has done by them."""
     found: list[RunEvent] = []
     wrong = done = 0
     try:
@@ -220,8 +231,8 @@ def _read_events(run: RunFolder) -> None:
             if event is None:
                 wrong += 1
                 continue
-            # A start may go back to a checkpoint.
-            done = event.step if event.kind == "start" else max(done, event.step)
+            done = events.done_after(event, done)
+            run.n_starts += event.kind == "start"
             if event.kind == "save":
                 run.saves.append(event)
             else:
@@ -234,9 +245,13 @@ def _read_events(run: RunFolder) -> None:
         run.problems.append(f"{events.FILE} cannot be read ({error})")
     if wrong:
         run.problems.append(f"{wrong:,} lines of {events.FILE} are not events, and left out")
+    return found, done
 
-    # Only every metrics.every-th step has a line of metrics.
-    run.steps_done = max(done, run.curves.last_step)
+
+def _order_events(
+    run: RunFolder, found: list[RunEvent], former_recipes: Sequence[RunEvent]
+) -> None:
+    """Set ``run.events``: those found, and others that follow from further files."""
     # A run of an older composer3d has no events: its other files say less, but not nothing.
     kinds = {event.kind for event in found}
     others: list[RunEvent] = []
@@ -248,7 +263,7 @@ def _read_events(run: RunFolder) -> None:
                 RunEvent(point.step, "", "ranks", f"rank {point.value:.0f}: {words}")
                 for point in run.curves.of(metric).points
             ]
-    others += list(_former_recipes(run))
+    others += former_recipes
     # The file has the order in which things happened. Clocks of machines differ.
     for other in sorted(others, key=lambda event: event.step or 0):
         later = (

@@ -315,8 +315,8 @@ def final_numbers(run: RunFolder) -> dict[str, str]:
         numbers["peak memory, GiB"] = f"{run.memory_gib:.2f}{since}"
     if run.saves:
         numbers["checkpoints saved"] = f"{len(run.saves):,}"
-    if run.starts:
-        numbers["starts of the job"] = f"{len(run.starts):,}"
+    if run.n_starts:
+        numbers["starts of the job"] = f"{run.n_starts:,}"
     left_out = curves.of("left_out_steps").last
     if left_out is not None:
         numbers["steps left out"] = f"{left_out.value:,.0f}"

@@ -2,10 +2,14 @@
 
 ``metrics.jsonl`` may be a million lines long, and anyone may have written it. It is read once, line
 by line. Each metric keeps a bounded number of points: the first, the last, the least and the
-largest value of every few steps, so that no spike is lost.
+largest value of every few steps, so that no spike is lost; and a random sample of its values, for
+their median.
 """
 
 import os
+import random
+import statistics
+from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +31,10 @@ _LEAST_VALUE = 1e-30
 
 # Of a metric; each bucket keeps at most four points.
 _MOST_BUCKETS = 240
+
+# Values of a metric from which its median is taken. Of a longer run, 49% to 51% of the values are
+# below it, in 19 of 20 runs.
+_MOST_SAMPLED = 10_000
 
 
 class Point(NamedTuple):
@@ -61,14 +69,23 @@ class _Bucket:
 class Series:
     """The values of one metric, thinned.
 
+    Args:
+        since: ``most`` and ``median`` are of the steps after it.
+
     Attributes:
+        most: the largest value of these steps; None if there is none.
         not_finite: how many values were null, or too large to be drawn.
         last_not_finite: the largest step of such a value; -1 if there is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, since: int = 0) -> None:
         self._buckets: dict[int, _Bucket] = {}
         self._width = 1  # steps of a bucket
+        self._since = since
+        self.most: float | None = None
+        self._sample = array("d")
+        self._n_sampled_from = 0
+        self._random = random.Random(0)  # a report can be made again
         self.not_finite = 0
         self.last_not_finite = -1
 
@@ -83,6 +100,8 @@ class Series:
             self.last_not_finite = max(self.last_not_finite, step)
             return
         number = float(value) if abs(value) >= _LEAST_VALUE else 0.0  # type: ignore[arg-type]
+        if step > self._since:
+            self._add_recent(number)
         self._put(Point(step, number))
         while len(self._buckets) > _MOST_BUCKETS:
             buckets = self._buckets
@@ -120,20 +139,21 @@ class Series:
         found = (bucket.least for bucket in self._buckets.values())
         return min(found, key=lambda point: point.value, default=None)
 
-    def most(self, *, after: int) -> float | None:
-        """Return the largest value, of the steps after ``after``."""
-        return max((bucket.most.value for bucket in self._after(after)), default=None)
+    @property
+    def median(self) -> float | None:
+        """The median of the steps after ``since``; None if there is none."""
+        return statistics.median(self._sample) if self._sample else None
 
-    def median(self, *, after: int) -> float | None:
-        """Return the median, of the steps after ``after``.
-
-        It is that of one value of each bucket, which the extremes do not pull.
-        """
-        values = sorted(bucket.last.value for bucket in self._after(after))
-        return values[len(values) // 2] if values else None
-
-    def _after(self, step: int) -> list[_Bucket]:
-        return [bucket for bucket in self._buckets.values() if bucket.first.step > step]
+    def _add_recent(self, value: float) -> None:
+        self.most = value if self.most is None else max(self.most, value)
+        self._n_sampled_from += 1
+        if len(self._sample) < _MOST_SAMPLED:
+            self._sample.append(value)
+            return
+        # Each value so far stays in the sample with the same probability.
+        place = int(self._random.random() * self._n_sampled_from)
+        if place < _MOST_SAMPLED:
+            self._sample[place] = value
 
 
 @dataclass
@@ -162,8 +182,12 @@ MOST_METRICS = 1000
 _NAME_LIMIT = 200  # characters
 
 
-def read(run: Path) -> Curves:
+def read(run: Path, *, since: int = 0) -> Curves:
     """Read ``metrics.jsonl`` of a run. A missing file has no lines.
+
+    Args:
+        run: the folder of the run.
+        since: as in ``Series``.
 
     Raises:
         OSError: the file cannot be read.
@@ -180,12 +204,12 @@ def read(run: Path) -> Curves:
             if size > _FILE_LIMIT:
                 curves.is_cut = True
                 break
-            _add(curves, line)
+            _add(curves, line, since)
         curves.is_cut |= os.fstat(file.fileno()).st_size > _FILE_LIMIT
     return curves
 
 
-def _add(curves: Curves, line: bytes) -> None:
+def _add(curves: Curves, line: bytes, since: int) -> None:
     if line == b"\n":
         return
     try:
@@ -205,5 +229,5 @@ def _add(curves: Curves, line: bytes) -> None:
         if series is None:
             if len(curves.series) >= MOST_METRICS or len(name) > _NAME_LIMIT:
                 continue
-            series = curves.series[name] = Series()
+            series = curves.series[name] = Series(since)
         series.add(step, value)

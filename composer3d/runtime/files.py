@@ -5,6 +5,7 @@ Every function raises OSError. Its ``strerror`` states the reason in words that 
 
 import errno
 import os
+import threading
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -167,6 +168,8 @@ def append_whole(
 class LineFile:
     """A file that gets lines while a job runs. A disk that is full for a while does not end it.
 
+    Several threads may add lines.
+
     Lines that cannot be written are lost. Two messages say so: one at the first lost line, and one
     with their number as soon as a line can be written again.
 
@@ -184,6 +187,7 @@ class LineFile:
         self._tell = tell
         self._may_write = may_write
         self._lost_lines = 0
+        self._lock = threading.Lock()
 
     def append(self, lines: bytes) -> bool:
         """Add whole lines to the file, and return whether they were written."""
@@ -192,7 +196,8 @@ class LineFile:
         try:
             if not self._may_write():
                 return False
-            append_whole(self._path, lines, begins_line=True)
+            with self._lock:
+                append_whole(self._path, lines, begins_line=True)
         except OSError as error:
             # First, because ``tell`` may write to this file.
             self._lost_lines += n_lines

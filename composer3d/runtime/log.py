@@ -15,11 +15,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from composer3d.facts.text import printable_lines
 from composer3d.runtime.files import LineFile
 
 FILE = "log.txt"
+
+# About when this process began (``time.monotonic``): it imports this module early, before torch.
+PROCESS_BEGAN_S = time.monotonic()
 
 # Lines that are kept in memory before the run's folder is known.
 _MOST_EARLY = 1000
@@ -135,8 +139,15 @@ def keep(lines: Sequence[str]) -> None:
             )
 
 
-# The name and the seconds of each phase of the start of this process.
-_phases: list[tuple[str, float]] = []
+class _Phase(NamedTuple):
+    """A phase of the start of this process. Its beginning is a time of ``time.monotonic``."""
+
+    name: str
+    began_s: float
+    seconds: float
+
+
+_phases: list[_Phase] = []
 
 
 @contextmanager
@@ -146,7 +157,7 @@ def phase(name: str) -> Iterator[None]:
     Args:
         name: says what is done, such as "model".
     """
-    begin_s = time.perf_counter()
+    began_s = time.monotonic()
     timer = threading.Timer(_SLOW_S, lambda: get().info(f"starting: {name} ..."))
     timer.daemon = True
     if get().isEnabledFor(logging.INFO):
@@ -155,18 +166,31 @@ def phase(name: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-    add_phase(name, time.perf_counter() - begin_s)
+    add_phase(name, began_s)
 
 
-def add_phase(name: str, seconds: float) -> None:
-    """Add a phase that was measured elsewhere."""
-    _phases.append((name, seconds))
+def add_phase(name: str, began_s: float) -> None:
+    """Add a phase that ends now.
+
+    Args:
+        name: as in ``phase``.
+        began_s: when it began, a time of ``time.monotonic``. All processes of a machine have the
+            same clock.
+    """
+    now_s = time.monotonic()
+    began_s = min(began_s, now_s)
+    _phases.append(_Phase(name, began_s, now_s - began_s))
 
 
 def say_phases() -> None:
-    """Log how long the start took, and each phase of it."""
+    """Log how long the start took until now, each phase of it, and what was in none.
+
+    The start begins with the first phase.
+    """
     if _phases:
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in _phases)
-        total = sum(seconds for _, seconds in _phases)
-        get().info(f"started in {total:.1f} s: {parts}")
+        total_s = time.monotonic() - _phases[0].began_s
+        other_s = max(0.0, total_s - sum(phase.seconds for phase in _phases))
+        parts = [f"{phase.name} {phase.seconds:.1f}" for phase in _phases]
+        parts.append(f"other {other_s:.1f}")
+        get().info(f"started in {total_s:.1f} s: {', '.join(parts)}")
     _phases.clear()

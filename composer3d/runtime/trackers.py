@@ -267,11 +267,11 @@ class _Prometheus:
 
     def send(self, points: list[_Point]) -> None:
         for point in points:
-            if "loss/train" in (*point.values, *point.not_finite):
-                # Of a rank that was slow or wrong: a line has it only while that is so.
-                for tag in [tag for tag in self._gauges if tag.startswith("ranks/")]:
+            for tag in point.not_finite:
+                # A rank was slow, and none is any more. Until then, no other line says it again.
+                if tag.startswith("ranks/") and tag in self._gauges:
                     self._registry.unregister(self._gauges.pop(tag))
-            unknown = dict.fromkeys(point.not_finite, math.nan)
+            unknown = {tag: math.nan for tag in point.not_finite if not tag.startswith("ranks/")}
             counts = {"step": point.step, "tokens": point.tokens}
             for tag, value in {**point.values, **unknown, **counts}.items():
                 self._set(tag, value)

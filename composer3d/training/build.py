@@ -151,7 +151,6 @@ def build(
     _add_observers(
         observers, recipe, stages, optimizer, loader, corpus, claim, steps_done=steps_done
     )
-    log.say_phases()
     run = Run(
         recipe=recipe,
         stages=stages,
@@ -163,6 +162,7 @@ def build(
         observers=observers,
         step=steps_done or 0,
     )
+    log.say_phases()
     if copy is not None:
         copy.start()  # last: nothing would end its thread if this function failed
     return run

@@ -1,6 +1,5 @@
 """The training loop, in the order in which a step happens."""
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -141,12 +140,10 @@ def do_step(run: Run, own_flags: Callable[[], StepFlags] = StepFlags) -> StepFla
 
 
 def _save(run: Run) -> None:
-    """Save a checkpoint, and tell the observers for how long the steps stood still."""
-    begin_s = time.perf_counter()
-    with run.observers.phase("checkpoint"):
-        run.saver.save(run.step, run.stages, run.optimizer, run.loader, run.recovery.history)
-    stopped_s = round(time.perf_counter() - begin_s, 3)
-    run.observers.event(run.step, "save", f"checkpoint of step {run.step}", seconds=stopped_s)
+    """Save a checkpoint. The observers are told once it is whole."""
+    history, observers = run.recovery.history, run.observers
+    with observers.phase("checkpoint"):
+        run.saver.save(run.step, run.stages, run.optimizer, run.loader, history, observers)
 
 
 def _validate(run: Run, signals: StopSignals) -> bool:

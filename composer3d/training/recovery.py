@@ -81,17 +81,27 @@ class Recovery:
                 line = f"{problem}; its batch is left out"
             else:
                 line = self._roll_back(step, problem)
-        values = {"left_out_steps": float(self._ledger.left_out)}
-        self._observers.report(step, Report([line], values, "bad steps"))
+        self._tell(step, line)
 
     def was_left_out(self, step: int) -> bool:
-        """Return whether this run left out the batch of ``step``, before it was killed."""
+        """Return whether this run left out the batch of ``step``, before it was killed.
+
+        The observers are told again: the metrics after the checkpoint are dropped at the start.
+        """
         bad_step = self._ledger.leaves_out(step)
         if bad_step is None:
             return False
+        what = f"the batches of steps {bad_step.first} to {step} are"
         if bad_step.action == "skip":
             self.history.add_bad()
+            what = "its batch is"
+        if step == bad_step.step:
+            self._tell(step, f"{bad_step.reason}; {what} left out again")
         return True
+
+    def _tell(self, step: int, line: str) -> None:
+        values = {"left_out_steps": float(self._ledger.left_out(step))}
+        self._observers.report(step, Report([line], values, "bad steps"))
 
     def _roll_back(self, step: int, problem: str) -> str:
         self._store.wait()

@@ -11,6 +11,7 @@ from composer3d.parallel import Stages
 from composer3d.recipe.schema import Recipe
 from composer3d.reliability.bad_steps import StepHistory
 from composer3d.reliability.lock import Claim
+from composer3d.training.observers.observer import Observer
 from composer3d.training.optim import learning_rate
 from composer3d.training.optimizers import Optimizer
 
@@ -51,12 +52,21 @@ class Saver:
         optimizer: Optimizer,
         loader: BatchesAhead,
         history: StepHistory,
+        observers: Observer,
     ) -> None:
         """Save the run after ``step`` steps. Collective over all ranks: see ``Store.save``.
 
+        The observers are told of the checkpoint once it is whole: a save in the background may
+        fail, or be killed.
+
         Raises what ``Store.save`` raises.
         """
-        self.store.save(self._manifest(step, loader, history), stages, optimizer)
+
+        def tell(stopped_s: float) -> None:
+            text = f"checkpoint of step {step}"
+            observers.event(step, "save", text, seconds=round(stopped_s, 3))
+
+        self.store.save(self._manifest(step, loader, history), stages, optimizer, tell)
         self._saved_at_s = time.monotonic()
 
     def require_readable(self, loader: BatchesAhead, history: StepHistory) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from composer3d.checkpoint import Store
 from composer3d.checkpoint.folders import DiskFolder
 from composer3d.checkpoint.manifest import read, write
+from composer3d.facts import events
 from composer3d.facts.errors import CheckpointError, DataError, UserError
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import MeshTable
@@ -188,6 +189,12 @@ def lines_of(folder: Path, out_dir: str) -> list[dict[str, Any]]:
     ]
 
 
+def steps_saved(folder: Path, out_dir: str = "runs") -> list[int]:
+    """Return the steps of the checkpoints that the events of a run tell."""
+    found = [event for event in events.read(folder / out_dir / "small") if event is not None]
+    return [event.step for event in found if event.kind == "save"]
+
+
 def test_run_that_cannot_save_ends_soon_on_every_rank(pool: Pool, folder: Path) -> None:
     arguments = {"folder": folder, "sets": ["run.steps=100"], "fails": True}
     one, two = pool.run(train_in, arguments, world_size=2)
@@ -197,6 +204,7 @@ def test_run_that_cannot_save_ends_soon_on_every_rank(pool: Pool, folder: Path) 
     assert one[1][1] == (
         "there is no checkpoint in runs/small/checkpoints: the same command starts anew"
     )
+    assert steps_saved(folder) == []
 
 
 def fail_while_it_saves(folder: Path, save_fails: bool) -> tuple[tuple[str, ...], list[str]]:
@@ -236,6 +244,7 @@ def test_an_error_after_a_save_in_the_background_lets_it_end(
     arguments = {"folder": folder, "save_fails": save_fails}
     answers = pool.run(fail_while_it_saves, arguments, world_size=2)
     assert answers == [(("no token is learned",), left)] * 2
+    assert [f"step-{step:08d}" for step in steps_saved(folder)] == left
 
 
 def finish_a_save_that_hangs(folder: Path) -> float:
@@ -271,6 +280,7 @@ def test_run_is_the_same_and_logs_its_stalls(pool: Pool, folder: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert losses[1][:3] == losses[0][:3]
     assert sum(row.get("checkpoint_s", 0) for row in lines_of(folder, "b")) > 0
+    assert (steps_saved(folder, "a"), steps_saved(folder, "b")) == ([2, 4, 6], [2, 3, 4, 6])
     assert names(folder / "b/small/checkpoints") == [
         "step-00000003",
         "step-00000004",

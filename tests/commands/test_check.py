@@ -168,6 +168,15 @@ def test_check_counts_the_parameters_of_a_token(capsys: pytest.CaptureFixture[st
     assert int(all_parameters.replace(",", "")) - unused == int(active.split()[0].replace(",", ""))
 
 
+def test_check_names_no_shards_of_experts_that_are_whole(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = ["pp=1", "dp_shard=1", "tp=4", "ep=2"]
+    sets = [f"--set=mesh.{size}" for size in sizes] + ["--set=parallel.zero=0"]
+    assert cli.main(["check", "quickstart-moe", "--gpus=4", *sets]) == 0
+    assert "# world size    4 (tp 4, ep 2 of them)\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "argv",
     [

@@ -109,3 +109,16 @@ def test_one_process_has_no_axis(folder: Path) -> None:
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["axes"] == {}
     assert answer["matrix"]["slowest_rank"] == 0
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_read_is_a_user_error(
+    folder: Path,
+) -> None:
+    (folder / "runs/a").mkdir(parents=True)
+    (folder / "runs/a/checkpoints").touch()
+    done = doctor(folder, "--set", "mesh.dp_shard=1", "--json")
+    assert done.returncode == 2
+    assert "run.out_dir" in done.stderr
+    assert "Traceback" not in done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert not answer["passed"]

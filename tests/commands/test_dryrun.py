@@ -3,7 +3,9 @@
 import pytest
 
 from composer3d.cli import main
+from composer3d.planner.predict import mfu, model_flops_per_token, of_recipe
 from tests.commands.conftest import Ask
+from tests.planner import setups
 
 RECIPE = "debug-8-dp-tp-pp"
 
@@ -32,6 +34,29 @@ def test_tables_name_axes_and_links(capsys: pytest.CaptureFixture[str]) -> None:
         ["inside", "a", "node"]
     ] * 2
     assert ["between", "nodes"] in [row[-2:] for row in rows if row[:2] == ["fsdp", "all-gather"]]
+
+
+@pytest.mark.parametrize(
+    ("sets", "dtype"),
+    [
+        ((), "float32"),
+        (("precision.params=float64",), "float32"),
+        (("precision.compute=bfloat16",), "bfloat16"),
+        (("precision.compute=bfloat16", "precision.matmul=float8"), "bfloat16"),
+    ],
+)
+def test_the_time_to_hide_traffic_in_is_of_the_peak_that_plan_uses(
+    sets: tuple[str, ...], dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [part for each in sets for part in ("--set", each)]
+    assert main(["dryrun", "debug-1-single", *options]) == 0
+    recipe = setups.recipe_of("debug-1-single", *sets)
+    step_tokens = recipe.data.global_batch * recipe.data.seq_len
+    setup = of_recipe(recipe, setups.device("H100"))
+    at_peak_s = mfu(setup, model_flops_per_token(recipe), step_tokens)
+    assert at_peak_s is not None
+    words = f"in the {at_peak_s / 0.4:.2g} s in which an H100-80GB SXM computes the step"
+    assert f"{words} at 40% of its peak in {dtype}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("skew", ["0.5", "9", "nan", "x"])

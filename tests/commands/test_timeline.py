@@ -1,5 +1,6 @@
 """``composer3d timeline``: what it prints and writes, and what it refuses."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,8 @@ def run(tmp_path: Path) -> str:
     step = traced("ZBVZeroBubble")
     (tmp_path / trace.FOLDER).mkdir()
     for head, events in zip(*step, strict=True):
-        trace.file_of(tmp_path, head.pp_rank).write_bytes(trace.lines(head, events))
+        skewed = replace(head, clock_error_s=2e-5 * head.pp_rank)
+        trace.file_of(tmp_path, head.pp_rank).write_bytes(trace.lines(skewed, events))
     return str(tmp_path)
 
 
@@ -123,6 +125,14 @@ def test_a_run_is_drawn_beside_its_simulation(
 
     recipe = [RECIPE, "--gpu", "A100-80GB"]
     assert len(ask("timeline", "--measured", run, *recipe)[1]["schedules"]) == 3
+
+
+def test_the_error_of_clocks_is_that_against_rank_0(
+    run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two other ranks may differ by twice that."""
+    assert cli.main(["timeline", "--measured", run]) == 0
+    assert "The clocks of ranks are within 0.06 ms of rank 0's." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,21 @@ def test_no_report_of_lost_ranks_is_overwritten(tmp_path: Path) -> None:
     ]
 
 
+def test_ranks_are_lost_at_a_step_of_the_last_start(tmp_path: Path) -> None:
+    """The events keep what a run has done beyond the checkpoint that it goes on from."""
+    recipe = small_recipe(tmp_path)
+    (tmp_path / "a").mkdir()
+    steps = [("start", 0), ("save", 100), ("bad steps", 180), ("start", 100), ("ranks", 120)]
+    found = [run_events.Event(step, 1e9, kind, "") for kind, step in steps]  # type: ignore[arg-type]
+    (tmp_path / "a" / run_events.FILE).write_bytes(b"".join(map(run_events.line, found)))
+    (tmp_path / "a/metrics.jsonl").touch()
+    assert train._write_report(recipe, "report\n") is not None
+    *_, lost = run_events.read(tmp_path / "a")
+    assert lost is not None
+    assert (lost.kind, lost.step) == ("lost ranks", 120)
+    assert read_run(str(tmp_path / "a")).steps_done == 120
+
+
 def test_the_advice_obeys_the_choice_of_a_checkpoint(tmp_path: Path) -> None:
     """A run does not discard its newer checkpoints, so the same command would be refused."""
     own, other = tmp_path / "a/checkpoints", tmp_path / "b/checkpoints"

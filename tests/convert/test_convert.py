@@ -397,6 +397,21 @@ def test_inspect(
     assert f"whole        no\n{file} has another digest than the manifest says\n" in out
 
 
+def test_files_that_no_run_has_saved_have_no_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_dcp(tmp_path / "run")
+    convert(tmp_path / "run", tmp_path / "dcp", "dcp", weights_only=True)
+    for to in ("hf", "meta", "torch"):
+        convert(tmp_path / "run", tmp_path / to, to)
+    convert(tmp_path / "hf", tmp_path / "from_hf", "dcp")
+    steps = {path.name: inspect(path)["step"] for path in tmp_path.iterdir()}
+    others = dict.fromkeys(("dcp", "hf", "meta", "from_hf"))
+    assert steps == {"run": 5, "torch": 5, **others}
+    assert main(["inspect", str(tmp_path / "hf")]) == 0
+    assert "step" not in capsys.readouterr().out
+
+
 def make_run(folder: Path) -> list[Path]:
     """Make a run's folder with three checkpoints, as training does."""
     (folder / "checkpoints").mkdir(parents=True)

@@ -140,3 +140,13 @@ weight = 1
         "data: web (train) has 125 samples of 32 tokens; 30 steps see it 0.36 times",
         "data: code (train) has 28 samples of 32 tokens; 30 steps see it 0.54 times",
     ]
+    # Two digits of a small share; the one step takes no sample of "code".
+    caplog.clear()
+    log_epochs(
+        replace(recipe, run=replace(recipe.run, steps=1)),
+        loader_of(corpus, seq_len=32, global_batch=2),
+    )
+    assert [line.rpartition(" see it ")[2] for line in caplog.messages] == [
+        "0.016 times",
+        "0 times",
+    ]

@@ -93,7 +93,8 @@ def test_a_slow_device_is_named() -> None:
     assert report.slowest_rank == 5
     (line,) = report.notes
     assert line == (
-        "slow: rank 5 (x) multiplies float32 matrices at 0.02 TFLOP/s, and the median rank at 0.05"
+        "slow: rank 5 (x) multiplies float32 matrices at 0.02 TFLOP/s, and the median of the other "
+        "ranks at 0.05"
     )
     assert report.problems == []
     assert as_json_of(report)["matrix"]["slowest_rank"] == 5
@@ -106,8 +107,8 @@ def test_a_slow_group_is_named_and_ranks_that_share_cores_are_not_judged() -> No
     report = report_of({3: {"speeds": slow}})
     (line,) = report.notes
     assert line == (
-        "slow: all_gather over tp takes 2.50 times as long as in the median group, in the group of "
-        "rank 2 (x)"
+        "slow: all_gather over tp takes 2.50 times as long as the median of the other groups, in "
+        "the group of rank 2 (x)"
     )
     report = report_of({3: {"speeds": slow}, 0: {"is_crowded": True}})
     assert report.notes == [
@@ -115,12 +116,45 @@ def test_a_slow_group_is_named_and_ranks_that_share_cores_are_not_judged() -> No
     ]
 
 
+def test_of_two_the_slow_one_is_compared_with_the_other() -> None:
+    recipe = load(RECIPE).recipe
+    slow = facts_of(1, matrix_flops={"float32": 35e9})
+    (line,) = make_report(recipe, [facts_of(0), slow], {}, [], {}, DISK).notes
+    assert "at 0.035 TFLOP/s, and the median of the other ranks at 0.05" in line
+
+    slow = facts_of(3, speeds=[*facts_of(3).speeds[:1], Speed("tp", "all_gather", 16 * MIB, 0.024)])
+    ranks = [*map(facts_of, range(3)), slow]
+    report = make_report(recipe, ranks, {"tp": 2}, [], {}, DISK)
+    assert report.axes["tp"].slowest["all_gather"][16 * MIB].ratio == pytest.approx(1.5)
+    assert "with rank 2, 1.50 x the median of the others" in text_of(report)
+    (line,) = report.notes
+    assert "takes 1.50 times as long" in line
+
+
 def test_a_full_disk_fails() -> None:
     report = report_of(disk=DISK._replace(free_gib=2.5))
     (problem,) = report.problems
     assert problem.startswith("/runs has 2.5 GiB free, and 3 checkpoints of about 1.0 GiB need 3.0")
     assert not as_json_of(report)["passed"]
+    assert "lower checkpoint.keep" in problem
     assert "WRONG   /runs has" in text_of(report)
+
+
+def test_only_room_for_checkpoints_that_are_not_there_is_needed() -> None:
+    disk = DISK._replace(free_gib=1.5, present=2)
+    assert report_of(disk=disk).problems == []
+    assert "at most 3 at a time, 2 there now" in text_of(report_of(disk=disk))
+    (problem,) = report_of(disk=disk._replace(free_gib=0.5)).problems
+    assert problem.startswith("/runs has 0.5 GiB free, and 1 more checkpoint of about 1.0 GiB ")
+    # The room of a new checkpoint is needed with any number of them.
+    assert "keep" not in problem
+
+
+def test_checkpoints_in_an_object_store_need_no_disk() -> None:
+    report = report_of(disk=DISK._replace(folder="s3://bucket/run", free_gib=None))
+    assert report.problems == []
+    assert "checkpoints: in s3://bucket/run, and none on this disk; a checkpoint" in text_of(report)
+    assert as_json_of(report)["disk"]["free_gib"] is None
 
 
 def test_clocks_and_software_that_differ_are_noted() -> None:

@@ -116,13 +116,40 @@ def test_shares_are_those_of_the_mesh() -> None:
     assert layout.sample_words(7) == "samples 28-31 of each step"
 
     experts = make_layout(CASES["moe-1024"], 8)
-    assert experts.share_words(5) == ["heads 12-23 of 48", "experts 40-47 of 64", "shard 1 of 64"]
+    assert experts.share_words(5) == [
+        "heads 12-23 of 48",
+        "experts 40-47 of 64",
+        "experts: shard 0 of 32",
+        "the rest: shard 1 of 64",
+    ]
     assert experts.layer_words(0) == "embedding, blocks 0-6, blocks 28-34"
     assert experts.stage_words(3) == "stages 3, 7"
 
     alone = make_layout(CASES["single"], 8)
     assert alone.share_words(0) == ["all weights"]
     assert [row.axis for row in alone.traffic(0)] == []
+
+
+def test_shards_of_experts_are_named_apart() -> None:
+    sizes = ("mesh.pp=1", "mesh.tp=4", "mesh.dp_shard=1", "mesh.dp_replicate=2", "mesh.ep=1")
+    # Ranks of tp shard the experts, which they do not cut.
+    sharded = make_layout(recipe_of("quickstart-moe", *sizes, "parallel.zero=3"), 8)
+    assert sharded.share_words(6) == [
+        "head 2 of 4",
+        "experts: shard 2 of 4",
+        "the rest: all of these",
+    ]
+    whole = make_layout(recipe_of("quickstart-moe", *sizes, "parallel.zero=0"), 8)
+    assert whole.share_words(6) == ["head 2 of 4", "all of these weights"]
+    # Each expert is on one rank.
+    alone = make_layout(recipe_of("quickstart-moe"), 8)
+    assert alone.share_words(3) == ["heads 2-3 of 4", "experts 6-7 of 8", "shard 1 of 2"]
+
+
+def test_a_stage_does_not_hold_all_weights() -> None:
+    sizes = ("mesh.pp=2", "mesh.tp=1", "mesh.dp_shard=1", "data.micro_batch=4")
+    layout = make_layout(recipe_of("quickstart", *sizes), 8)
+    assert layout.share_words(1) == ["all of these weights"]
 
 
 def test_bytes_are_on_the_link_that_carries_them() -> None:
@@ -140,10 +167,47 @@ def test_bytes_are_on_the_link_that_carries_them() -> None:
     assert (small["pp"], small["tp"], small["fsdp"]) == ("NIC", "node", "node")
 
 
+def test_links_are_the_mean_of_all_groups() -> None:
+    recipe = recipe_of("debug-4-dp-tp")
+    (tp,) = (row for row in make_layout(recipe, 3).traffic(0) if row.axis == "tp")
+    # Group (0, 1) is on one node of 3, and group (2, 3) on two.
+    assert tp.nic_bytes == pytest.approx(tp.sent_bytes / 2)
+
+
 def link_of(row: AxisTraffic) -> str:
     if row.nic_bytes == 0:
         return "node"
     return "NIC" if row.node_bytes < 0.5 else "both"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "of_nic"),
+    [
+        # Only the messages between ranks 1 and 2 leave a node.
+        ("1F1B", [(0, 1), (1, 2), (1, 2), (0, 1)]),
+        # Stages 3 and 4 are on ranks 3 and 0.
+        ("Interleaved1F1B", [(1, 3), (2, 4), (2, 4), (1, 3)]),
+        # They are on rank 3 alone, and stages 5 and 6 on ranks 2 and 1.
+        ("ZBVZeroBubble", [(0, 2), (2, 4), (2, 4), (0, 2)]),
+    ],
+)
+def test_a_message_of_the_pipeline_is_on_the_link_to_its_receiver(
+    schedule: str, of_nic: list[tuple[int, int]]
+) -> None:
+    recipe = recipe_of(
+        "quickstart",
+        "mesh.pp=4",
+        "mesh.dp_shard=1",
+        "mesh.tp=1",
+        "model.n_layers=8",
+        "data.micro_batch=4",
+        f"parallel.schedule={schedule}",
+    )
+    layout = make_layout(recipe, 2)
+    message_bytes = 8 * 4 * 128 * 128 * 4  # of all micro-batches
+    for pp_rank, (over_nic, sent) in enumerate(of_nic):
+        (row,) = (row for row in layout.traffic(pp_rank) if row.axis == "pp")
+        assert (row.nic_bytes, row.sent_bytes) == (over_nic * message_bytes, sent * message_bytes)
 
 
 def test_the_arrow_of_the_pipeline_has_the_bytes_of_a_boundary() -> None:

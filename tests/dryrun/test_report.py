@@ -1,5 +1,6 @@
 """Reports of dry runs: JSON, tables, and the rows of experts."""
 
+import re
 from dataclasses import replace
 
 from composer3d.dryrun.report import (
@@ -38,10 +39,22 @@ def test_json_has_the_documented_keys() -> None:
                 "optimizer_gib": 0.5,
                 "activations_gib": 0.0,
                 "peak_gib": 3.0,
+                "operators": 1234,
                 "comm": {"tp": {"all_gather": {"count": 3, "bytes": 6_000_000}}},
             }
             for stage in (0, 1)
         ],
+    }
+
+
+def test_the_page_names_the_keys_of_the_json() -> None:
+    page = (ROOT / "docs" / "dryrun.md").read_text()
+    (shown,) = re.findall(r"^\{\"world_size.*?^```", page, re.MULTILINE | re.DOTALL)
+    (stage,) = DryRun(world_size=8, seconds=1.26, stages=(REPORT,)).as_json()["stages"]
+    assert set(re.findall(r'"(\w+)"', shown)) == {
+        *("world_size", "seconds", "stages"),
+        *stage,
+        *stage["comm"]["tp"]["all_gather"],
     }
 
 

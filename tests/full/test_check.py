@@ -7,8 +7,14 @@ import pytest
 import torch
 
 from composer3d.dryrun.replay import Key, keys
-from composer3d.dryrun.run import rank_actions
-from composer3d.full.check import _problem_of_path, _small_job, _with_every_action, check_structure
+from composer3d.dryrun.run import dry_run, rank_actions
+from composer3d.full.check import (
+    Structure,
+    _problem_of_path,
+    _small_job,
+    _with_every_action,
+    check_structure,
+)
 from composer3d.full.paths import GradientPath, Sum
 from composer3d.full.places import SAME, digits
 from composer3d.full.verdict import FullVerdict
@@ -229,6 +235,37 @@ def test_a_reduced_step_is_called_so_and_each_message_counts_once(pool: Pool) ->
         "  the full-size model ran a reduced step: 4 of 20 micro-batches, which show every kind of "
         "action"
     ) in lines
+
+
+def test_frozen_gradients_and_messages_of_the_pipeline_are_not_counted(pool: Pool) -> None:
+    overrides = ["mesh.pp=2", "mesh.dp_shard=2", "data.global_batch=8"]
+    overrides.append('optim.train=["last.*","blocks.*.attn.wo.weight"]')
+    full = load(str(RECIPE), overrides, check_files=False).recipe
+    structure = check_structure(pool, full, [full])
+    assert structure.findings == []
+    # One of each of four blocks, the last norm and the head.
+    assert structure.counts["gradients"] == 4 + 2
+    reports = dry_run(full).stages
+    assert structure.counts["collectives"] == sum(
+        len(operations)
+        for report in reports
+        for axis, operations in report.comm.items()
+        if axis != "pp"
+    )
+
+
+def test_a_verdict_does_not_praise_what_a_check_found_wrong() -> None:
+    structure = Structure(world_size=2, micro_batches=1)
+    structure.add("gradients", ["the gradient of x: it is multiplied by 2"], 7)
+    structure.add("messages", [], 4)
+    verdict = Verdict(passed=True, world_size=2, layout="", dtype="float64")
+    lines = str(FullVerdict(verdict, 1, structure)).splitlines()
+    assert "          7 checked for gradients, and there are problems" in lines
+    assert (
+        "          4 messages of small models in a pipeline, each sent once and received once"
+        in lines
+    )
+    assert not any("summed once" in line for line in lines)
 
 
 @pytest.mark.parametrize(

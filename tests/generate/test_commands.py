@@ -413,6 +413,9 @@ def test_only_learned_tokens_count(
     answer = answer_of(results[0][1])
     assert answer["loss"] == pytest.approx(loss, rel=1e-12)
     assert answer["tokens"] == count
+    # The speed is that of all tokens: it does not depend on what is learned.
+    computed = answer["tokens_per_s"] * answer["seconds"]
+    assert computed == pytest.approx(32 * answer["windows"], rel=1e-9)
 
 
 def run_with(arguments: list[str], variables: dict[str, str]) -> tuple[int, str, str]:

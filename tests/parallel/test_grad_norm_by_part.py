@@ -1,13 +1,15 @@
 """The norm of each part of a model is that of one process, on every layout."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from composer3d.facts.flags import StepFlags
-from composer3d.models.registry import architecture
+from composer3d.models.deepseek.shape import PredictingShape
+from composer3d.models.registry import OURS, architecture
 from composer3d.parallel.grad_norm import PARTS, part_of
 from composer3d.recipe.resolve import load
 from composer3d.runtime.launch import Pool
@@ -45,6 +47,17 @@ LAYOUTS = {
         ],
     ),
 }
+
+
+def test_only_projections_of_multi_token_prediction_are_other_parameters_of_our_models() -> None:
+    for model_of in map(architecture, OURS):
+        for shape in model_of.presets.values():
+            expected = []
+            if isinstance(shape, PredictingShape):
+                shape = replace(shape, mtp_layers=1)
+                expected = [f"blocks.{shape.n_layers}.project.weight"]
+            names = model_of.table_of(shape).shapes()
+            assert [name for name in names if part_of(name) == "other"] == expected
 
 
 def raise_a_flag() -> StepFlags:

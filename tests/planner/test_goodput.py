@@ -3,10 +3,16 @@
 import random
 from dataclasses import replace
 from math import sqrt
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch.distributed as dist
 
+from composer3d.checkpoint import Store
+from composer3d.checkpoint.store import gather_state
 from composer3d.facts.errors import UserError
+from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.planner.goodput import (
     Costs,
     Goodput,
@@ -18,8 +24,15 @@ from composer3d.planner.goodput import (
     published_failures,
 )
 from composer3d.planner.memory import predict_memory
-from composer3d.recipe.schema import CheckpointTable
-from tests.planner.setups import device, setup_on
+from composer3d.planner.predict import of_recipe
+from composer3d.recipe.schema import CheckpointTable, Recipe
+from composer3d.runtime.launch import Pool
+from composer3d.runtime.mesh import Mesh
+from composer3d.runtime.process_group import pool_world
+from composer3d.training.build import build_stages
+from composer3d.training.optimizers import build_stages_optimizer
+from tests.checkpoint.store_jobs import make_manifest
+from tests.planner.setups import device, recipe_of
 
 # A save that stops training, one in the background, one that the next save waits for; and failures
 # that seldom leave time for one.
@@ -139,16 +152,18 @@ def test_published_failures_give_the_published_times() -> None:
         (("mesh.dp_shard=8", "memory.cpu_offload=true"), 1),
     ],
 )
-def test_a_save_has_each_parameter_and_its_moments_once(
+def test_a_save_stops_for_what_a_rank_copies_and_for_what_all_write(
     sets: tuple[str, ...], replicas: int
 ) -> None:
-    setup = setup_on("H100", "llama3-8b-8-fsdp", *sets)
+    recipe = recipe_of("llama3-8b-8-fsdp", *sets)
+    setup = of_recipe(recipe, device("H100"))
     memory = predict_memory(setup)
-    saves = predict_saves(setup, memory, 1e9, in_background=False)
+    saves = predict_saves(recipe, setup, memory, 1e9)
     # A parameter and two moments in float32.
     assert saves.bytes == pytest.approx(12 * 8.03e9, rel=0.001)
-    assert saves.load_s == pytest.approx((1 + replicas) * saves.bytes / 1e9)
-    later = predict_saves(setup, memory, 1e9, in_background=True)
+    assert saves.load_s == pytest.approx((1 + replicas) * saves.bytes / 1e9, rel=0.001)
+    in_background = replace(recipe, checkpoint=replace(recipe.checkpoint, async_save=True))
+    later = predict_saves(in_background, setup, memory, 1e9)
     assert later.write_s == pytest.approx(saves.bytes / 1e9)
     assert later.stop_s == pytest.approx(saves.stop_s - later.write_s)
     is_copied = "memory.cpu_offload=true" not in sets
@@ -156,3 +171,54 @@ def test_a_save_has_each_parameter_and_its_moments_once(
     assert links is not None
     shard_s = saves.bytes / 8 * replicas / links.host_bytes_s
     assert later.stop_s == pytest.approx(shard_s if is_copied else 0, rel=0.1)
+
+
+class Held(NamedTuple):
+    """Bytes of a rank: of its state, and of its file in a checkpoint."""
+
+    state: int
+    file: int
+
+
+def save_once(recipe: Recipe, folder: Path) -> Held:
+    """Save what a job of this recipe has after its first step."""
+    with pool_world() as device:
+        stages = build_stages(recipe, Mesh.build(recipe.mesh, device))
+        optimizer = build_stages_optimizer(stages, recipe)
+        Store(folder, keep=1).save(make_manifest(1), stages, optimizer)
+        state = gather_state(stages, optimizer).values()
+        files = folder.glob(f"step-*/__{dist.get_rank()}_*")
+        return Held(
+            sum(local_shard(tensor).nbytes for tensor in state),
+            sum(path.stat().st_size for path in files),
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "sets"),
+    [
+        # Both ranks of tp hold all experts.
+        ("quickstart-moe", ("mesh.tp=2", "mesh.ep=1", "parallel.zero=0")),
+        # A rank holds half of the experts, and all other parameters.
+        ("quickstart-moe", ("mesh.cp=2", "mesh.ep=2", "parallel.zero=0")),
+        # Both stages hold the tied embedding.
+        ("quickstart", ("mesh.pp=2", "model.tied=true", "model.vocab=4096")),
+        # Two ranks hold the same head of keys.
+        ("quickstart", ("mesh.tp=4",)),
+        ("quickstart", ("mesh.dp_shard=2", 'optim.train=["blocks.*.ffn.*"]', "optim.name=muon")),
+    ],
+)
+def test_a_checkpoint_has_each_element_once(
+    name: str, sets: tuple[str, ...], pool: Pool, tmp_path: Path
+) -> None:
+    alone = ("mesh.pp=1", "mesh.dp_shard=1", "mesh.tp=1", "data.micro_batch=4")
+    # Large enough for the headers of files to count little.
+    recipe = recipe_of(name, *alone, "model.dim=256", *sets)
+    ranks = recipe.world_size
+    arguments = {"recipe": recipe, "folder": tmp_path}
+    held: list[Held] = pool.run(save_once, arguments, world_size=ranks)
+    setup = of_recipe(recipe, device("H100"))
+    saves = predict_saves(recipe, setup, predict_memory(setup), 1e9)
+    assert saves.bytes == pytest.approx(sum(rank.file for rank in held), rel=0.03)
+    read = saves.bytes + sum(rank.state for rank in held)
+    assert 1e9 * saves.load_s == pytest.approx(read, rel=0.01)

@@ -10,7 +10,7 @@ import torch
 from composer3d.models.registry import architecture
 from composer3d.parallel.pipeline.runtime import place_stages
 from composer3d.parallel.pipeline.stage_cut import cut_into_stages
-from composer3d.planner.links import Group, group_of, nic_share
+from composer3d.planner.links import Group, group_of, groups_of, nic_share_in_group
 from composer3d.planner.predict import of_recipe, predict
 from composer3d.planner.schedule import recipe_actions
 from composer3d.planner.stages import stage_layers, stages_by_rank
@@ -95,24 +95,29 @@ def test_groups_are_the_ranks_that_differ_on_one_axis() -> None:
         if axis not in ("pp", "world"):
             assert group_of(axis, MESH, 1).ranks in groups.values(), axis
             assert group_of(axis, MESH, 1).first == MESH.world_size // 2
+        if axis != "pp":
+            stages = (0,) if axis == "world" else (0, 1)
+            found = [group.ranks for stage in stages for group in groups_of(axis, MESH, stage)]
+            assert sorted(found) == sorted(groups.values()), axis
 
     # The sparse view holds the same ranks as (pp, dp_replicate, efsdp, ep).
     assert group_of("ep", MESH).ranks == [0, 1, 2, 3]
     assert group_of("efsdp", MESH).ranks == [0, 4, 8, 12]
     assert group_of("expert_replicas", MESH).ranks == list(range(0, 32, 4))
     assert prod(group_of(axis, MESH).size for axis in ("ep", "efsdp")) == 16
+    efsdp = [group.ranks for group in groups_of("efsdp", MESH, 1)]
+    assert efsdp[:2] == [[32, 36, 40, 44], [33, 37, 41, 45]]
+    assert sorted(rank for ranks in efsdp for rank in ranks) == list(range(32, 64))
 
 
 def test_bytes_leave_a_node_if_the_next_rank_is_on_another() -> None:
     ring = Group(first=0, stride=1, size=16)
-    assert nic_share("tp", "all_gather", ring, 8) == 2 / 16
-    assert nic_share("tp", "all_gather", ring, 16) == 0
-    assert nic_share("fsdp", "all_gather", Group(0, 8, 16), 8) == 1
+    assert nic_share_in_group("all_gather", ring, 8) == 2 / 16
+    assert nic_share_in_group("all_gather", ring, 16) == 0
+    assert nic_share_in_group("all_gather", Group(0, 8, 16), 8) == 1
     # Half of the other ranks of an all-to-all, and one more, are on the other node.
-    assert nic_share("ep", "all_to_all", ring, 8) == pytest.approx(8 / 15)
-    # A pipeline has no hop from its end to its start.
-    assert nic_share("pp", "send", Group(0, 4, 4), 8) == pytest.approx(1 / 3)
-    assert nic_share("pp", "send", Group(0, 4, 1), 8) == 0
+    assert nic_share_in_group("all_to_all", ring, 8) == pytest.approx(8 / 15)
+    assert nic_share_in_group("all_gather", Group(0, 4, 1), 8) == 0
 
 
 def test_a_schedule_from_a_file_is_predicted_with_the_stages_of_its_ranks(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from composer3d.models import counts
 from composer3d.models.llama.shape import PRESETS
 from composer3d.models.llama.table import table
 from composer3d.planner import compute
-from composer3d.planner.collectives import collective_s
+from composer3d.planner.collectives import collective_s, send_s
 from composer3d.planner.constants import FITTED, PRIORS, SHIPPED
 from composer3d.planner.pipeline import compiled, length_s
+from composer3d.planner.predict import of_recipe
 from composer3d.planner.setup import Recompute, Setup, Software
 from composer3d.planner.simulate import StageTimes
 from composer3d.planner.time import groups, predict_time
@@ -171,6 +172,24 @@ def test_a_rank_of_tp_sends_one_head_of_keys_at_least(method: str) -> None:
         return predict_time(replace(setup, sizes=sizes), FREE).exposed_s["cp"]
 
     assert cp_s(1) == cp_s(2) == cp_s(4) < cp_s(8)
+
+
+@pytest.mark.parametrize("compute_in", ["float32", "bfloat16"])
+@pytest.mark.parametrize("again", ["none", "full"])
+def test_a_ring_sends_the_bytes_of_traffic(compute_in: str, again: str) -> None:
+    recipe = recipe_of(
+        "llama3-8b-8-fsdp",
+        "mesh.cp=4",
+        "mesh.dp_shard=2",
+        f"precision.compute={compute_in}",
+        f"memory.activation_checkpoint={again}",
+    )
+    setup = of_recipe(recipe, device("H100"))
+    # Links on which computing and starts of messages take no time.
+    slow = replace(setup, machine=setup.machine._replace(ring_bytes_s=1.0, nic_bytes_s=1.0))
+    one_s = send_s(groups(setup)["cp"], 1.0, slow.machine, FREE)
+    sent = sum(flow.sent_bytes for flow in flows(recipe) if flow.axis == "cp")
+    assert predict_time(slow, FREE).exposed_s["cp"] == pytest.approx(sent * one_s, rel=1e-3)
 
 
 def latents_over_cp(*sets: str) -> tuple[Setup, Setup]:

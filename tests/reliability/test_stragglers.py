@@ -78,6 +78,18 @@ def test_one_slow_window_names_nobody() -> None:
         assert judge.judge([0.1, 0.1, 0.1]) == ([], [])
 
 
+def test_the_slowest_is_one_of_the_ranks_that_are_named_and_still_slow() -> None:
+    judge = StragglerJudge([[0, 1, 2, 3]], 1.3)
+    both = {3: 0.3, 0: 0.4}
+    slowest = []
+    for slow in ({3: 0.2}, {3: 0.2}, both, {0: 0.4}, both, {3: 0.2}, {}, {}):
+        judge.judge([slow.get(rank, 0.1) for rank in range(4)])
+        found = judge.slowest
+        slowest.append(None if found is None else (found.rank, round(found.factor, 3)))
+    # Two windows must agree that a rank is slow, or slow no longer.
+    assert slowest == [None, (3, 2), (3, 3), (0, 4), (0, 4), (0, 4), (3, 2), None]
+
+
 def test_a_rank_that_is_disturbed_in_most_of_its_steps_is_not_slow() -> None:
     disturbed_s = [0.1, 0.3, 0.1, 0.3, 0.3, 0.3, 0.1, 0.3]
     assert time_of_window(disturbed_s) == 0.1

@@ -144,7 +144,8 @@ def test_speed_and_memory_are_those_of_the_present_recipe_and_device(
         row.update(tokens_per_s=1000.0, mfu=0.2)
     write_rows(run, rows)
     found = folder.read(str(run))
-    assert (found.tokens_per_s, found.mfu, found.memory_gib) == (2000.0, 0.4, 1.0)
+    assert (found.tokens_per_s, found.memory_gib) == (1500.0, 1.0)
+    assert found.mfu == pytest.approx(0.3)
     assert found.since == 0
     if changed == "recipe":
         (run / "recipe-00000020.toml").touch()
@@ -161,19 +162,36 @@ def test_speed_and_memory_are_those_of_the_present_recipe_and_device(
     assert "tokens/s, median" not in page.final_numbers(folder.read(str(run)))
 
 
+def test_a_change_near_the_end_of_a_long_run_leaves_all_values_since(tmp_path: Path) -> None:
+    """Eight steps in a row share the points of the curves."""
+    run = make_run(tmp_path / "run")
+    rows = [metrics_of(step) for step in range(1, 1001)]
+    for row in rows[995:]:
+        row.update(tokens_per_s=2000.0, memory_gib=0.7)
+    rows[-1].update(tokens_per_s=3000.0, memory_gib=0.6)
+    write_rows(run, rows)
+    (run / "recipe-00000995.toml").touch()
+    found = folder.read(str(run))
+    assert (found.tokens_per_s, found.memory_gib) == (2000.0, 0.7)
+
+
 def test_a_long_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("w") as file:
         for step in range(1, 30_001):
             file.write(json.dumps(metrics_of(step)) + "\n")
     with (run / events.FILE).open("wb") as file:
+        for start in range(10):
+            file.write(events.line(Event(start, 1e9, "start", "8 ranks on cpu", "cpu")))
         for step in range(2_000):
             file.write(events.line(Event(step, 1e9, "ranks", "straggler: rank 1")))
             file.write(events.line(Event(step, 1e9, "save", "checkpoint", None, 1.0)))
-    text = page.render([subject_of(run)], None)
+    subject = subject_of(run)
+    text = page.render([subject], None)
     assert len(text) < 600_000
-    assert "1,700 older events are left out" in text
+    assert "1,710 older events are left out" in text
     assert "2,000 checkpoints" in text
+    assert page.final_numbers(subject.run)["starts of the job"] == "10"
 
 
 def test_a_run_without_lines_has_no_blank_panel(tmp_path: Path) -> None:

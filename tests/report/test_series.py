@@ -23,21 +23,30 @@ def test_a_short_run_keeps_every_point() -> None:
 
 
 def test_a_long_run_keeps_its_extremes_and_ends() -> None:
-    found = Series()
+    found, recent = Series(), Series(since=199_000)
     steps = 200_000
     for step in range(1, steps + 1):
         value = {77_777: 1e6, 123_456: -5.0}.get(step, 2 + step / steps)
         found.add(step, value)
+        recent.add(step, value)
     points = found.points
     assert len(points) <= 4 * 240
-    assert found.most(after=0) == 1e6
-    assert found.most(after=90_000) < 1e6
+    assert found.most == 1e6
+    assert recent.most == 3.0
     assert found.least == Point(123_456, -5.0)
     assert {Point(77_777, 1e6), found.least} <= set(points)
     assert (points[0].step, points[-1].step) == (1, steps)
-    assert found.median(after=0) == pytest.approx(2.5, abs=0.01)
+    assert found.median == pytest.approx(2.5, abs=0.01)
+    assert recent.median == 2 + (199_001 + steps) / 2 / steps
     # The spike is one point: its neighbours are not pulled up.
     assert sum(point.value > 4 for point in points) == 1
+
+
+def test_the_median_of_an_even_number_is_between_the_middle_two() -> None:
+    found = Series()
+    for step, value in enumerate([200.0, 100.0], 1):
+        found.add(step, value)
+    assert found.median == 150.0
 
 
 def test_steps_may_come_in_any_order() -> None:
@@ -92,4 +101,4 @@ def test_too_many_metrics_are_left_out(tmp_path: Path) -> None:
 def test_a_missing_metric_has_no_points() -> None:
     empty = series.Curves().of("loss")
     assert (empty.points, empty.last, empty.least) == ([], None, None)
-    assert (empty.median(after=0), empty.most(after=0)) == (None, None)
+    assert (empty.median, empty.most) == (None, None)

@@ -6,14 +6,19 @@ import math
 import time
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.request import urlopen
 
 import pytest
+import torch
 
-from composer3d.recipe.schema import MetricsTable
+from composer3d.recipe.schema import MeshTable, MetricsTable, ReliabilityTable
+from composer3d.reliability.report import Report
 from composer3d.runtime import log, trackers
+from composer3d.training.observers import stragglers
 from composer3d.training.observers.metrics import Metrics
+from composer3d.training.observers.stragglers import StragglerWatch
 from tests.runtime.test_environment import free_port
 
 TOKENS = 1000
@@ -305,16 +310,45 @@ def test_prometheus_reads_the_last_values(
     assert abs(values["composer3d_last_point_timestamp_seconds"] - time.time()) < 60
     assert math.isnan(values["composer3d_optim_grad_norm"])
 
-    slow = {"straggler_rank": 3.0, "straggler_factor": 1.5}
-    metrics.log_step(3, loss=float("nan"), grad_norm=1.0, lr=1e-3, extra=lambda: slow)
-    _wait_until(lambda: served().get("composer3d_step") == 3)
-    values = served()
-    assert math.isnan(values["composer3d_loss_train"])
-    assert values["composer3d_ranks_straggler_rank"] == 3
-    metrics.log_step(4, loss=3.0, grad_norm=1.0, lr=1e-3)
-    _wait_until(lambda: served().get("composer3d_step") == 4)
-    assert "composer3d_ranks_straggler_rank" not in served()
+    def judge(own_s: list[float]) -> None:
+        """As at the end of a window, in which each rank had this time of its own in a step."""
+        messages = [stragglers._MESSAGE.pack(seconds, b"host") for seconds in own_s]
+        report = watch._judge_window(messages)
+        if report is not None:
+            metrics.report(next(steps), report)
 
+    def gauges_after_a_step() -> dict[str, float]:
+        step = next(steps)
+        metrics.log_step(step, loss=3.0, grad_norm=1.0, lr=1e-3)
+        _wait_until(lambda: served().get("composer3d_step") == step)
+        return {name: value for name, value in served().items() if "_ranks_" in name}
+
+    mesh: Any = SimpleNamespace(sizes=MeshTable(dp_shard=4), device=torch.device("cpu"))
+    watch = StragglerWatch(ReliabilityTable(), mesh, [[0, 1, 2, 3]], metrics.report)
+    steps = count(3)
+    slow = {"composer3d_ranks_straggler_rank": 3, "composer3d_ranks_straggler_factor": 2}
+    for _ in range(3):
+        judge([0.1, 0.1, 0.1, 0.2])
+    # It is named once, and slow from then on.
+    assert gauges_after_a_step() == slow
+    assert gauges_after_a_step() == slow
+    for _ in range(2):
+        judge([0.1, 0.4, 0.1, 0.2])
+    assert gauges_after_a_step()["composer3d_ranks_straggler_rank"] == 1
+    for _ in range(2):
+        judge([0.1, 0.1, 0.1, 0.2])
+    assert gauges_after_a_step() == slow
+    metrics.report(next(steps), Report(["wrong bits"], {"corrupt_rank": 2.0}))
+    for _ in range(2):
+        judge([0.1, 0.1, 0.1, 0.1])
+    assert gauges_after_a_step() == {"composer3d_ranks_corrupt_rank": 2}
+    last = json.loads((tmp_path / "runs/small/metrics.jsonl").read_text().splitlines()[-2])
+    assert (last["straggler_rank"], last["straggler_factor"]) == (None, None)
+
+    metrics.log_step(next(steps), loss=float("nan"), grad_norm=1.0, lr=1e-3)
+    _wait_until(lambda: math.isnan(served()["composer3d_loss_train"]))
+
+    warnings.clear()
     other = _metrics(tmp_path / "other", service="prometheus", value=port)
 
     def has_warned() -> bool:

@@ -131,9 +131,11 @@ def test_a_rollback_has_the_bits_of_a_run_that_skipped_the_same_batches(
     assert not (folder / "good" / "small" / FILE).exists()
 
 
-@pytest.mark.parametrize(("sets", "bad_step"), [(SKIP, 6), (ROLLBACK, 7)], ids=["skip", "back"])
-def test_a_run_killed_after_a_bad_step_comes_to_the_same_bits(
-    pool: Pool, folder: Path, sets: tuple[str, ...], bad_step: int
+@pytest.mark.parametrize(
+    ("sets", "bad_step", "n_left_out"), [(SKIP, 6, 1), (ROLLBACK, 7, 3)], ids=["skip", "back"]
+)
+def test_a_run_killed_after_a_bad_step_comes_to_the_same_bits_and_counts(
+    pool: Pool, folder: Path, sets: tuple[str, ...], bad_step: int, n_left_out: int
 ) -> None:
     factors = {bad_step: float("nan")}
     whole = start(pool, folder, "dp", "whole", sets, factors=factors)
@@ -142,6 +144,8 @@ def test_a_run_killed_after_a_bad_step_comes_to_the_same_bits(
     resumed = start(pool, folder, "dp", "killed", (*sets, "metrics.profile_steps=[5, 6]"))
     assert states(resumed) == states(whole)
     assert ledger(folder, "killed") == ledger(folder, "whole")
+    for name in ("whole", "killed"):
+        assert metrics(folder, name, "left_out_steps") == {bad_step: n_left_out}
     later = {step: loss for step, loss in metrics(folder, "whole", "loss").items() if step > 7}
     assert later.items() <= metrics(folder, "killed", "loss").items()
     assert sorted(later) == [8, 9]

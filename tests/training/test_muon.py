@@ -1,13 +1,20 @@
 """Muon on one process: torch's own, and the papers' text. ``verify`` proves it on layouts."""
 
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from composer3d.data import Batch
 from composer3d.recipe.schema import OptimTable
+from composer3d.training.observers.metrics import further_metrics
+from composer3d.training.observers.observer import StepResult
 from composer3d.training.optimizers import Optimizer, build_optimizer
 from composer3d.training.optimizers.contract import StageMatrices
+from composer3d.training.step_values import StepValues
+from tests.planner.setups import recipe_of
 from tests.reference import muon as reference
 
 SHAPES = {"tall": (48, 32), "wide": (16, 40), "norm": (32,), "experts": (3, 16, 24)}
@@ -73,6 +80,22 @@ def test_twenty_steps_in_float64_are_those_of_the_papers() -> None:
         ours.apply_gradients(divisor=2 * ONE, is_good=torch.tensor(True))
     for name, expected in matrices.items():
         assert (of(name, parameters) - expected).norm() <= 1e-12 * expected.norm()
+
+
+def test_the_rates_of_the_metrics_are_those_of_the_parameters() -> None:
+    recipe = recipe_of("llama3-8b-8-muon", "optim.lr=3e-4", "optim.matrix_lr=2e-2")
+    parameters, muon = make(recipe.optim, torch.float32)
+    muon.set_lr(1.5e-4)
+    rates = {p: group["lr"] for group in muon.param_groups for p in group["params"]}
+    batch = Batch(*torch.zeros(3, 1, 8, dtype=torch.int64))
+    result = StepResult(1, batch, StepValues(1.0, 1.0), 1.5e-4)
+    stages: Any = SimpleNamespace(router_loads={})
+    assert further_metrics(recipe, stages, result)["matrix_lr"] == rates[parameters["tall"]]
+    assert rates[parameters["tall"]] == 1e-2
+    assert rates[parameters["norm"]] == 1.5e-4
+
+    usual = recipe_of("llama3-8b-8-muon")
+    assert further_metrics(usual, stages, result) == {}
 
 
 def test_others_are_updated_as_by_adamw() -> None:

@@ -50,7 +50,9 @@ def test_the_log_has_the_console_lines_of_rank_0_with_their_times(trained: Path)
     assert first.endswith(", 1 ranks on cpu")
     assert data.startswith("data: corpus.txt (train) has ")
     assert second == "no checkpoint in runs/small/checkpoints: starting from the beginning"
-    phases = "meeting of ranks, checks of ranks and groups, data, model, checkpoint"
+    phases = (
+        "processes, meeting of ranks, checks of ranks and groups, data, model, checkpoint, other"
+    )
     assert re.sub(r" \d+\.\d", "", third) == f"started in s: {phases}"
     assert [text.split()[1] for text in steps] == [f"{step}/5" for step in range(1, 6)]
     assert last.startswith("saved runs/small/checkpoints/step-00000005 in ")

@@ -28,7 +28,7 @@ from composer3d.verify.judge import (
     judge,
     scalar_scale,
 )
-from composer3d.verify.proof import badness, describe, verify_layout
+from composer3d.verify.proof import _in_one, badness, describe, verify_layout
 from composer3d.verify.shrink import shrink
 from tests.long import some_of
 from tools.prove.faults.catch import STEPS, catch
@@ -705,6 +705,26 @@ def test_shrinking_keeps_the_pipeline_of_a_file(tmp_path: Path) -> None:
     assert (small.mesh.pp, small.mesh.dp_shard, small.mesh.tp, small.micro_batches) == (3, 2, 2, 12)
     with pytest.raises(UserError, match="is for 18 pipeline ranks"):
         smalls(18, "data.global_batch=12")
+
+
+def test_an_exact_layout_has_the_largest_errors_of_all_its_small_models() -> None:
+    def exact(layout: str, *errors: float) -> Verdict:
+        loss, norm, gradient, weight = errors
+        return Verdict(
+            passed=True,
+            world_size=2,
+            layout=layout,
+            dtype="float64",
+            loss_rel_err=loss,
+            grad_norm_rel_err=norm,
+            max_grad_rel_err=gradient,
+            max_weight_rel_err=weight,
+        )
+
+    verdicts = [exact("pp 2 tp 2", 3e-16, 0.0, 8e-16, 5e-10), exact("cp 3", 0.0, 2e-16, 9e-16, 0.0)]
+    assert _in_one(verdicts, verdicts[1]) == exact(
+        "cp 3, and 1 further small model", 3e-16, 2e-16, 9e-16, 5e-10
+    )
 
 
 def test_the_worst_failure_stands_for_a_layout() -> None:

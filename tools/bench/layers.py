@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
+from composer3d.dryrun.stage import LAUNCH_NOTHING
 from composer3d.models.contract import Decoder, SequenceInfo
 from composer3d.models.registry import architecture
 from composer3d.parallel import compile
@@ -31,13 +32,6 @@ _SETS = ("model.n_layers=2", "model.dim=64", "model.n_heads=4", "model.n_kv_head
 _ROWS, _LENGTH = 2, 32
 _STEPS = 3  # the first ones compile
 
-# What returns a new tensor, and launches nothing.
-_LAUNCH_NOTHING = frozenset(
-    {
-        *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"),
-        *("aten::new_empty_strided", "aten::_unsafe_view", "aten::resize_", "aten::set_"),
-    }
-)
 # One kernel on a GPU. On a CPU, torch calls a product for each group.
 _ONE_KERNEL = "aten::_grouped_mm"
 
@@ -112,7 +106,7 @@ def _count(event: FunctionEvent) -> int:
 def _computes(name: str) -> bool:
     """Return whether an operator, such as "aten::mul", makes or changes numbers."""
     space, _, operator = name.partition("::")
-    if space not in ("aten", "composer3d") or name in _LAUNCH_NOTHING:
+    if space not in ("aten", "composer3d") or name in LAUNCH_NOTHING:
         return False
     packet = getattr(getattr(torch.ops, space), operator)
     schema = getattr(packet, packet.overloads()[0])._schema

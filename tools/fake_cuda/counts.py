@@ -21,7 +21,12 @@ from composer3d.dryrun.collectives import (
     tensors_in,
 )
 from composer3d.dryrun.memory import MemoryLedger
-from composer3d.dryrun.stage import RankWithoutData, Recorder, compose_without_data
+from composer3d.dryrun.stage import (
+    LAUNCH_NOTHING,
+    RankWithoutData,
+    Recorder,
+    compose_without_data,
+)
 from composer3d.recipe.schema import Recipe
 from composer3d.runtime.torch_private import around_pipeline_start, body_of
 from composer3d.training.validation import evaluate_batch
@@ -32,13 +37,6 @@ _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 # Their kernels for CUDA look for the true elements of a mask among the indices.
 _WITH_INDICES = frozenset({"aten::index", "aten::index_put_", "aten::_index_put_impl_"})
-
-_ALLOCATIONS = frozenset(
-    {
-        *("aten::empty", "aten::empty_like", "aten::empty_strided"),
-        *("aten::new_empty", "aten::new_empty_strided"),
-    }
-)
 
 # Where ``HostCopy`` copies.
 OF_HOST_COPY = "host_copy.py:__init__"
@@ -267,7 +265,7 @@ def _is_launched(operator: Any, name: str, arguments: tuple[Any, ...], result: A
     Some operators return their argument or a copy of it: only storages tell views.
     """
     inputs, outputs = list(tensors_in(list(arguments))), list(tensors_in(result))
-    if not any(tensor.is_cuda for tensor in (*inputs, *outputs)) or name in _ALLOCATIONS:
+    if not any(tensor.is_cuda for tensor in (*inputs, *outputs)) or name in LAUNCH_NOTHING:
         return False
     if operator._schema.is_mutable:
         return True

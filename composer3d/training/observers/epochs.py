@@ -30,4 +30,6 @@ def log_epochs(recipe: Recipe, loader: Loader) -> None:
             line += f", of which documents fill {seen.filled:.1%}"
         if seen.n_cut:
             line += f"; documents that are longer than a sample, and cut: {seen.n_cut:,}"
-        log.get().info(f"{line}; {recipe.run.steps:,} steps see it {seen.epochs:.2f} times")
+        # Two digits of a small share: "0.00 times" would say that it is not seen.
+        epochs = f"{seen.epochs:.2f}" if seen.epochs >= 0.1 else f"{seen.epochs:.2g}"
+        log.get().info(f"{line}; {recipe.run.steps:,} steps see it {epochs} times")

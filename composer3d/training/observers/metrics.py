@@ -4,8 +4,8 @@ Other services get them from processes of their own, which read that file (``run
 
 Loss, gradient norm and learning rate are those of the logged step itself, so they do not depend
 on where a run was resumed. Throughput and seconds are averages over the steps since the last
-logged one, without those that the run leaves out. Validation and checkpoints do not count as
-training time.
+logged one, without those that the run leaves out. Validation, checkpoints and comparisons of
+replicas do not count as training time.
 """
 
 import itertools
@@ -38,7 +38,8 @@ from composer3d.parallel.context.imbalance import attention_imbalance
 from composer3d.parallel.expert.balance import expert_metrics
 from composer3d.planner.memory import GIB
 from composer3d.planner.trained import has_frozen
-from composer3d.recipe.schema import MetricsTable, Recipe
+from composer3d.recipe.rates import matrix_lr_factor
+from composer3d.recipe.schema import MetricsTable, OptimTable, Recipe
 from composer3d.reliability.report import Report
 from composer3d.runtime import log, process_group
 from composer3d.runtime.files import LineFile, open_own, write_atomic
@@ -59,6 +60,9 @@ _LINE_LIMIT = 64 << 10
 
 _LINE_START = b'{"step": '
 
+# The phases that stand between steps: their seconds are no time of a step.
+_BETWEEN_STEPS: tuple[Phase, ...] = ("validation", "checkpoint", "replicas")
+
 # Seconds after which a service whose process has failed is tried again.
 _TRACKER_RETRY_S = 300.0
 
@@ -73,7 +77,7 @@ class Metrics(Observer):
     points of an earlier process beyond ``start_step`` are dropped, so that a resumed run has one
     curve. The docstring of ``log_step`` lists the keys of a line, with their units.
 
-    The clock starts when the object is created: create it right before the first step.
+    The clock starts with the first ``step``.
 
     Attributes:
         run_dir: the run's folder.
@@ -110,12 +114,16 @@ class Metrics(Observer):
     further: Callable[[StepResult], Mapping[str, float]] = lambda _: {}
 
     def __post_init__(self) -> None:
-        # Seconds by phase, since the last logged step.
+        # Seconds by phase, and of the steps themselves, since the last logged step.
         self._seconds: dict[str, float] = defaultdict(float)
+        self._training_s = 0.0
         self._logged_step = self.start_step
+        # The step that this process has trained last.
+        self._trained_step: int | None = None
         # Steps that this process has trained, and how many of them the last line knew.
         self._trained = self._trained_at_line = 0
-        self._logged_at_s = self._first_step_at_s = time.perf_counter()
+        # All seconds since the first one belong to the step that comes or lasts.
+        self._step_began_s = self._first_step_at_s = time.perf_counter()
         self._tensorboard: TensorBoard | None = None
         self._trackers: list[Tracker] = []
         # The services that have failed, with the time (monotonic) at which they are tried again.
@@ -144,14 +152,23 @@ class Metrics(Observer):
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
-        """Add the seconds of the body to those of the phase.
-
-        Throughput leaves out validation and checkpoints.
-        """
+        """Add the seconds of the body to those of the phase."""
         begin_s = time.perf_counter()
         yield
+        seconds = time.perf_counter() - begin_s
         if name != "gradients":
-            self._seconds[name] += time.perf_counter() - begin_s
+            self._seconds[name] += seconds
+        if name in _BETWEEN_STEPS:
+            self._step_began_s += seconds
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Drop the seconds before the first step, and those of steps that are left out."""
+        if number - 1 != self._trained_step:
+            now_s = time.perf_counter()
+            self._first_step_at_s += now_s - self._step_began_s
+            self._step_began_s = now_s
+        yield
 
     def wants_norm_by_part(self, number: int) -> bool:
         return self.is_due(number)
@@ -186,22 +203,24 @@ class Metrics(Observer):
         A line has these keys; a value that is not finite becomes null:
 
         - ``step``; ``loss`` (nats per valid token, of the whole batch); ``grad_norm`` (before
-          clipping); ``lr``.
+          clipping); ``lr``, that of the schedule.
         - ``tokens_per_s`` (all ranks), ``tokens_per_s_per_rank``; what counts as a token is in
           ``tags.COUNTED_TOKENS``.
         - ``tflops_per_rank``: null if FLOPs are not counted; of packed documents, each with its
           own length, those of this rank's rows in this step.
         - ``mfu``: the same as a fraction of the peak FLOP/s; null if the peak is unknown.
-        - ``step_s`` and ``data_s``: seconds per step.
-        - ``validation_s`` and ``checkpoint_s``: seconds since the last line.
+        - ``step_s``, and ``data_s`` in which the main rank waited for data: seconds per step.
+        - ``validation_s``, ``checkpoint_s`` (saves, and going back to a checkpoint) and
+          ``replicas_s`` (of ``ReplicaCheck``): seconds since the last line.
         - ``memory_gib``: on a CPU, the largest resident memory of the main rank since its start.
           On a GPU, the largest size of torch's tensors since the start, of the rank that had most.
         - on a GPU, ``memory_reserved_gib``: the same for the memory that torch's allocator has
           taken from the GPU; and ``memory_retries``: how often the allocator found no room and
           gave back unused memory before it tried again, of the rank with most since the start.
         - the keys of ``extra``: ``grad_norm/PART`` for each part of the model (see
-          ``parallel.grad_norm.PARTS``), with documents over cp ``cp_balance`` (see
-          ``cp_balance``), and with experts their load (see ``balance.expert_metrics``).
+          ``parallel.grad_norm.PARTS``), with ``optim.matrix_lr`` ``matrix_lr``, with documents over
+          cp ``cp_balance`` (see ``cp_balance``), and with experts their load (see
+          ``balance.expert_metrics``).
 
         Args:
             step: the number of steps done, counted from 1.
@@ -213,6 +232,9 @@ class Metrics(Observer):
         Collective over all ranks on a GPU, if the step is logged: ``process_group.max_over_ranks``.
         """
         now_s = time.perf_counter()
+        self._training_s += now_s - self._step_began_s
+        self._step_began_s = now_s
+        self._trained_step = step
         self._trained += 1
         if self._trained == 1:
             self._first_step_at_s = now_s
@@ -222,9 +244,7 @@ class Metrics(Observer):
         if not self.main:
             return
         steps = self._trained - self._trained_at_line
-        elapsed_s = now_s - self._logged_at_s
-        training_s = elapsed_s - self._seconds["validation"] - self._seconds["checkpoint"]
-        training_s = max(training_s, 1e-9)
+        training_s = max(self._training_s, 1e-9)
         tokens_per_s = steps * self.tokens_per_step / training_s
         flops_per_token = self.flops_per_token(documents_BT)
         flops_per_rank = None
@@ -240,17 +260,16 @@ class Metrics(Observer):
             "mfu": flops_per_rank / self.peak_flops if flops_per_rank and self.peak_flops else None,
             "step_s": training_s / steps,
             "data_s": self._seconds["data"] / steps,
-            "validation_s": self._seconds["validation"],
-            "checkpoint_s": self._seconds["checkpoint"],
+            **{f"{phase}_s": self._seconds[phase] for phase in _BETWEEN_STEPS},
             **memory,
             **extra(),
         }
         self._write(step, line)
         log.get().info(self._console_line(step, line, now_s))
         self._seconds.clear()
+        self._training_s = 0.0
         self._logged_step = step
         self._trained_at_line = self._trained
-        self._logged_at_s = now_s
 
     def end_validation(self, step: int, loss: float) -> None:
         """Log the validation loss (nats per valid token) after ``step``.
@@ -312,15 +331,15 @@ class Metrics(Observer):
             self._tensorboard.flush()
 
     def close(self) -> None:
-        """Write the seconds of validation and checkpoints since the last line, and close the files.
+        """Write the seconds of the phases between steps since the last line, and close the files.
 
-        The keys of the line are ``step`` (the last logged one), ``validation_s`` and
-        ``checkpoint_s``.
+        The keys of the line are ``step`` (the last logged one), and ``validation_s``,
+        ``checkpoint_s`` and ``replicas_s`` for the phases that there were.
         """
         if not self.main:
             return
         tail = {
-            f"{phase}_s": seconds for phase, seconds in self._seconds.items() if phase != "data"
+            f"{phase}_s": self._seconds[phase] for phase in _BETWEEN_STEPS if phase in self._seconds
         }
         if tail:
             self._write(self._logged_step, tail)
@@ -390,10 +409,9 @@ class Metrics(Observer):
     def _console_line(self, step: int, line: dict[str, float | None], now_s: float) -> str:
         # The first step is left out of the pace, as it warms up.
         timed_steps = self._trained - 1
+        pace_s = self._training_s
         if timed_steps:
             pace_s = (now_s - self._first_step_at_s) / timed_steps
-        else:
-            pace_s = now_s - self._logged_at_s
         left = rough_duration(pace_s * (self.total_steps - step))
         tflops, mfu = line["tflops_per_rank"], line["mfu"]
         used = "" if tflops is None else f"{tflops:.3g} TFLOP/s"
@@ -579,10 +597,18 @@ def further_metrics(recipe: Recipe, stages: Stages, result: StepResult) -> dict[
     norms = result.values.norm_by_part
     return {
         **{f"grad_norm/{part}": norm for part, norm in norms.items()},
+        **further_rates(recipe.optim, result.lr),
         **mtp_metrics(recipe, result.values.mtp_losses),
         **cp_balance(recipe, result.batch),
         **expert_metrics(stages.router_loads, tokens),
     }
+
+
+def further_rates(optim: OptimTable, lr: float) -> dict[str, float]:
+    """Return ``matrix_lr``, the learning rate of Muon's matrices, if they have one of their own."""
+    if optim.matrix_lr is None:
+        return {}
+    return {"matrix_lr": lr * matrix_lr_factor(optim)}
 
 
 def mtp_metrics(recipe: Recipe, mtp_losses: Sequence[float]) -> dict[str, float]:
@@ -611,6 +637,11 @@ def cp_balance(recipe: Recipe, batch: Batch) -> dict[str, float]:
     cp, parallel, documents_BT = recipe.mesh.cp, recipe.parallel, batch.documents_BT
     if cp == 1 or documents_BT is None or parallel.cp_method == "ulysses":
         return {}
-    windows = recipe.model.windows
-    value = attention_imbalance(documents_BT, cp, balanced=parallel.is_balanced, windows=windows)
+    value = attention_imbalance(
+        documents_BT,
+        cp,
+        balanced=parallel.is_balanced,
+        windows=recipe.model.windows,
+        micro_batch=recipe.data.micro_batch,
+    )
     return {"cp_balance": value}

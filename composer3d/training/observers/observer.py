@@ -64,7 +64,10 @@ class Observer:
         """See the validation loss after ``step`` steps, in nats per valid token."""
 
     def event(self, step: int, kind: Kind, text: str, *, seconds: float | None = None) -> None:
-        """See what has happened to the run after ``step`` steps: the values of an ``Event``."""
+        """See what has happened to the run after ``step`` steps: the values of an ``Event``.
+
+        A save in the background is told by its thread, and at no fixed moment: no communication.
+        """
 
     def report(self, step: int, report: Report) -> None:
         """See what was found after ``step`` steps, on the rank that found it."""

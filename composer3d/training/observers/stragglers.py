@@ -1,5 +1,6 @@
 """Measure the own time of each rank, and name the ranks that are slower than their peers."""
 
+import math
 import socket
 import struct
 import time
@@ -121,8 +122,7 @@ class StragglerWatch(Observer):
         lines += [f"no straggler any more: {name(rank)}" for rank in recovered]
         if not lines:
             return None
-        values: dict[str, float] = {}
-        if stragglers:
-            slowest = max(stragglers, key=lambda found: found.factor)
-            values = {"straggler_rank": slowest.rank, "straggler_factor": slowest.factor}
+        slowest = self._judge.slowest
+        rank, factor = (slowest.rank, slowest.factor) if slowest else (math.nan, math.nan)
+        values = {"straggler_rank": rank, "straggler_factor": factor}
         return Report(lines, values)

@@ -50,13 +50,16 @@ _DASHBOARD = {
         "tokens/s of all ranks": ["Multiline", ["^speed/tokens_per_s$"]],
         "gradient norm": ["Multiline", ["^optim/grad_norm$"]],
         "peak memory, GiB": ["Multiline", ["^memory/peak_gib$", "^memory/peak_reserved_gib$"]],
-        "learning rate": ["Multiline", ["^optim/lr$"]],
+        "learning rate": ["Multiline", ["^optim/lr$", "^optim/matrix_lr$"]],
         "gradient norm by part": ["Multiline", ["^grad_norm/"]],
         "loss by tokens": ["Multiline", ["^loss_by_tokens/"]],
     },
     "Time": {
         "seconds of a step": ["Multiline", ["^time/step_s$", "^time/data_s$"]],
-        "seconds beside steps": ["Multiline", ["^time/validation_s$", "^time/checkpoint_s$"]],
+        "seconds between steps": [
+            "Multiline",
+            ["^time/validation_s$", "^time/checkpoint_s$", "^time/replicas_s$"],
+        ],
     },
 }
 _DASHBOARD_OF_EXPERTS = {

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from composer3d.parallel.matrices import MatrixExchange
 from composer3d.parallel.pipeline.ties import local_shard
 from composer3d.recipe.optimizers import OPTIMIZERS
+from composer3d.recipe.rates import matrix_lr_factor
 from composer3d.recipe.schema import OptimTable
 from composer3d.training.optimizers.adamw import AdamW
 from composer3d.training.optimizers.contract import (
@@ -55,9 +56,8 @@ class Muon(Optimizer, torch.optim.Optimizer):
         others = [pair for pair in others if pair[1].requires_grad]
         self._matrices = [parameter for _, parameter in matrices]
         groups = groups_by_rates(matrices, table)
-        if table.matrix_lr is not None:
-            for group in groups:
-                group["lr_factor"] *= table.matrix_lr / table.lr
+        for group in groups:
+            group["lr_factor"] *= matrix_lr_factor(table)
         # By matrix, as ``set_lr`` changes them in every step.
         self._groups = {p: group for group in groups for p in group["params"]}
         self._others = AdamW.build(others, table) if others else None

@@ -71,26 +71,46 @@ def test_logged_imbalance_is_that_of_the_scores(
         "mesh.cp=4",
         "data.seq_len=256",
         "data.packing=documents",
+        "data.micro_batch=1",
         f"parallel.cp_balance={balance}",
         f"model.window={window}",
         f"model.full_every={full_every}",
     ]
     recipe = load(RECIPE, overrides, check_files=False).recipe
-    documents = random_documents(256, 0.02)
-    batch = Batch(documents, documents, documents, documents)
-    starts, device = tiles.starts_of(documents), torch.device("cpu")
+    rows = [random_documents(256, 0.02)[:1], random_documents(256, 0.05)[:1]]
+    documents, device = torch.cat(rows), torch.device("cpu")
     owned = [ownership.owned_ranges(rank, 4, 64, balanced=balance == "zigzag") for rank in range(4)]
-    scores_by_rank = [
-        sum(
-            n_scores(tile)
-            for keys, of_block in product(owned, windows)
-            for tile in tiles.tiles(queries, keys, starts, of_block, device)
-        )
-        for queries in owned
-    ]
-    imbalance = max(scores_by_rank) * 4 / sum(scores_by_rank)
+    busiest = everything = 0
+    for row, of_block in product(rows, windows):
+        starts = tiles.starts_of(row)
+        scores_by_rank = [
+            sum(
+                n_scores(tile)
+                for keys in owned
+                for tile in tiles.tiles(queries, keys, starts, of_block, device)
+            )
+            for queries in owned
+        ]
+        busiest += max(scores_by_rank)
+        everything += sum(scores_by_rank)
+    imbalance = busiest * 4 / everything
+    batch = Batch(documents, documents, documents, documents)
     assert cp_balance(recipe, batch) == {"cp_balance": pytest.approx(imbalance)}
     assert imbalance > 1.01
+
+
+def test_imbalance_of_a_step_is_that_of_its_micro_batches() -> None:
+    """One document of 8 tokens, and documents of 4, 1, 1, 1 and 1, cut in halves."""
+    rows = [[0] * 8, [0, 0, 0, 0, 1, 2, 3, 4]]
+    overrides = ["mesh.cp=2", "data.packing=documents", "parallel.cp_balance=contiguous"]
+    overrides += ["data.seq_len=8", "data.global_batch=2"]
+    documents = torch.tensor(rows)
+    batch = Batch(documents, documents, documents, documents)
+    # The ranks have 10 and 26 scores of the first row, and 10 and 4 of the second one.
+    for micro_batch, busiest in ((1, 26 + 10), (2, 26 + 4)):
+        sets = [*overrides, f"data.micro_batch={micro_batch}"]
+        recipe = load(RECIPE, sets, check_files=False).recipe
+        assert cp_balance(recipe, batch) == {"cp_balance": pytest.approx(busiest * 2 / 50)}
 
 
 def test_no_mask_is_larger_than_a_band() -> None:

@@ -104,6 +104,39 @@ def test_throughput_leaves_out_validation_and_checkpoints(
     assert tail == {"step": 6, "checkpoint_s": 3.0}
 
 
+def test_the_start_of_a_run_is_no_time_of_its_first_step(
+    tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.setup("", main=True)
+    metrics = _metrics(tmp_path, total_steps=61)
+    clock[0] += 8.0  # other observers and the validation are made
+    with metrics.training():
+        clock[0] += 4.0
+        with metrics.step(1):
+            clock[0] += 1.0
+        metrics.log_step(1, loss=1.0, grad_norm=1.0, lr=1.0)
+    assert _lines(tmp_path)[0]["step_s"] == 1.0
+    assert capsys.readouterr().err.endswith("left 60 s\n")
+
+
+def test_comparisons_of_replicas_are_no_time_of_a_step(tmp_path: Path, clock: list[float]) -> None:
+    table = MetricsTable(every=9, tensorboard=False)
+    metrics = _metrics(tmp_path, table, total_steps=12, start_step=1)
+    for step in range(2, 13):
+        clock[0] += 0.25
+        metrics.log_step(step, loss=1.0, grad_norm=1.0, lr=1.0)
+        if step % 3 == 0:
+            with metrics.phase("replicas"):
+                clock[0] += 4.0
+    metrics.close()
+    *lines, tail = _lines(tmp_path)
+    assert [line["step"] for line in lines] == [2, 9, 12]
+    assert [line["step_s"] for line in lines] == [0.25] * 3
+    assert [line["tokens_per_s"] for line in lines] == [4000.0] * 3
+    assert [line["replicas_s"] for line in lines] == [0.0, 8.0, 4.0]
+    assert tail == {"step": 12, "replicas_s": 4.0}
+
+
 def test_attention_is_counted_within_each_document(tmp_path: Path) -> None:
     """Rows of 12 tokens, whose documents have numbers from 0."""
     recipe = recipe_of("debug-1-single", "data.seq_len=12", "model.window=3", "model.full_every=2")
@@ -150,13 +183,21 @@ def test_steps_that_are_left_out_are_neither_timed_nor_counted(
     log.setup("", main=True)
     table = MetricsTable(every=10, tensorboard=False)
     metrics = _metrics(tmp_path, table, start_step=400, total_steps=1060)
-    for step in range(451, 461):  # the run resumes at step 400, and leaves 50 steps out
-        clock[0] += 3.0
+    # The run resumes at step 400, and leaves out steps 401 to 450, 454 and 455.
+    for step in [*range(451, 454), *range(456, 461)]:
+        if step in (451, 456):
+            clock[0] += 20.0
+            with metrics.phase("checkpoint"):
+                clock[0] += 7.0
+            clock[0] += 30.0
+        with metrics.step(step):
+            clock[0] += 3.0
         metrics.log_step(step, loss=1.0, grad_norm=1.0, lr=1.0)
     (line,) = _lines(tmp_path)
-    assert (line["step"], line["step_s"]) == (460, 3.0)
+    assert (line["step"], line["step_s"], line["checkpoint_s"]) == (460, 3.0, 14.0)
     assert line["tokens_per_s"] == pytest.approx(1000 / 3)
-    assert capsys.readouterr().err.endswith("left 30 min\n")
+    # Saves do count here: 7 s of them in 7 steps of 3 s.
+    assert capsys.readouterr().err.endswith("left 40 min\n")
 
 
 def test_console_says_progress_speed_and_time_left(
@@ -298,6 +339,7 @@ def test_tensorboard_has_a_tag_for_each_metric(tmp_path: Path) -> None:
         "time/data_s",
         "time/validation_s",
         "time/checkpoint_s",
+        "time/replicas_s",
         "memory/peak_gib",
         "other/moe_balance",  # it has no tag of its own
     }  # and no MFU, because the peak is not known

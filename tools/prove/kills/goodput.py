@@ -161,7 +161,8 @@ def _undisturbed(folder: Path) -> _Times:
 def _drill(job: Job, step_s: float) -> tuple[float, float]:
     """Kill a rank; return the seconds until ranks are started again, and until they train.
 
-    The training itself tells when it has loaded, and how much longer its first step took.
+    The training itself tells when it saved first, and how long each step before took. All but the
+    time of usual steps is the restart's.
     """
     count = len(_events(job, "save"))
     old, killed_s = _kill(job, 0)
@@ -169,8 +170,11 @@ def _drill(job: Job, step_s: float) -> tuple[float, float]:
     # At least one save comes after the start; the kill may have come just after another one.
     _wait_for_saves(job, count + 2)
     start = _events(job, "start")[-1]
-    first_s = _steps_s(job)[start.step + 1]
-    return started_s - killed_s, start.unix_s - started_s + first_s - step_s
+    save = next(save for save in _events(job, "save") if save.unix_s > start.unix_s)
+    steps_s = _steps_s(job)
+    others = (steps_s[step] for step in range(start.step + 2, save.step + 1))
+    first_ended_s = save.unix_s - (save.seconds or 0.0) - sum(others)
+    return started_s - killed_s, first_ended_s - step_s - started_s
 
 
 class _Storm(NamedTuple):
