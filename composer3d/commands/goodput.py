@@ -100,6 +100,7 @@ def predict_goodput(question: Question, plan: Plan, device: Device) -> dict[str,
         "mttf_hours": mttf_hours,
         "mttf_source": source,
         "storage_gb_s": storage_gb_s,
+        "run_steps": recipe.run.steps,
         "checkpoint_gb": saves.bytes / 1e9,
         "step_s": dies.step_s,
         "save_stops_s": saves.stop_s,
@@ -127,6 +128,8 @@ def goodput_words(found: dict[str, Any]) -> list[str]:
     """Return the result of ``predict_goodput`` as lines of text."""
     best = found["best"]
     source = f" ({found['mttf_source']})" if found["mttf_source"] else ""
+    steps = found["run_steps"]
+    ends = f"  {steps:,} is run.steps: a longer run may do better with a save after more steps"
     beside = f", and is written {found['save_writes_s']:,.1f} s beside it"
     return [
         f"goodput of this layout: {best['trains']:.1%} of the time trains with checkpoint.every = "
@@ -135,6 +138,7 @@ def goodput_words(found: dict[str, Any]) -> list[str]:
         _row("best", best, found["step_s"]),
         _row(f"-{LOSS:.1%}", found["longest"], found["step_s"]),
         _row("recipe", found["own"], found["step_s"]),
+        *[ends] * (steps in (best["every"], found["longest"]["every"])),
         f"  a failure after {found['mttf_hours']:,.1f} h on average{source}",
         f"  a checkpoint of {found['checkpoint_gb']:,.1f} GB at {found['storage_gb_s']:,.1f} GB/s "
         f"stops training for {found['save_stops_s']:,.1f} s"

@@ -26,12 +26,14 @@ from composer3d.commands.why import AS_IT_IS, as_json, explain, in_words, read_o
 from composer3d.facts import hardware
 from composer3d.facts.calibration import MOST_OBSERVATIONS, Observation, toml_of
 from composer3d.facts.errors import DeviceError, UserError
-from composer3d.facts.text import one_line
+from composer3d.facts.text import gib_form, one_line
 from composer3d.models.registry import is_ours
 from composer3d.planner.calibrate import observe, problem_of
+from composer3d.planner.compare import MEMORY_KINDS
 from composer3d.planner.goodput import RESTART_S, STORAGE_BYTES_S
 from composer3d.planner.intervals import Interval
 from composer3d.planner.memory import GIB, RankMemory
+from composer3d.planner.predict import Prediction
 from composer3d.planner.search import (
     CLOSE,
     Device,
@@ -48,6 +50,9 @@ from composer3d.recipe.values import as_toml
 from composer3d.runtime.progress import Progress
 
 _MOST_TOKENS_S = 1e15
+# The layouts that are shown by default. With fewer, as many are improved, so that the first one is
+# as close to the best for any --top.
+_TOP = 10
 _SCALING = (8, 64, 512, 2048)
 _OWN_ARCHITECTURE = (
     "The architecture is your own: parameters and messages are those of your model; activations "
@@ -57,11 +62,20 @@ _FROZEN = (
     "optim.train: gradients and the state of the optimizer are those of what it trains; "
     "activations and time are those of training all parameters, so they are upper bounds."
 )
+_PACKED = (
+    'data.packing = "{packing}": times, tokens/s and MFU are those of attention over whole '
+    "samples; a run computes it within documents, so it is faster, and its MFU counts fewer FLOPs."
+)
 _NOT_FITTED = (
     "{name}: few or no training runs on it were among those that the planner was fitted to (nearly "
     "all on A100, A800, H100 and H200), so its times are less sure."
 )
-_MEMORY_KINDS = tuple(entry.name for entry in fields(RankMemory))
+_NEEDED = "needed: the sum of the columns before it, which decides whether the recipe fits"
+_NOT_COUNTED = """
+CUDA: the least that its context takes
+(slack), not counted: what the allocator reserves and does not use; short of memory, it returns that
+(context), not counted: what CUDA and NCCL usually take in all, of which CUDA is a part"""
+_ALL_MEMORY_KINDS = tuple(entry.name for entry in fields(RankMemory))
 
 EXAMPLES = (
     "composer3d plan llama3-8b-8-fsdp --gpu H100",
@@ -91,7 +105,7 @@ class Options:
         without=("--memory",),
         metavar="N",
         type=positive,
-        default=10,
+        default=_TOP,
         help="layouts; default: %(default)s",
     )
     memory: bool = argument(
@@ -184,6 +198,9 @@ def run(options: Options) -> int:
         print(_OWN_ARCHITECTURE)
     elif resolved.recipe.optim.train is not None and not options.as_json:
         print(_FROZEN)
+    packing = resolved.recipe.data.packing
+    if packing != "none" and not options.as_json and (question is not None or not options.memory):
+        print(_PACKED.format(packing=packing))
     calibrated = None
     if options.calibrate is not None:
         device, calibrated = _calibrated(resolved.recipe, device, options)
@@ -202,6 +219,7 @@ def run(options: Options) -> int:
             count,
             device,
             options.top,
+            improved=_TOP,
             report=lambda what: progress.advance(note=f"{what} of each layout"),
         )
     if not found.legal:
@@ -370,8 +388,11 @@ def _print_search(answer: dict[str, Any], plans: list[Plan], device: Device) -> 
         f"{answer['legal']:,} legal layouts on {answer['gpus']:,} x {device.hardware.name}, "
         f"{answer['fitting']:,} fit" + (f", and {by_keys:,} more with further keys" * (by_keys > 0))
     )
+    form = gib_form(max((plan.prediction.peak_gib for plan in plans), default=1.0))
+    width = 13 if form == ".1f" else 15  # of an interval
     print(
-        f"{_LAYOUT_HEADING}    tokens/s          (80%)    MFU     GiB        (80%)  fits  bound by"
+        f"{_LAYOUT_HEADING}    tokens/s          (80%)    MFU     GiB{'(80%)':>{width}}  fits  "
+        "bound by"
     )
     for plan in plans:
         prediction = plan.prediction
@@ -379,7 +400,7 @@ def _print_search(answer: dict[str, Any], plans: list[Plan], device: Device) -> 
         print(
             f"{_layout_cells(plan)}{prediction.tokens_s:11,.0f}"
             f"{_range(speeds, ',.0f'):>15} {_mfu_cell(plan)} "
-            f"{prediction.peak_gib:7.1f}{_range(sizes, '.1f'):>13} "
+            f"{prediction.peak_gib:7{form}}{_range(sizes, form):>{width}} "
             f"{_probability(prediction.fits_probability):>5}  {plan.bound_by}{_further(plan)}"
         )
     print("80%: four of five measured values are expected in it; fits: the probability of it")
@@ -450,13 +471,14 @@ def _closeness(close: float) -> str:
 def _reasons(plan: Plan, device: Device) -> list[str]:
     """Explain a layout along the decisions that people make."""
     mesh = plan.recipe.mesh
-    limit = device.hardware.memory_gib
+    limit, peak_gib = device.hardware.memory_gib, plan.prediction.peak_gib
+    need = f"{peak_gib:{gib_form(peak_gib, '.0f')}}"
     if not plan.prediction.fits:
         return [
-            f"nothing fits {limit:.0f} GiB; the closest layout needs "
-            f"{plan.prediction.peak_gib:.0f} GiB on pipeline rank {plan.prediction.largest_rank}"
+            f"nothing fits {limit:.0f} GiB; the closest layout needs {need} GiB on pipeline rank "
+            f"{plan.prediction.largest_rank}"
         ]
-    reasons = [f"it needs {plan.prediction.peak_gib:.0f} of {limit:.0f} GiB on a device"]
+    reasons = [f"it needs {need} of {limit:.0f} GiB on a device"]
     if mesh.tp > 1:
         place = "inside a node" if mesh.tp <= device.per_node else "over nodes"
         reasons.append(f"tp {mesh.tp} {place}: it cuts every layer, and its traffic is frequent")
@@ -508,7 +530,8 @@ def scale_line(point: ScalePoint) -> str:
     if plan is None:
         return f"{point.gpus:7,}  no layout is legal"
     if point.efficiency is None:
-        need = f"{plan.prediction.peak_gib:,.0f} GiB"
+        peak_gib = plan.prediction.peak_gib
+        need = f"{peak_gib:,{gib_form(peak_gib, '.0f')}} GiB"
         return f"{point.gpus:7,}  nothing fits; the closest layout needs {need} on a device"
     return (
         f"{point.gpus:7,}  {plan.recipe.data.global_batch:7,}{_layout_cells(plan)}  "
@@ -522,7 +545,8 @@ def _memory(recipe: Recipe, device: Device, question: Question | None, *, as_jso
     plan = price(recipe, device)
     prediction = plan.prediction
     ranks = [
-        {kind: getattr(rank, kind) / GIB for kind in _MEMORY_KINDS} for rank in prediction.memory
+        {kind: getattr(rank, kind) / GIB for kind in _ALL_MEMORY_KINDS}
+        for rank in prediction.memory
     ]
     if as_json:
         answer = {
@@ -532,27 +556,47 @@ def _memory(recipe: Recipe, device: Device, question: Question | None, *, as_jso
             "peak_gib": prediction.peak_gib,
             "peak_gib_80": prediction.peak_interval,
             "fits_probability": prediction.fits_probability,
+            "needed_gib": prediction.needed_gib,
             "ranks": ranks,
         }
         if question is not None:
             answer["goodput"] = predict_goodput(question, plan, device)
         print(json.dumps(answer))
         return 0 if prediction.fits else 1
-    print("GiB        " + "".join(f"{kind:>13}" for kind in _MEMORY_KINDS) + "        total")
-    for number, rank in enumerate(ranks):
-        total = sum(rank.values())
-        print(f"pp rank {number:<3}" + "".join(f"{rank[k]:13.1f}" for k in _MEMORY_KINDS), end="")
-        print(f"{total:13.1f}")
+    form = gib_form(prediction.peak_gib)
+    _print_memory(prediction, form)
     word = "fits" if prediction.fits else "does not fit"
     print(
         f"the recipe {word} {device.hardware.memory_gib:.0f} GiB of {device.hardware.name}; "
-        f"pipeline rank {prediction.largest_rank} needs most, "
-        f"{_range(prediction.peak_interval, '.1f')} GiB with 80%; "
+        f"pipeline rank {prediction.largest_rank} needs most, {prediction.peak_gib:{form}} GiB "
+        f"(80%: {_range(prediction.peak_interval, form)}); "
         f"probability that it fits: {_probability(prediction.fits_probability)}"
     )
     if question is not None:
         print(*goodput_words(predict_goodput(question, plan, device)), sep="\n")
     return 0 if prediction.fits else 1
+
+
+def _print_memory(prediction: Prediction, form: str) -> None:
+    """Print what each pipeline rank needs, by kind, and on GPUs what does not count.
+
+    ``form`` is the format of the figures.
+    """
+    needed_gib = prediction.needed_gib
+    is_on_gpus = any(rank.context for rank in prediction.memory)
+    rows = []
+    for rank, needed in zip(prediction.memory, needed_gib, strict=True):
+        row = {kind: getattr(rank, kind) / GIB for kind in MEMORY_KINDS}
+        if is_on_gpus:
+            row["CUDA"] = needed - rank.allocated_bytes / GIB
+        row["needed"] = needed
+        if is_on_gpus:
+            row |= {"(slack)": rank.slack / GIB, "(context)": rank.context / GIB}
+        rows.append(row)
+    print("GiB        " + "".join(f"{head:>13}" for head in rows[0]))
+    for number, row in enumerate(rows):
+        print(f"pp rank {number:<3}" + "".join(f"{cell:13{form}}" for cell in row.values()))
+    print(_NEEDED + _NOT_COUNTED * is_on_gpus)
 
 
 def _write(resolved: Resolved, recipe: Recipe, path: Path) -> None:

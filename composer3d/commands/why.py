@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from composer3d.facts.errors import UserError
-from composer3d.facts.text import one_line
+from composer3d.facts.text import gib_form, one_line
 from composer3d.planner.compare import Comparison, compare
 from composer3d.planner.memory import GIB
 from composer3d.planner.search import Device, Plan, price
@@ -93,20 +93,24 @@ def in_words(found: Comparison, layout: str, device: Device) -> list[str]:
         _line("ms of a step", "A", "B", "B - A"),
     ]
     for term, both in found.terms.items():
-        if max(both) >= _LEAST_S:
+        if max(map(abs, both)) >= _LEAST_S:
             lines.append(_numbers(term, both, 1e3))
     lines.append(_numbers("step", (first.time.step_s, second.time.step_s), 1e3))
     lines.append(_line("GiB of the rank that needs most", "A", "B", "B - A"))
+    form = gib_form(max(first.peak_gib, second.peak_gib))
     for kind, counts in found.bytes.items():
         if any(counts):
-            lines.append(_numbers(kind, counts, 1 / GIB))
-    lines.append(_numbers("all, with the least CUDA takes", (first.peak_gib, second.peak_gib)))
+            lines.append(_numbers(kind, counts, 1 / GIB, form))
+    needed = (first.peak_gib, second.peak_gib)
+    is_on_gpus = first.memory[0].context > 0
+    name = "needed, with the least CUDA takes" if is_on_gpus else "needed"
+    lines.append(_numbers(name, needed, form=form))
     for name, plan in zip("AB", found.plans, strict=True):
         prediction = plan.prediction
         if not prediction.fits:
             lines.append(
                 f"{name} does not fit: pipeline rank {prediction.largest_rank} needs "
-                f"{prediction.peak_gib:.1f} of {device.hardware.memory_gib:.0f} GiB"
+                f"{prediction.peak_gib:{form}} of {device.hardware.memory_gib:.0f} GiB"
             )
     return [*lines, _verdict(found)]
 
@@ -121,9 +125,9 @@ def _line(name: str, *cells: str) -> str:
     return f"{name:<34}" + "".join(f"{cell:>14}" for cell in cells)
 
 
-def _numbers(name: str, both: tuple[float, float], unit: float = 1.0) -> str:
+def _numbers(name: str, both: tuple[float, float], unit: float = 1.0, form: str = ".1f") -> str:
     first, second = (unit * value for value in both)
-    return _line(f"  {name}", f"{first:,.1f}", f"{second:,.1f}", f"{second - first:+,.1f}")
+    return _line(f"  {name}", f"{first:,{form}}", f"{second:,{form}}", f"{second - first:+,{form}}")
 
 
 def _verdict(found: Comparison) -> str:

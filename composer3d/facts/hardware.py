@@ -30,6 +30,14 @@ HOPPER_MAJOR = 9
 Generation = Literal["ampere", "ada", "hopper", "blackwell", "cdna3", "cpu"]
 
 
+# The links inside a node of a generation that has no NVLink.
+_NODE_LINKS: dict[Generation, str] = {
+    "ada": "PCIe",
+    "cdna3": "Infinity Fabric",
+    "cpu": "host memory",
+}
+
+
 class Links(NamedTuple):
     """The links of a device; bytes/s are in one direction.
 
@@ -86,6 +94,11 @@ class Hardware(NamedTuple):
     is_fitted: bool = False
     is_measured: bool = False
     calibration: tuple[Observation, ...] = ()
+
+    @property
+    def node_link(self) -> str:
+        """The name of the links inside a node."""
+        return _NODE_LINKS.get(self.generation, "NVLink")
 
     def matrix_rate(self, dtype_name: str) -> float:
         """Return the FLOP/s of the fastest matrix product, measured or estimated from the peak.

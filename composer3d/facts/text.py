@@ -133,3 +133,11 @@ def is_name(value: str) -> bool:
         and "\\" not in value
         and value.partition(".")[0].rstrip().lower() not in _RESERVED
     )
+
+
+def gib_form(most_gib: float, usual: str = ".1f") -> str:
+    """Return the format of figures in GiB up to ``most_gib``.
+
+    Of a model that a laptop trains, one digit after the point is none.
+    """
+    return ".4f" if most_gib < 1 else usual

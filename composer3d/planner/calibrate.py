@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import exp, log, sqrt
+from random import Random
 
 from composer3d.facts.calibration import MOST_ERROR, PARTS, Observation
 from composer3d.facts.errors import UserError
-from composer3d.planner.intervals import SHIPPED_SPREADS, Spreads, name_of, shares
+from composer3d.planner.intervals import SHIPPED_SPREADS, Spreads, deviation, name_of, shares
 from composer3d.planner.setup import Setup
 from composer3d.planner.time import StepTime, predict_time
 from composer3d.planner.trained import has_frozen
@@ -96,6 +97,36 @@ class Calibration:
         known = [self._shared(run, observation.shares) for observation in self.observed]
         explained = sum(a * b for a, b in zip(known, self._solve(known), strict=True))
         return max(0.0, self._shared(run, run) - explained)
+
+    @cached_property
+    def _gains(self) -> dict[str, list[float]]:
+        """By part, how much of the error of each observed run is taken for an error of the part."""
+        return {
+            part: self._solve([self._variances[part] * run.shares[part] for run in self.observed])
+            for part in _OF_MACHINE
+        }
+
+    def draw_errors(self, draw: Random) -> dict[str, float]:
+        """Draw the errors of the machine's parts that are left when their known part is taken out.
+
+        Errors are drawn as if no run was seen, and with them what the observed runs would show.
+        What these would then say of each part is taken off: the rest has the spread that is left.
+        """
+        scale = deviation(1.0, self.spreads.quantile)
+
+        def error(variance: float) -> float:
+            return scale * sqrt(variance) * draw.gauss(0, 1)
+
+        errors = {part: error(self._variances[part]) for part in _OF_MACHINE}
+        shown = [
+            sum(run.shares[part] * errors[part] for part in _OF_MACHINE)
+            + error(self._own(run.shares))
+            for run in self.observed
+        ]
+        return {
+            part: errors[part] - sum(a * b for a, b in zip(self._gains[part], shown, strict=True))
+            for part in _OF_MACHINE
+        }
 
     def moved(self, time: StepTime) -> StepTime:
         """Return a predicted time with the expected error of each part taken out."""

@@ -6,7 +6,7 @@ device that no training run was seen on. ``tools/planner_fit.py --spreads`` esti
 from the errors on published runs that were left out of the fit, source by source. No torch here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import erf, exp, hypot, log, sqrt
 from random import Random
@@ -202,7 +202,7 @@ def fits_probability(needed: float, limit: float, spreads: Spreads = SHIPPED_SPR
         limit: the memory of the device.
         spreads: the spreads.
     """
-    return _normal(log(limit / needed) / _deviation(spreads.ours, spreads.memory_quantile))
+    return _normal(log(limit / needed) / deviation(spreads.ours, spreads.memory_quantile))
 
 
 def faster_probability(
@@ -217,10 +217,10 @@ def faster_probability(
     """
     if spread_of_it == 0:
         return 0.5 * (1 + (ratio > 1) - (ratio < 1))
-    return _normal(log(ratio) / _deviation(spread_of_it, spreads.quantile))
+    return _normal(log(ratio) / deviation(spread_of_it, spreads.quantile))
 
 
-def _deviation(spread_of_it: float, quantile: float) -> float:
+def deviation(spread_of_it: float, quantile: float) -> float:
     """Return the standard deviation of a normal error whose 80% interval is as wide."""
     return spread_of_it * quantile / _QUANTILE_80
 
@@ -237,28 +237,42 @@ class Candidate(NamedTuple):
 
 
 def close_probability(
-    candidates: Sequence[Candidate], within: float = 0.03, spreads: Spreads = SHIPPED_SPREADS
+    candidates: Sequence[Candidate],
+    within: float = 0.03,
+    spreads: Spreads = SHIPPED_SPREADS,
+    *,
+    draw_errors: Callable[[Random], Mapping[str, float]] | None = None,
 ) -> float:
     """Return the probability that the first candidate is at most ``within`` slower than the best.
 
     What all layouts of a job have in common cancels. The spread of an axis is the same for all:
     layouts with the same visible time of its collectives err alike. What is left is each layout's
     own. The draws are the same in every call.
+
+    Args:
+        candidates: the layouts; the first one is the one in question.
+        within: how much slower it may be.
+        spreads: the spreads.
+        draw_errors: draws errors of the parts of the machine; None: each by its spread alone.
     """
     values = spreads.as_dict()
     draw = Random(0)
-    scale = spreads.quantile / _QUANTILE_80
+    scale = deviation(1.0, spreads.quantile)
     chosen = candidates[:_MOST_COMPARED]
     speeds = [log(one.tokens_s) for one in chosen]
     own = [
         scale * hypot(values["layout"], one.shares["experts"] * values["experts"]) for one in chosen
     ]
     common = [part for part in (*_AXES, "bubble", "host") if any(c.shares[part] for c in chosen)]
+
+    def by_spreads(draw: Random) -> dict[str, float]:
+        return {part: scale * values[name_of(part)] * draw.gauss(0, 1) for part in common}
+
     hits = 0
     for _ in range(_DRAWS):
-        errors = [(part, scale * values[name_of(part)] * draw.gauss(0, 1)) for part in common]
+        errors = (draw_errors or by_spreads)(draw)
         real = [
-            speed + sum(one.shares[part] * error for part, error in errors) + draw.gauss(0, width)
+            speed + sum(one.shares[part] * errors[part] for part in common) + draw.gauss(0, width)
             for speed, one, width in zip(speeds, chosen, own, strict=True)
         ]
         hits += real[0] >= max(real) + log(1 - within)

@@ -26,8 +26,8 @@ class RankMemory:
         activations: what backward needs, of all micro-batches in flight.
         logits: logits and their copies in the loss.
         step_copies: temporaries of the optimizer, if they exceed activations and logits.
-        slack: what the allocator reserves and does not use.
-        context: what torch's allocator does not see.
+        slack: what the allocator reserves and does not use; 0 on a CPU.
+        context: what torch's allocator does not see; 0 on a CPU.
     """
 
     weights: float = 0.0
@@ -72,7 +72,7 @@ def memory_of_ranks(setup: Setup, constants: Constants = SHIPPED) -> Iterator[Ra
     Whoever asks whether all ranks fit may stop at the first one that does not.
     """
     for always, moment in peak_moments(setup):
-        yield _rank(constants, always, moment)
+        yield _rank(setup, constants, always, moment)
 
 
 def peak(setup: Setup, constants: Constants = SHIPPED) -> RankMemory:
@@ -80,7 +80,7 @@ def peak(setup: Setup, constants: Constants = SHIPPED) -> RankMemory:
     return max(predict_memory(setup, constants), key=lambda rank: rank.device_bytes)
 
 
-def _rank(constants: Constants, always: Always, moment: Moment) -> RankMemory:
+def _rank(setup: Setup, constants: Constants, always: Always, moment: Moment) -> RankMemory:
     known = RankMemory(
         weights=always.weights,
         gradients=moment.gradients,
@@ -90,6 +90,8 @@ def _rank(constants: Constants, always: Always, moment: Moment) -> RankMemory:
         activations=moment.activations,
         logits=moment.logits,
     )
+    if setup.machine.hardware.generation == "cpu":
+        return known  # there is neither CUDA's context nor its allocator
     return with_unseen(known, constants)
 
 

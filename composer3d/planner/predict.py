@@ -91,9 +91,14 @@ class Prediction:
         return max(range(len(self.memory)), key=lambda rank: self.memory[rank].allocated_bytes)
 
     @property
+    def needed_gib(self) -> tuple[float, ...]:
+        """The memory that each pipeline rank needs; ``fits`` compares it with the device's."""
+        return tuple(map(_needed_gib, self.memory))
+
+    @property
     def peak_gib(self) -> float:
-        """The memory that the largest rank needs; ``fits`` compares it with the device's."""
-        return max(map(_needed_gib, self.memory))
+        """The memory that the largest rank needs."""
+        return max(self.needed_gib)
 
 
 def predict(setup: Setup, constants: Constants = SHIPPED) -> Prediction:
@@ -144,11 +149,11 @@ def needed_share(setup: Setup, memory: Iterable[RankMemory]) -> float:
 
 
 def _needed_gib(rank: RankMemory) -> float:
-    """Return what a rank allocates, with the least that CUDA's context takes.
+    """Return what a rank allocates, with the least that CUDA's context takes, if it has one.
 
     The allocator's slack does not count: short of memory, it returns what it does not use.
     """
-    return rank.allocated_bytes / GIB + _LEAST_CONTEXT_GIB
+    return rank.allocated_bytes / GIB + (_LEAST_CONTEXT_GIB if rank.context else 0.0)
 
 
 def mfu(setup: Setup, flops_per_token: float, tokens_s: float) -> float | None:

@@ -6,6 +6,8 @@ from functools import partial
 from typing import NamedTuple
 
 from composer3d.facts.hardware import Hardware
+from composer3d.planner.calibrate import Calibration
+from composer3d.planner.collectives import GroupShape
 from composer3d.planner.intervals import close_probability
 from composer3d.planner.layouts import Choices, layouts
 from composer3d.planner.levers import Levers, Timed
@@ -20,6 +22,7 @@ from composer3d.planner.predict import (
     predict_speed,
 )
 from composer3d.planner.setup import Setup
+from composer3d.planner.time import groups
 from composer3d.recipe.schema import Recipe
 
 CLOSE = 0.03
@@ -112,13 +115,24 @@ def search(
     top: int,
     choices: Choices | None = None,
     *,
+    improved: int = 1,
     report: Callable[[str], None] = lambda phase: None,
 ) -> Search:
     """Return the fastest layouts of a recipe on ``gpus`` devices.
 
     Fast layouts, and those that need slightly too much memory, are tried with further keys and with
-    stages cut by time (``levers``). ``report`` is called for each layout or family before it is
-    predicted, with the phase: "memory", "time" or "further keys".
+    stages cut by time (``levers``).
+
+    Args:
+        recipe: the recipe.
+        gpus: the number of devices.
+        device: where it runs.
+        top: the number of layouts to return.
+        choices: the values to try.
+        improved: how many of the fastest layouts are as fast as further keys make them, if more
+            than ``top``. How close the first one is to the best depends on it.
+        report: is called for each layout or family before it is predicted, with the phase:
+            "memory", "time" or "further keys".
     """
     choices = choices or Choices()
     legal = 0
@@ -143,13 +157,15 @@ def search(
     fitting.sort(key=lambda item: item[1].layout.tp * item[1].layout.pp * item[1].layout.cp)
     as_they_are = fitting[:_MOST_TIMED]
     nearest = [too_large[index] for _, index in sorted(near)[:_MOST_NEAR]]
-    levers = Levers(device.setup, top, choices, lambda: report("further keys"))
+    levers = Levers(device.setup, max(top, improved), choices, lambda: report("further keys"))
     best = levers.improve(timed(as_they_are), timed(nearest))
     if not best:
         too_large.sort(key=lambda item: _largest_bytes(item[1]))
         return Search([price(variant, device) for variant, _ in too_large[:top]], legal, 0, 0, None)
     plans = [price(one.recipe, device) for one in best[:top]]
-    close = close_probability([one.speed for one in best], CLOSE)
+    runs = device.hardware.calibration
+    draw_errors = Calibration(runs).draw_errors if runs else None
+    close = close_probability([one.speed for one in best], CLOSE, draw_errors=draw_errors)
     return Search(plans, legal, len(fitting), len(best) - len(as_they_are), close)
 
 
@@ -210,10 +226,11 @@ def _say_gpus(report: Callable[[str], None], gpus: int, phase: str) -> None:
 def work_share(prediction: Prediction) -> float:
     """Return the share of a step that is the model's own work, which no layout can avoid.
 
-    The rest is recomputation, waiting for collectives or the pipeline, the optimizer, and the host.
+    The rest is recomputation, what the slowest pipeline rank computes beyond the mean, waiting for
+    collectives or the pipeline, the optimizer, and the host.
     """
     time = prediction.time
-    return (time.compute_s - time.recompute_s) / time.step_s
+    return (time.compute_s - time.recompute_s - time.uneven_s) / time.step_s
 
 
 _AXIS_WORDS = {
@@ -254,15 +271,34 @@ def _bound_by(setup: Setup, prediction: Prediction) -> str:
         return "products and attention"
     if name not in _AXIS_WORDS:
         return f"{name} {share:.0%}"
-    layout, machine = setup.layout, setup.machine
-    sizes = {
-        "tp": layout.tp,
-        "cp": layout.tp * layout.cp,
-        "ep": layout.ep,
-        "dp": layout.world_size // layout.pp,
-    }
-    link = "network" if sizes[name] > machine.devices_per_node else "NVLink"
-    return f"{_AXIS_WORDS[name]} over {link} {share:.0%}"
+    if name == "dp":
+        return f"{_data_parallel_words(setup)} {share:.0%}"
+    return f"{_AXIS_WORDS[name]} over {_link(setup, groups(setup)[name])} {share:.0%}"
+
+
+def _data_parallel_words(setup: Setup) -> str:
+    """Say what the ranks of data parallelism send, and over which links."""
+    layout, of_axis = setup.layout, groups(setup)
+    shards, replicas = of_axis["fsdp"], of_axis["dp_replicate"]
+    if layout.zero == 0:
+        everyone = GroupShape(shards.ranks * replicas.ranks, shards.stride)
+        return f"reductions of replicas over {_link(setup, everyone)}"
+    of_replicas = f"of replicas over {_link(setup, replicas)}"
+    # The shards of experts are in another group.
+    of_experts = of_axis["efsdp"] if setup.sizes.expert_blocks else shards
+    if shards.ranks == of_experts.ranks == 1:
+        return f"reductions {of_replicas}"
+    widest = max(shards, of_experts, key=lambda group: group.crosses_nodes(setup.machine))
+    words = f"{_AXIS_WORDS['dp']} over {_link(setup, widest)}"
+    if replicas.ranks == 1 or _link(setup, replicas) == _link(setup, widest):
+        return words
+    return f"{words} and {of_replicas}"
+
+
+def _link(setup: Setup, group: GroupShape) -> str:
+    """Name the slowest link that a group sends over."""
+    crosses = group.crosses_nodes(setup.machine)
+    return "network" if crosses else setup.machine.hardware.node_link
 
 
 def _lever(setup: Setup, prediction: Prediction) -> str:

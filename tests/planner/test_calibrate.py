@@ -7,10 +7,18 @@ import pytest
 
 from composer3d.facts.calibration import PARTS, Observation
 from composer3d.planner.calibrate import Calibration, observe
-from composer3d.planner.intervals import SHIPPED_SPREADS, spread
+from composer3d.planner.intervals import (
+    SHIPPED_SPREADS,
+    Candidate,
+    close_probability,
+    faster_probability,
+    spread,
+)
+from composer3d.planner.layouts import Choices
 from composer3d.planner.predict import predict
+from composer3d.planner.search import Device, search
 from composer3d.planner.time import predict_time
-from tests.planner.setups import setup_on
+from tests.planner.setups import device, recipe_of, setup_on
 
 
 def run_with(**parts: float) -> dict[str, float]:
@@ -44,6 +52,45 @@ def test_the_error_of_another_run_is_what_draws_of_all_parts_say() -> None:
     assert calibration.expected(runs[2]) == pytest.approx(mean, abs=0.002)
     assert calibration.spread(runs[2]) == pytest.approx(deviation, rel=0.06)
     assert calibration.spread(runs[2]) < spread(runs[2])
+
+
+def test_the_closeness_of_layouts_is_that_of_the_spread_that_is_left() -> None:
+    """Runs with collectives of tp tell layouts with and without them apart."""
+    runs = tuple(Observation(0.0, run_with(tp=share)) for share in (0.1, 0.3, 0.5, 0.5))
+    first, second = (
+        Candidate(100.0, run_with(experts=0.0, host=0.1)),
+        Candidate(96.0, run_with(experts=0.0, tp=0.4)),
+    )
+    found = []
+    for seen in ((), runs):
+        calibration = Calibration(seen)
+        draws = close_probability([first, second], 0.0, draw_errors=calibration.draw_errors)
+        spread_between = calibration.spread_between(first.shares, second.shares)
+        assert draws == pytest.approx(faster_probability(100 / 96, spread_between), abs=0.03)
+        found.append(draws)
+    assert found[1] > found[0] + 0.05
+    assert found[0] == pytest.approx(close_probability([first, second], 0.0), abs=0.05)
+
+
+def test_a_plan_is_surer_of_its_first_layout_after_runs_with_collectives_and_bubbles() -> None:
+    sets = ("data.seq_len=1024", "mesh.dp_shard=64", "data.global_batch=64")
+    recipe = recipe_of("llama3-8b-8-fsdp", *sets)
+    choices = Choices(
+        schedules=("1F1B",),
+        checkpoints=("none",),
+        micro_batches=(1,),
+        further_checkpoints=(),
+        loss_chunks=(1,),
+        fsdp_blocks=(1,),
+    )
+    many = [Observation(0.0, run_with(**{part: 0.6})) for part in ("tp", "dp", "bubble")] * 4
+    close = []
+    for runs in ((), tuple(many)):
+        place = Device(hardware=device("A100-80GB")._replace(calibration=runs))
+        found = search(recipe, 64, place, 1, choices).close
+        assert found is not None
+        close.append(found)
+    assert close[1] > close[0] + 0.04
 
 
 def test_what_a_run_has_no_share_of_stays() -> None:

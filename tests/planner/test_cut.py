@@ -10,7 +10,7 @@ from composer3d.planner.cut import Cutter
 from composer3d.planner.layouts import Choices, is_legal
 from composer3d.planner.levers import Levers, Timed, main_cut
 from composer3d.planner.predict import predict_speed
-from composer3d.planner.search import Device, price, search
+from composer3d.planner.search import Device, price, search, work_share
 from composer3d.planner.time import pipeline_times
 from composer3d.recipe.draft import split_overrides
 from composer3d.recipe.resolve import load
@@ -152,3 +152,13 @@ def test_the_search_cuts_stages_where_that_is_faster_and_fits() -> None:
     tight = H100.hardware._replace(memory_gib=first.prediction.peak_gib - 0.01)
     levers = Levers(Device(hardware=tight).setup, 1, choices)
     assert levers.with_other_cuts([own]) == [own]
+
+
+def test_the_work_of_a_step_does_not_change_with_the_cut() -> None:
+    """A layout can avoid that its slowest stage computes longer than the others."""
+    recipe = recipe_of("llama3-8b-8-fsdp", "mesh.pp=4", "mesh.dp_shard=2", "parallel.zero=1")
+    work = []
+    for cut in ((8, 8, 8, 8), (11, 7, 7, 7)):
+        prediction = price(variant(recipe, {"parallel.stages": cut}), H100).prediction
+        work.append(work_share(prediction) * prediction.time.step_s)
+    assert work[1] == pytest.approx(work[0])

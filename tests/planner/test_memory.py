@@ -51,13 +51,15 @@ def test_ranks_after_one_that_does_not_fit_are_not_predicted() -> None:
     assert fits(setup, memory_of_ranks(setup))
 
     memory_bytes = setup.machine.hardware.memory_gib * 2**30
-    small, large = RankMemory(weights=1.0), RankMemory(weights=memory_bytes)
+    small, large = RankMemory(weights=1.0), RankMemory(weights=2 * memory_bytes)
     left = iter([small, large, small, small])
     assert not fits(setup, left)
     assert list(left) == [small, small]
     assert fits(setup, [small, small])
     # The context of the device counts, and the slack of the allocator does not.
-    assert not fits(setup, [RankMemory(weights=memory_bytes - 2**30)])
+    almost_all = RankMemory(weights=memory_bytes - 2**30)
+    assert not fits(setup, [replace(almost_all, context=1.0)])
+    assert fits(setup, [almost_all])  # as on a CPU
     assert fits(setup, [RankMemory(weights=memory_bytes / 2, slack=memory_bytes)])
 
 
