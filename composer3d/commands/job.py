@@ -294,8 +294,10 @@ def join(
         return None if write_trace is None or trace is None else write_trace(trace, moment)
 
     keeps_traces = write_trace is not None and device.type == "cuda"
-    asked_for_s = os.environ.get(environment.START_VARIABLE)
-    log.add_phase("processes", log.PROCESS_BEGAN_S if asked_for_s is None else float(asked_for_s))
+    began_s = log.PROCESS_BEGAN_S
+    with suppress(KeyError, ValueError):
+        began_s = float(os.environ[environment.START_VARIABLE])
+    log.add_phase("processes", began_s)
     try:
         with ExitStack() as joined:
             with log.phase("meeting of ranks"):
