@@ -187,7 +187,8 @@ class LineFile:
         self._tell = tell
         self._may_write = may_write
         self._lost_lines = 0
-        self._lock = threading.Lock()
+        # A signal's handler adds a line while its thread may be adding another one.
+        self._lock = threading.RLock()
 
     def append(self, lines: bytes) -> bool:
         """Add whole lines to the file, and return whether they were written."""
