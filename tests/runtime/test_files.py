@@ -3,11 +3,13 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
 from composer3d.facts.files import NotPlainFileError
+from composer3d.runtime import files
 from composer3d.runtime.files import (
     OWN_MARK,
     open_own,
@@ -130,3 +132,21 @@ def test_an_interrupt_right_after_the_opening_is_not_lost(
     monkeypatch.setattr(os, "fdopen", interrupted)
     with pytest.raises(KeyboardInterrupt):
         open_own(path)
+
+
+def test_a_signal_adds_its_line_while_another_one_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = files.LineFile(tmp_path / "log.txt", lambda _: None, lambda: True)
+    write = files.append_whole
+
+    def interrupted(path: Path, lines: bytes, **options: Any) -> None:
+        monkeypatch.setattr(files, "append_whole", write)
+        file.append(b"of the signal\n")
+        write(path, lines, **options)
+
+    monkeypatch.setattr(files, "append_whole", interrupted)
+    thread = Thread(target=file.append, args=[b"of the loop\n"], daemon=True)
+    thread.start()
+    thread.join(timeout=20)
+    assert (tmp_path / "log.txt").read_text() == "of the signal\nof the loop\n"
