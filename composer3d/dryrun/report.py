@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from composer3d.facts.text import bytes_text
+from composer3d.facts.text import bytes_text, gib_form
 from composer3d.planner.memory import GIB
 
 
@@ -106,9 +106,7 @@ def _stage_json(report: StageReport) -> dict[str, Any]:
 
 def memory_table(stages: Sequence[StageReport]) -> list[str]:
     """Return the lines of a table: the bytes of each pipeline rank by kind, in GiB."""
-    # Of a model that a laptop trains, two digits after the point are none.
-    is_small = max((report.memory.peak for report in stages), default=0) < GIB
-    digits = ".4f" if is_small else ".2f"
+    digits = gib_form(max((report.memory.peak for report in stages), default=0) / GIB, ".2f")
     heads = ("stage", "ranks", "params", "grads", "optimizer", "activations", "peak", "operators")
     rows = [
         (

@@ -508,7 +508,7 @@ def _mark_gradients(stage: nn.Module, ledger: MemoryLedger) -> None:
 
 # Operators that only tell the device of a tensor without data, or a dtype, or name a range for a
 # profiler. Of each tensor without data, torch asks the device several times.
-_QUESTIONS = frozenset(
+QUESTIONS = frozenset(
     {
         "prim::device",
         "aten::promote_types",
@@ -554,7 +554,7 @@ class OperatorTraits:
         makes_tensors: its outputs have storages of their own.
         is_collective: it may send something.
         tells_kind: it is one of ``_TELL_KIND``.
-        is_question: it is one of ``_QUESTIONS``.
+        is_question: it is one of ``QUESTIONS``.
         launches: it computes, copies or sends tensors. All others make views or allocate.
     """
 
@@ -760,7 +760,7 @@ def _traits_of(operator: Any) -> OperatorTraits:
         makes_tensors=makes_tensors,
         is_collective=sends,
         tells_kind=name in _TELL_KIND,
-        is_question=name in _QUESTIONS,
+        is_question=name in QUESTIONS,
         launches=(makes_tensors or schema.is_mutable or sends) and name not in LAUNCH_NOTHING,
     )
 

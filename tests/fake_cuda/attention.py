@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composer3d.dryrun.memory import MemoryLedger
+from composer3d.dryrun.stage import QUESTIONS
 from composer3d.models.contract import SequenceInfo
 from composer3d.models.llama.model import Block
 from composer3d.models.llama.rope import rope_of
@@ -107,7 +108,6 @@ def _count(case: Case) -> Layer:
 
 def _run(operators: Counter[str], blocks: int = 1) -> Counter[str]:
     """Operators of one block, without questions about tensors, such as on which device they are."""
-    asked = {"prim::device", "aten::promote_types"}
     return Counter(
-        {name: count // blocks for name, count in operators.items() if name not in asked}
+        {name: count // blocks for name, count in operators.items() if name not in QUESTIONS}
     )
