@@ -60,6 +60,7 @@ class Tracker:
         run_dir: the run's folder. It has the recipe, and ``metrics.jsonl`` with the lines up to
             ``start_step``.
         start_step: the number of steps done. 0 begins a new run at the service.
+        former_bytes: the size of ``metrics.jsonl`` when this start of the training began.
         tokens_per_step: tokens in a step, over all ranks.
 
     Raises:
@@ -67,7 +68,13 @@ class Tracker:
     """
 
     def __init__(
-        self, service: str, run_dir: Path, *, start_step: int, tokens_per_step: int
+        self,
+        service: str,
+        run_dir: Path,
+        *,
+        start_step: int,
+        former_bytes: int,
+        tokens_per_step: int,
     ) -> None:
         self.service = service
         folder = run_dir / service
@@ -77,6 +84,7 @@ class Tracker:
             service,
             str(run_dir.absolute()),
             begins=start_step == 0,
+            former_bytes=former_bytes,
             kept_bytes=(run_dir / _METRICS).stat().st_size,
             tokens_per_step=tokens_per_step,
             end_s=END_S,
@@ -110,6 +118,9 @@ class Tracker:
         Returns:
             Why the service does not have all points; None if it has.
         """
+        problem = self.problem()
+        if problem is not None:
+            return problem
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.write(_END_MESSAGE)
@@ -120,12 +131,16 @@ class Tracker:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        return None if self._process.returncode == 0 else self.problem()
-
-    def _last_line(self) -> str:
         status = self._process.returncode
         if status == -signal.SIGALRM or status == -signal.SIGKILL:
             return f"it did not take the last points within {END_S:.0f} s"
+        return None if status == 0 else self.problem()
+
+    def _last_line(self) -> str:
+        status = self._process.returncode
+        if status < 0:
+            # It was ended from outside, and had no time to say anything.
+            return f"its process {describe_end(-status)}"
         try:
             with open_plain(self._log_path, follow_links=False) as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - 1000))
@@ -143,6 +158,7 @@ class _Task(NamedTuple):
     Attributes:
         begins: whether the run at the service is a new one.
         kept_bytes: the size of ``metrics.jsonl`` before the first new line.
+        former_bytes: that size when this start of the training began.
         end_s: seconds that the service may take to receive the last points.
     """
 
@@ -150,6 +166,7 @@ class _Task(NamedTuple):
     run_dir: str
     begins: bool
     kept_bytes: int
+    former_bytes: int
     tokens_per_step: int
     end_s: float
 
@@ -172,6 +189,8 @@ class _Point(NamedTuple):
 
 class _Wandb:
     """A run at Weights & Biases. Its library sends in the background, and keeps its own files."""
+
+    keeps_points = True
 
     def __init__(self, folder: Path, name: str, run_id: str | None, recipe: dict[str, Any]) -> None:
         import wandb
@@ -207,6 +226,8 @@ class _Wandb:
 
 class _MLflow:
     """A run at MLflow."""
+
+    keeps_points = True
 
     def __init__(self, folder: Path, name: str, run_id: str | None, recipe: dict[str, Any]) -> None:
         from mlflow import MlflowClient
@@ -254,6 +275,9 @@ class _MLflow:
 
 class _Prometheus:
     """The last value of each metric, for Prometheus to read from 127.0.0.1 (OpenMetrics)."""
+
+    # A process that begins anew serves nothing of what the one before it has read.
+    keeps_points = False
 
     def __init__(self, folder: Path, name: str, run_id: str | None, recipe: dict[str, Any]) -> None:
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
@@ -325,8 +349,12 @@ def _send_all(task: _Task) -> None:
     run_dir = Path(task.run_dir)
     folder = run_dir / task.service
     run_id, sent_bytes = (None, 0) if task.begins else _read_state(folder)
-    # Lines beyond the checkpoint that the training goes on from have been dropped.
-    sent_bytes = min(sent_bytes, task.kept_bytes)
+    if _SERVICES[task.service].keeps_points:
+        # Lines beyond the checkpoint that the training goes on from have been dropped.
+        sent_bytes = min(sent_bytes, task.kept_bytes)
+    else:
+        # What was said of the ranks of an earlier start is not true of these.
+        sent_bytes = task.former_bytes
     text = read_plain(run_dir / "recipe.toml", limit=MIB, follow_links=False).decode()
     recipe = {key: value for key, value in values_of(text).items() if value is not None}
 

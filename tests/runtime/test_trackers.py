@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import time
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import torch
 from composer3d.recipe.schema import MeshTable, MetricsTable, ReliabilityTable
 from composer3d.reliability.report import Report
 from composer3d.runtime import log, trackers
+from composer3d.training.observers import metrics as metrics_module
 from composer3d.training.observers import stragglers
 from composer3d.training.observers.metrics import Metrics
 from composer3d.training.observers.stragglers import StragglerWatch
@@ -215,6 +217,20 @@ def test_a_service_that_hangs_neither_slows_steps_nor_the_end(
     assert "did not take the last points within 0 s" in warning
 
 
+def test_a_process_that_is_killed_is_not_said_to_be_late(
+    tmp_path: Path, service: FakeService, warnings: list[str]
+) -> None:
+    metrics = _metrics(tmp_path)
+    metrics.log_step(1, loss=1.0, grad_norm=1.0, lr=1e-3)
+    (tracker,) = metrics._trackers
+    _wait_until(lambda: bool(service.calls("log")))
+    tracker._process.kill()
+    _wait_until(lambda: tracker.problem() is not None)
+    _train(metrics, range(2, 3))
+    (warning,) = warnings
+    assert "metrics.wandb: its process was ended by signal 9 (SIGKILL" in warning
+
+
 def test_the_points_of_a_killed_training_arrive(tmp_path: Path, service: FakeService) -> None:
     metrics = _metrics(tmp_path)
     metrics.log_step(1, loss=1.0, grad_norm=1.0, lr=1e-3)
@@ -280,29 +296,63 @@ def test_mlflow_in_a_local_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {(point.step, point.value) for point in tokens} == {(n, n * TOKENS) for n in range(1, 6)}
 
 
+def _served(port: int) -> dict[str, float]:
+    """Return what Prometheus would read now."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    try:
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+            samples = [sample for family in families for sample in family.samples]
+    except OSError:  # it has not begun yet
+        return {}
+    assert all(sample.labels == {"run": "small"} for sample in samples)
+    return {sample.name: sample.value for sample in samples}
+
+
+def test_prometheus_knows_the_slow_ranks_of_this_start(
+    tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "prometheus_client is not installed"
+    pytest.importorskip("prometheus_client", reason=reason, exc_type=ImportError)
+    monkeypatch.setattr(metrics_module, "_TRACKER_RETRY_S", 0.0)
+    port = int(free_port())
+    slow = Report([], {"straggler_rank": 3.0, "straggler_factor": 2.0})
+    metrics = _metrics(tmp_path, service="prometheus", value=port)
+    metrics.log_step(1, loss=9.0, grad_norm=1.0, lr=1e-3)
+    metrics.report(1, slow)
+    _wait_until(lambda: "composer3d_ranks_straggler_rank" in _served(port))
+
+    # A rank is named once: a second process has no other line to know it from.
+    (tracker,) = metrics._trackers
+    tracker._process.kill()
+    _wait_until(lambda: tracker.problem() is not None)
+    metrics.log_step(2, loss=8.0, grad_norm=1.0, lr=1e-3)
+    _wait_until(lambda: _served(port).get("composer3d_step") == 2)
+    assert _served(port)["composer3d_ranks_straggler_rank"] == 3
+    metrics.close()
+
+    # The ranks of the next start are other processes, perhaps on other machines.
+    (tmp_path / "runs/small/prometheus/run.json").unlink()
+    metrics = _metrics(tmp_path, service="prometheus", value=port, start_step=2)
+    metrics.log_step(3, loss=7.0, grad_norm=1.0, lr=1e-3)
+    _wait_until(lambda: _served(port).get("composer3d_step") == 3)
+    assert not any("_ranks_" in name for name in _served(port))
+    metrics.close()
+
+
 def test_prometheus_reads_the_last_values(
     tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reason = "prometheus_client is not installed"
     pytest.importorskip("prometheus_client", reason=reason, exc_type=ImportError)
-    from prometheus_client.parser import text_string_to_metric_families
-
     monkeypatch.setattr(trackers, "END_S", 60.0)
     port = int(free_port())
     metrics = _metrics(tmp_path, service="prometheus", value=port)
     metrics.log_step(1, loss=9.0, grad_norm=float("nan"), lr=1e-3)
     metrics.log_step(2, loss=3.5, grad_norm=float("nan"), lr=1e-3)
 
-    def served() -> dict[str, float]:
-        try:
-            with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-                families = text_string_to_metric_families(answer.read().decode())
-                samples = [sample for family in families for sample in family.samples]
-        except OSError:  # it has not begun yet
-            return {}
-        assert all(sample.labels == {"run": "small"} for sample in samples)
-        return {sample.name: sample.value for sample in samples}
-
+    served = partial(_served, port)
     _wait_until(lambda: served().get("composer3d_step") == 2)
     values = served()
     assert values["composer3d_loss_train"] == 3.5

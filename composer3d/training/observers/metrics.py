@@ -135,6 +135,7 @@ class Metrics(Observer):
         self._file = LineFile(self.run_dir / FILE, _warn, may_write)
         self._events = LineFile(self.run_dir / events.FILE, _warn, may_write)
         _drop_lines_after(self.run_dir / FILE, self.start_step)
+        self._former_bytes = (self.run_dir / FILE).stat().st_size
         if self.table.tensorboard:
             # Imported here: it takes a second, and only one rank needs it.
             from composer3d.training.observers import tensorboard
@@ -375,7 +376,11 @@ class Metrics(Observer):
         """Start the process of a service; step 0 begins a new run there."""
         try:
             tracker = Tracker(
-                service, self.run_dir, start_step=step, tokens_per_step=self.tokens_per_step
+                service,
+                self.run_dir,
+                start_step=step,
+                former_bytes=self._former_bytes,
+                tokens_per_step=self.tokens_per_step,
             )
         except OSError as error:
             self._drop_tracker(service, str(error))
