@@ -224,6 +224,8 @@ def test_a_process_that_is_killed_is_not_said_to_be_late(
     metrics.log_step(1, loss=1.0, grad_norm=1.0, lr=1e-3)
     (tracker,) = metrics._trackers
     _wait_until(lambda: bool(service.calls("log")))
+    with tracker._log_path.open("a") as file:
+        file.write("what the library says\n")
     tracker._process.kill()
     _wait_until(lambda: tracker.problem() is not None)
     _train(metrics, range(2, 3))
