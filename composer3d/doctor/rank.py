@@ -168,9 +168,9 @@ def disk_of(recipe: Recipe) -> Disk:
     size_gib = checkpoint_bytes(recipe) / GIB
     # A new checkpoint is complete before the oldest one is removed.
     most = recipe.checkpoint.keep + 1
-    if not isinstance(place, Path):
+    folder = place.absolute() if isinstance(place, Path) else place.mounted
+    if folder is None:
         return Disk(str(place), None, size_gib, most)
-    folder = place.absolute()
     while not folder.exists():
         folder = folder.parent
     free_gib = shutil.disk_usage(folder).free / GIB

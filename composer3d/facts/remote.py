@@ -110,6 +110,11 @@ class RemotePath:
         return self._url.rpartition("/")[2]
 
     @property
+    def mounted(self) -> Path | None:
+        """The folder in this machine's file system, of a URL ``file://``; None of another one."""
+        return Path(self._url.partition("://")[2]) if self.kind == "file" else None
+
+    @property
     def parent(self) -> "RemotePath":
         """The folder that holds this file or folder; of a bucket, the bucket itself."""
         above = self._url.rpartition("/")[0]

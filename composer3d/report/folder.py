@@ -75,6 +75,7 @@ class RunFolder:
         events: the newest ``_MOST_EVENTS``, without the saves.
         hidden_events: how many older ones there are.
         n_starts: how many starts of the job there are, also among the hidden ones.
+        started_at: the step from which the last start went on; None if it is not known.
         saves: the saves.
         device: the name of the devices of the last start; None if it is not known.
         since: the steps that were done before the run had this recipe and these devices.
@@ -93,6 +94,7 @@ class RunFolder:
     events: list[RunEvent] = field(default_factory=list)
     hidden_events: int = 0
     n_starts: int = 0
+    started_at: int | None = None
     saves: list[Event] = field(default_factory=list)
     device: str | None = None
     since: int = 0
@@ -162,6 +164,9 @@ def read(path: str, *, url: str | None = None) -> RunFolder:
     _read_lost_ranks(run)
     found, done = _read_events(run)
     former_recipes = list(_former_recipes(run))
+    if run.started_at is not None:
+        # A run that went back to an older checkpoint has lost the lines after it.
+        run.since = min(run.since, run.started_at)
     # Only now is it known since when the run has its recipe and its devices.
     _read_metrics(run, label)
     run.steps_done = max(done, run.curves.last_step)
@@ -232,7 +237,9 @@ def _read_events(run: RunFolder) -> tuple[list[RunEvent], int]:
                 wrong += 1
                 continue
             done = events.done_after(event, done)
-            run.n_starts += event.kind == "start"
+            if event.kind == "start":
+                run.n_starts += 1
+                run.started_at = event.step
             if event.kind == "save":
                 run.saves.append(event)
             else:

@@ -51,11 +51,17 @@ def test_the_size_is_that_of_the_tensors_that_are_saved(sets: tuple[str, ...]) -
     assert disk_of(recipe).checkpoint_gib * GIB == pytest.approx(saved_bytes(recipe), rel=1e-12)
 
 
-def test_checkpoints_that_are_there_need_no_room_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_url", [False, True])
+def test_checkpoints_that_are_there_need_no_room_again(tmp_path: Path, is_url: bool) -> None:
     recipe = recipe_of(f"run.out_dir={tmp_path}", "checkpoint.keep=2")
+    folder = recipe.run.folder / "checkpoints"
+    if is_url:
+        # A mounted folder is a disk too.
+        recipe = recipe_of("checkpoint.keep=2", f"checkpoint.folder=file://{tmp_path}/all")
+        folder = tmp_path / "all" / recipe.run.name
     disk = disk_of(recipe)
     assert (disk.folder, disk.kept, disk.present, disk.missing) == (str(tmp_path), 3, 0, 3)
-    folder = recipe.run.folder / "checkpoints"
+    assert disk.free_gib is not None
     for number in range(1, 4):
         (folder / f"step-{number:08}").mkdir(parents=True)
         # A folder without a manifest is no checkpoint: the next save removes it.

@@ -131,6 +131,11 @@ def test_a_gpu_has_a_prediction(tmp_path: Path) -> None:
     assert "measured / predicted" in text
 
 
+def start(run: Path, step: int, device: str) -> None:
+    with (run / events.FILE).open("ab") as file:
+        file.write(events.line(Event(step, 1.8e9, "start", f"8 ranks on {device}", device)))
+
+
 @pytest.mark.parametrize("changed", ["recipe", "device"])
 def test_speed_and_memory_are_those_of_the_present_recipe_and_device(
     tmp_path: Path, changed: str
@@ -149,9 +154,8 @@ def test_speed_and_memory_are_those_of_the_present_recipe_and_device(
     assert found.since == 0
     if changed == "recipe":
         (run / "recipe-00000020.toml").touch()
-    else:
-        with (run / events.FILE).open("ab") as file:
-            file.write(events.line(Event(20, 1.8e9, "start", "8 ranks on x, once more", "x")))
+    device = "cpu" if changed == "recipe" else "x"
+    start(run, 20, device)
     found = folder.read(str(run))
     assert (found.tokens_per_s, found.mfu, found.memory_gib) == (1000.0, 0.2, 0.5)
     assert found.since == 20
@@ -160,6 +164,12 @@ def test_speed_and_memory_are_those_of_the_present_recipe_and_device(
     assert numbers["peak memory, GiB"] == "0.50 (since step 20)"
     write_rows(run, rows[:20])
     assert "tokens/s, median" not in page.final_numbers(folder.read(str(run)))
+
+    # It goes back to an older checkpoint, and trains the same steps again.
+    start(run, 10, device)
+    write_rows(run, rows[:15])
+    found = folder.read(str(run))
+    assert (found.since, found.tokens_per_s) == (10, 2000.0)
 
 
 def test_a_change_near_the_end_of_a_long_run_leaves_all_values_since(tmp_path: Path) -> None:
@@ -171,6 +181,7 @@ def test_a_change_near_the_end_of_a_long_run_leaves_all_values_since(tmp_path: P
     rows[-1].update(tokens_per_s=3000.0, memory_gib=0.6)
     write_rows(run, rows)
     (run / "recipe-00000995.toml").touch()
+    start(run, 995, "cpu")
     found = folder.read(str(run))
     assert (found.tokens_per_s, found.memory_gib) == (2000.0, 0.7)
 
