@@ -382,6 +382,9 @@ def compose_without_data(
     recipe = replace(recipe.with_micro_batches(kept), compile=CompileTable())
     ledger = recorder.ledger
     without_data = recorder.without_data
+    # The table of a user's own model is read from the model, once in a process: now, as it cannot
+    # be built while operators are recorded.
+    _ = recipe.parameters
 
     def materialise(stage: Stage, *, device: torch.device) -> None:
         with without_data:

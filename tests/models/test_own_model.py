@@ -79,6 +79,24 @@ def test_its_layouts_are_exact(recipe: Path, capsys: pytest.CaptureFixture[str])
         assert 0 < verdict["max_grad_rel_err"] < 1e-12
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("verify", "gpt.toml", "--full", "--steps", "1", "--set", "mesh.pp=2"),
+        ("dryrun", "gpt.toml", "--set", "optim.name=muon", "--set", "mesh.dp_shard=2"),
+    ],
+    ids=["full", "muon"],
+)
+def test_its_full_size_job_runs_without_data(
+    elsewhere: Path, recipe: Path, pool: Pool, arguments: tuple[str, ...]
+) -> None:
+    # In a process of its own, as of a user: another command would have read the table already.
+    given = {"arguments": [*arguments, "--set", "data.global_batch=8"]}
+    ((status, output, errors),) = pool.run(run_command, given, world_size=1)
+    assert status == 0, errors
+    assert ("sound   structure of 2 ranks" in output) == ("--full" in arguments)
+
+
 def test_a_fault_of_its_plan_is_seen(
     elsewhere: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
