@@ -138,7 +138,7 @@ def goodput_words(found: dict[str, Any]) -> list[str]:
         _row("best", best, found["step_s"]),
         _row(f"-{LOSS:.1%}", found["longest"], found["step_s"]),
         _row("recipe", found["own"], found["step_s"]),
-        *[ends] * (steps in (best["every"], found["longest"]["every"])),
+        *[ends] * (steps == best["every"]),
         f"  a failure after {found['mttf_hours']:,.1f} h on average{source}",
         f"  a checkpoint of {found['checkpoint_gb']:,.1f} GB at {found['storage_gb_s']:,.1f} GB/s "
         f"stops training for {found['save_stops_s']:,.1f} s"

@@ -472,7 +472,7 @@ def _reasons(plan: Plan, device: Device) -> list[str]:
     """Explain a layout along the decisions that people make."""
     mesh = plan.recipe.mesh
     limit, peak_gib = device.hardware.memory_gib, plan.prediction.peak_gib
-    need = f"{peak_gib:{gib_form(peak_gib, '.0f')}}"
+    need = f"{peak_gib:{gib_form(peak_gib)}}"
     if not plan.prediction.fits:
         return [
             f"nothing fits {limit:.0f} GiB; the closest layout needs {need} GiB on pipeline rank "
@@ -563,7 +563,7 @@ def _memory(recipe: Recipe, device: Device, question: Question | None, *, as_jso
             answer["goodput"] = predict_goodput(question, plan, device)
         print(json.dumps(answer))
         return 0 if prediction.fits else 1
-    form = gib_form(prediction.peak_gib)
+    form = gib_form(prediction.allocated_gib)
     _print_memory(prediction, form)
     word = "fits" if prediction.fits else "does not fit"
     print(

@@ -97,7 +97,7 @@ def in_words(found: Comparison, layout: str, device: Device) -> list[str]:
             lines.append(_numbers(term, both, 1e3))
     lines.append(_numbers("step", (first.time.step_s, second.time.step_s), 1e3))
     lines.append(_line("GiB of the rank that needs most", "A", "B", "B - A"))
-    form = gib_form(max(first.peak_gib, second.peak_gib))
+    form = gib_form(max(first.allocated_gib, second.allocated_gib))
     for kind, counts in found.bytes.items():
         if any(counts):
             lines.append(_numbers(kind, counts, 1 / GIB, form))

@@ -30,7 +30,7 @@ HOPPER_MAJOR = 9
 Generation = Literal["ampere", "ada", "hopper", "blackwell", "cdna3", "cpu"]
 
 
-# The links inside a node of a generation that has no NVLink.
+# The links inside a node of a generation that has no NVLink, where ``Links`` name none.
 _NODE_LINKS: dict[Generation, str] = {
     "ada": "PCIe",
     "cdna3": "Infinity Fabric",
@@ -52,6 +52,7 @@ class Links(NamedTuple):
         latency_s: measured time of a small all-reduce inside a node, for each doubling of its
             ranks; None: not measured.
         nic_latency_s: the same between nodes.
+        name: what the links inside a node are called; None: as usual for the generation.
     """
 
     nvlink_bytes_s: float
@@ -62,6 +63,7 @@ class Links(NamedTuple):
     host_bytes_s: float
     latency_s: float | None = None
     nic_latency_s: float | None = None
+    name: str | None = None
 
 
 class Hardware(NamedTuple):
@@ -98,7 +100,8 @@ class Hardware(NamedTuple):
     @property
     def node_link(self) -> str:
         """The name of the links inside a node."""
-        return _NODE_LINKS.get(self.generation, "NVLink")
+        named = self.links.name if self.links is not None else None
+        return named or _NODE_LINKS.get(self.generation, "NVLink")
 
     def matrix_rate(self, dtype_name: str) -> float:
         """Return the FLOP/s of the fastest matrix product, measured or estimated from the peak.
@@ -141,7 +144,7 @@ _H100_RATES = {"bfloat16": 794.5e12, "float16": 794.5e12, "fp8": 1402.6e12}
 _A100_LINKS = _links(300, 234.9, 234.9, 8, 200, 32)
 # The ring's 362 GB/s and the switches' 480 were measured on H200, which has the links of H100.
 _H100_LINKS = _links(450, 362.0, 480.0, 8, 400, 64)
-_PCIE_LINKS = _links(64, 40.0, 40.0, 8, 200, 64)
+_PCIE_LINKS = _links(64, 40.0, 40.0, 8, 200, 64)._replace(name="PCIe")
 
 _A100_40GB = Hardware(
     "A100-40GB",

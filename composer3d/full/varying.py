@@ -15,7 +15,8 @@ and efsdp, which are not axes of other parameters.
 
 Limits: if a rank takes its own part of a tensor by its rank number, the result varies but passes as
 the same. A value that is the same passes as varying if it shares its memory, or an operator's list
-of tensors, with one that varies.
+of tensors, with one that varies. A received tensor counts as read if an empty one is made of its
+size.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

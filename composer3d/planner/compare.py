@@ -22,7 +22,6 @@ from composer3d.planner.time import StepTime, predict_time
 # The kinds that a dry run can count. All others are a share of them, or equal for all layouts.
 MEMORY_KINDS = (
     "weights", "gradients", "optimizer", "gathered", "buffers", "activations", "logits",
-    "step_copies",
 )  # fmt: skip
 
 

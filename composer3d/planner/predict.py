@@ -91,6 +91,11 @@ class Prediction:
         return max(range(len(self.memory)), key=lambda rank: self.memory[rank].allocated_bytes)
 
     @property
+    def allocated_gib(self) -> float:
+        """What it allocates, without what CUDA takes."""
+        return self.memory[self.largest_rank].allocated_bytes / GIB
+
+    @property
     def needed_gib(self) -> tuple[float, ...]:
         """The memory that each pipeline rank needs; ``fits`` compares it with the device's."""
         return tuple(map(_needed_gib, self.memory))

@@ -242,8 +242,8 @@ _AXIS_WORDS = {
 _LEVERS = {
     "tp": "less tp, or sequences of more tokens a rank",
     "cp": "less cp, or ulysses",
-    "ep": "ep inside a node",
-    "dp": "more tokens in a micro-batch, or shards over fewer ranks (dp_replicate)",
+    "ep": "less ep",
+    "dp": "more tokens in a step",
     "bubble": "more micro-batches, more stages a rank, or a zero-bubble schedule",
     "recompute": "less checkpointing, if memory allows it",
     "optimizer": "more tokens in a step",
@@ -309,4 +309,11 @@ def _lever(setup: Setup, prediction: Prediction) -> str:
     if setup.recompute == "none":
         shares.pop("recompute")
     name, share = max(shares.items(), key=lambda item: item[1])
-    return _LEVERS[name] if share >= 0.02 else "none: products take almost all of the step"
+    if share < 0.02:
+        return "none: products take almost all of the step"
+    of_axis = groups(setup)
+    if name == "ep" and of_axis["ep"].crosses_nodes(setup.machine):
+        return "ep inside a node"
+    if name == "dp" and setup.layout.zero and of_axis["fsdp"].ranks > 1:
+        return "more tokens in a micro-batch, or shards over fewer ranks (dp_replicate)"
+    return _LEVERS[name]

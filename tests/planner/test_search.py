@@ -6,6 +6,7 @@ from composer3d.planner.search import Device, price
 from tests.planner.setups import device, recipe_of
 
 FSDP = "gathers and reductions of FSDP over"
+REPLICAS = "mesh.dp_shard=1 mesh.dp_replicate=8 data.global_batch=16 data.seq_len=512"
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,12 @@ FSDP = "gathers and reductions of FSDP over"
             "mesh.dp_shard=1 mesh.dp_replicate=8 parallel.zero=0 data.global_batch=8 "
             "data.seq_len=512",
             "reductions of replicas over PCIe",
+        ),
+        (
+            "H100-80GB PCIe",
+            "llama3-8b-8-fsdp",
+            "mesh.dp_shard=1 mesh.tp=8",
+            "tp collectives over PCIe",
         ),
         (
             "A100-80GB",
@@ -49,3 +56,22 @@ def test_what_bounds_a_layout_names_the_links_of_its_groups(
     before, _, share = plan.bound_by.rpartition(" ")
     assert before == words
     assert share.endswith("%")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sets", "words"),
+    [
+        ("qwen3-30b-a3b-16-ep-pp", "", "less ep"),
+        ("qwen3-30b-a3b-16-ep-pp", "mesh.pp=1 mesh.dp_shard=16 mesh.ep=16", "ep inside a node"),
+        ("llama3.2-1b-8-fsdp", f"{REPLICAS} parallel.zero=0", "more tokens in a step"),
+        ("llama3.2-1b-8-fsdp", f"{REPLICAS} parallel.zero=1", "more tokens in a step"),
+        (
+            "llama3-8b-8-fsdp",
+            "mesh.dp_shard=16 data.global_batch=16",
+            "more tokens in a micro-batch, or shards over fewer ranks (dp_replicate)",
+        ),
+    ],
+)
+def test_the_next_lever_is_one_that_the_layout_has(recipe: str, sets: str, words: str) -> None:
+    job = recipe_of(recipe, *sets.split())
+    assert price(job, Device(hardware=device("H100"))).lever == words
