@@ -57,7 +57,8 @@ def _rank(layout: NodeLayout, rank: int) -> str:
     words.append(layout.sample_words(at["dp_replicate"] * mesh.dp_shard + at["dp_shard"]))
     if mesh.cp > 1:
         words.append(layout.token_words(at["cp"]))
-    return f"rank {rank} ({place}): {'; '.join(words)}"
+    name = f"rank {rank} ({place})" if place else f"rank {rank}"
+    return f"{name}: {'; '.join(words)}"
 
 
 def _traffic(layout: NodeLayout) -> list[str]:

@@ -221,3 +221,8 @@ def test_axes_are_folded_to_their_ends() -> None:
     assert fold(16, 4) == (0, 1, 2, 15)
     assert fold(16, 2) == (0, 15)
     assert fold(16, 1) == (0,)
+
+
+def test_the_only_rank_of_a_job_has_no_coordinates() -> None:
+    text = layout_text.render(make_layout(recipe_of("debug-1-single"), 8), PLAIN)
+    assert "  rank 0: all weights" in text
