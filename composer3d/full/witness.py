@@ -60,7 +60,7 @@ class CollectiveCall(NamedTuple):
         group: the index of the group's ranks in ``Witness.groups``.
         dtype: the dtype of its first tensor.
         elements: the size of the rank's part; 0 for an all-to-all, where it may differ between
-            ranks.
+            ranks. Of a sum of gradients over tp, which has shards of the rank: that of all shards.
         steps: for a message, how many places after the sender the receiver is in the group.
         content: what a message between stages carries.
     """
@@ -153,6 +153,8 @@ class _Watcher(Recorder):
         self._numbers: dict[str, int] = {}
         self._pipeline: Pipeline | None = None
         self._action: Action | None = None
+        # While gradients are summed over tp: their sizes as shards of this rank, and of all shards.
+        self._shards_to_sum: tuple[int, int] | None = None
         # While the optimizer works: the parts of each weight that it has written, as the first
         # place in memory and the shape.
         self._updates: dict[str, list[tuple[int, tuple[int, ...]]]] | None = None
@@ -211,6 +213,9 @@ class _Watcher(Recorder):
             elements = 0
         elif message.operation in ("all_gather", "reduce_scatter"):
             self._expect_parts(message, arguments)
+        elif self._shards_to_sum is not None and elements == self._shards_to_sum[0]:
+            # FSDP shards may be smaller at another place.
+            elements = self._shards_to_sum[1]
         self.calls.append(
             CollectiveCall(
                 message.operation, reduction, number, str(message.dtype), elements, steps, content
@@ -266,6 +271,7 @@ class _Watcher(Recorder):
         if types.digits:
             self._watch_sums(own)
         self._watch_updates(own)
+        self._watch_sums_of_shards(stages)
         around: AbstractContextManager[None] = nullcontext()
         if isinstance(stages.executor, Pipeline):
             around = self._watching_messages(stages.executor)
@@ -292,6 +298,23 @@ class _Watcher(Recorder):
                         self.seams.expect(what, tensor, types.stream)
 
         return pipeline.around_actions(label)
+
+    def _watch_sums_of_shards(self, stages: Stages) -> None:
+        finish = stages.finish_gradients
+
+        def finish_gradients() -> None:
+            gradients = [
+                parameter.grad
+                for module in stages.modules
+                for name, parameter in module.named_parameters()
+                if name in module.partial_gradients and parameter.grad is not None
+            ]
+            own = sum(local_shard(gradient).numel() for gradient in gradients)
+            self._shards_to_sum = own, sum(gradient.numel() for gradient in gradients)
+            finish()
+            self._shards_to_sum = None
+
+        stages.finish_gradients = finish_gradients  # type: ignore[method-assign]
 
     def _watch_inputs(self, stage: Stage) -> None:
         """Check that a stage works on what the messages of the micro-batch carry."""

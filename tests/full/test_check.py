@@ -67,6 +67,8 @@ def _spoil(way: str, call: str) -> Any:
             None,
         ),
         ("mesh.cp=3 data.seq_len=252 data.global_batch=4", _nothing, None),
+        # The last of three ranks has a smaller shard of each norm, whose gradients tp sums.
+        ("mesh.dp_shard=3 mesh.tp=2 data.global_batch=12", _nothing, None),
         # Three ranks share 1,024 rows, and 64 in the small model.
         (
             "model.architecture=moe model.preset=debug-moe mesh.pp=2 mesh.dp_shard=3 mesh.ep=3 "
