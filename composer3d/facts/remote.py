@@ -111,7 +111,7 @@ class RemotePath:
 
     @property
     def mounted(self) -> Path | None:
-        """The folder in this machine's file system, of a URL ``file://``; None of another one."""
+        """The folder on a disk of this machine that a URL ``file://`` names; None: another URL."""
         return Path(self._url.partition("://")[2]) if self.kind == "file" else None
 
     @property

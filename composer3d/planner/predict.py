@@ -92,7 +92,7 @@ class Prediction:
 
     @property
     def allocated_gib(self) -> float:
-        """What it allocates, without what CUDA takes."""
+        """The memory that this rank allocates, without what CUDA takes."""
         return self.memory[self.largest_rank].allocated_bytes / GIB
 
     @property
