@@ -80,7 +80,12 @@ class BatchesAhead:
         if not self._next and self._is_at_end():
             raise StopIteration
         future = self._next.popleft() if self._next else self._request()
-        batch, self._state = future.result()
+        try:
+            batch, self._state = future.result()
+        except Exception:
+            # Who asks again, for example after the store has failed, gets this batch.
+            self.load_state_dict(self._state)
+            raise
         while len(self._next) < self._ahead and not self._is_at_end():
             self._next.append(self._request())
         return batch

@@ -101,6 +101,15 @@ class Chat:
         return _as_json(conversation, place)
 
 
+def identity_of(text: bytes) -> bytes:
+    """Return what equal examples have in common: their JSON, with the keys of objects in order.
+
+    Args:
+        text: from ``parse``. A template may print the keys of objects in the order of the line.
+    """
+    return json.dumps(json.loads(text), ensure_ascii=False, sort_keys=True).encode()
+
+
 Examples = Answers | Chat
 
 

@@ -91,6 +91,7 @@ class Epochs(NamedTuple):
 
     Attributes:
         name: the name of the corpus.
+        digest: that of the corpus.
         n_samples: the number of its samples.
         epochs: how often they are seen.
         filled: the part of the samples that documents fill, or None if nothing else does.
@@ -98,6 +99,7 @@ class Epochs(NamedTuple):
     """
 
     name: str
+    digest: str
     n_samples: int
     epochs: float
     filled: float | None = None
@@ -368,7 +370,7 @@ class Loader(Dataset[Batch]):
         counts = samples_before(self._weights, n_steps * self.global_batch)
         epochs = []
         for corpus, cut, count in zip(self._corpora, self._cuts, counts, strict=True):
-            entry = Epochs(corpus.name, len(cut), count / len(cut))
+            entry = Epochs(corpus.name, corpus.digest, len(cut), count / len(cut))
             if isinstance(cut, WholeDocumentRows):
                 entry = entry._replace(filled=cut.filled, n_cut=cut.n_cut)
             epochs.append(entry)

@@ -31,7 +31,7 @@ from composer3d.data.documents import (
     list_files,
     read_documents,
 )
-from composer3d.data.examples import Examples, open_example_tokenizer, settings_of
+from composer3d.data.examples import Examples, identity_of, open_example_tokenizer, settings_of
 from composer3d.data.tables import PARQUET_SUFFIX, is_dataset, require_package
 from composer3d.data.tokenizer import (
     DOCUMENT_BYTES,
@@ -444,7 +444,10 @@ class _Work:
 
     def _is_held_out(self, document: Document) -> bool:
         """Return whether a document belongs to validation."""
-        return self.split is not None and is_drawn(document, self.split, b"split")
+        if self.split is None:
+            return False
+        text = document.text if self.examples is None else identity_of(document.text)
+        return is_drawn(text, self.split, b"split")
 
 
 def _encode(pool: TokenizerPool, batches: Iterator[list[Document]]) -> Iterator[_EncodedBatch]:

@@ -94,7 +94,7 @@ def _send_documents(
     with Progress("read text for the tokenizer", source_bytes, "B") as progress:
         for document in documents:
             progress.advance(document.size)
-            if share < 1 and not is_drawn(document, share, b"sample"):
+            if share < 1 and not is_drawn(document.text, share, b"sample"):
                 continue
             check_text(document)
             batch.append(document.text)

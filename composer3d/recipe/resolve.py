@@ -625,14 +625,20 @@ def _check_length(
         count = n_tokens
     else:
         count = count_bytes(data.source, path, data.field, enough=data.seq_len + 1)
-    if count is None or count > data.seq_len:
+    # Samples of whole documents are filled up.
+    least = 1 if data.packing == "whole_documents" else data.seq_len + 1
+    if count is None or count >= least:
         return
 
     text = mention(recipe, "data.source") if path is None else _mention_path(recipe, key, path)
+    if count == 0:
+        reader = mention(recipe, "data.source")
+        draft.blame(key, f"{text} has no text that {reader} reads; give another path")
+        return
     draft.blame(
         "data.seq_len",
-        f"{mention(recipe, 'data.seq_len')} needs {data.seq_len + 1} tokens, but {text} has "
-        f"{count}; use a smaller data.seq_len or more text",
+        f"{mention(recipe, 'data.seq_len')} needs {least} tokens, but {text} has {count}; use a "
+        "smaller data.seq_len or more text",
     )
 
 

@@ -33,7 +33,7 @@ from composer3d.runtime.agreement import check_agreement
 from composer3d.runtime.exchanges import check_exchanges, collectives_of_training, groups_of
 from composer3d.runtime.mesh import Mesh
 from composer3d.training.batches import make_loader, open_data
-from composer3d.training.observers.epochs import EpochLog, log_epochs
+from composer3d.training.observers.epochs import EpochLog, log_epochs, log_held_out
 from composer3d.training.observers.metrics import Metrics, count_flops, further_metrics
 from composer3d.training.observers.observer import Observers
 from composer3d.training.observers.profiling import make_profiler
@@ -144,6 +144,9 @@ def build(
     ledger = _open_ledger(folder, claim, steps_done=steps_done or 0)
     _log_choices(recipe, device)
     log_epochs(recipe, loader.loader)
+    validation = Validation(recipe, stages, held_out, store.loaded, loader.order)
+    if validation.loader is not None:
+        log_held_out(recipe, loader.loader, validation.loader)
     observers = Observers()
     if copy is not None:
         # The first one is closed last, and sends what the others have written.
@@ -156,7 +159,7 @@ def build(
         stages=stages,
         optimizer=optimizer,
         loader=loader,
-        validation=Validation(recipe, stages, held_out, store.loaded, loader.order),
+        validation=validation,
         saver=saver,
         recovery=Recovery(recipe.reliability, history, ledger, store, stages, optimizer, observers),
         observers=observers,

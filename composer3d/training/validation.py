@@ -28,6 +28,9 @@ class Validation:
         loaded: the checkpoint that this process has loaded; None if the run is new.
         order: as in ``make_held_out_loader``.
 
+    Attributes:
+        loader: of the text; None if the recipe does not validate.
+
     Raises:
         DataError: the text has no sample, or cannot be read.
     """
@@ -41,16 +44,16 @@ class Validation:
         order: Order,
     ) -> None:
         self._recipe, self._stages, self._loaded = recipe, stages, loaded
-        self._loader: Loader | None = None
+        self.loader: Loader | None = None
         if held_out is not None:
             # Once, as samples of whole documents may take long; and here, where ranks agree.
-            self._loader = process_group.on_all(
+            self.loader = process_group.on_all(
                 "data", lambda: make_held_out_loader(recipe, stages.mesh, held_out, order)
             )
 
     def is_due(self, step: int) -> bool:
         """Return whether the run is validated after ``step``."""
-        if self._loader is None:
+        if self.loader is None:
             return False
         return step == self._recipe.run.steps or step % self._recipe.validation.every == 0
 
@@ -69,8 +72,8 @@ class Validation:
 
     def run(self, must_stop: Callable[[], bool]) -> float | None:
         """Validate: see ``validate``. Collective over all ranks."""
-        assert self._loader is not None
-        return validate(self._recipe, self._stages, self._loader, must_stop)
+        assert self.loader is not None
+        return validate(self._recipe, self._stages, self.loader, must_stop)
 
 
 def make_held_out_loader(

@@ -427,6 +427,19 @@ def test_check_finds_that_the_held_out_text_is_too_short(
     (line,) = check(capsys, *sets)
     assert 'data.seq_len = 256 needs 257 tokens, but validation.path = "short" has 101;' in line
     assert check(capsys, *sets, "data.seq_len=64") == []
+    # A sample of whole documents is filled up.
+    assert check(capsys, *sets, "data.packing=whole_documents") == []
+
+
+def test_check_finds_that_a_folder_has_no_text_of_the_source(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "data").mkdir()
+    (here / "data/a.txt").write_text("a text")
+    (line,) = check(capsys, "data.source=jsonl", "data.path=data")
+    assert line.endswith(
+        'data.path = "data" has no text that data.source = "jsonl" reads; give another path'
+    )
 
 
 def test_check_skips_the_same_folders_as_training() -> None:

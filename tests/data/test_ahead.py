@@ -98,6 +98,35 @@ def test_an_error_is_raised_by_the_step_that_needs_the_batch() -> None:
     assert batches.state_dict() == state
 
 
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_batch_that_failed_is_made_again_when_it_is_asked_for(ahead: int) -> None:
+    """A loop of one's own may ask again, after a store has failed for a while."""
+    loader = controlled()
+    batches = BatchesAhead(loader, CPU)
+    batches._ahead = ahead
+    next(batches)
+    pick, fails = loader.__getitem__, [True]
+
+    def fail_once(loader: Loader, step: int) -> Batch:
+        if step == 3 and fails:
+            fails.pop()
+            raise OSError(5, "Input/output error")
+        return pick(step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Controlled, "__getitem__", fail_once)
+        found = []
+        while len(found) < 5:
+            try:
+                found.append(next(batches))
+            except OSError:
+                assert batches.state_dict()["next_step"] == 3
+    batches.close()
+    assert not fails
+    expected = [loader_of(CORPUS)[step] for step in range(1, 6)]
+    assert torch.equal(rows(found), rows(expected))
+
+
 def test_close_waits_for_the_thread_but_not_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = controlled()
     batches = BatchesAhead(loader, CPU)

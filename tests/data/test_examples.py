@@ -291,6 +291,23 @@ def test_tokens_that_end_learned_turns_are_kept(chats: Examples, tmp_path: Path)
         assert read_manifest(out / split).turn_ends == tuple(expected)
 
 
+def test_a_split_keeps_conversations_together_whose_keys_are_in_another_order(
+    chats: Examples, tmp_path: Path
+) -> None:
+    coder = write_tokenizer(tmp_path / "tok")
+    messages = [{"role": "assistant", "content": f"warm {number}"} for number in range(100)]
+    turned = [dict(reversed(message.items())) for message in messages]
+    entries = [{"messages": [message]} for message in messages + turned]
+    out = chats.prepare(entries, "--eod", END, "--split", "0.3")
+    sides = []
+    for name in ("train", "validation"):
+        ids, _ = read(out / name)
+        ends = np.flatnonzero(np.array(ids) == coder.token_to_id(END)) + 1
+        sides.append({tuple(part) for part in np.split(ids, ends) if len(part)})
+    assert len(sides[0]) + len(sides[1]) == len(messages)
+    assert min(map(len, sides)) > 10
+
+
 def test_a_conversation_that_ends_as_documents_do_gets_no_second_end(
     chats: Examples, tmp_path: Path
 ) -> None:

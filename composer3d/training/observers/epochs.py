@@ -1,4 +1,4 @@
-"""Log how often a run sees its training data."""
+"""Log how often a run sees its data."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,3 +33,24 @@ def log_epochs(recipe: Recipe, loader: Loader) -> None:
         # Two digits of a small share: "0.00 times" would say that it is not seen.
         epochs = f"{seen.epochs:.2f}" if seen.epochs >= 0.1 else f"{seen.epochs:.2g}"
         log.get().info(f"{line}; {recipe.run.steps:,} steps see it {epochs} times")
+
+
+def log_held_out(recipe: Recipe, loader: Loader, held_out: Loader) -> None:
+    """Log if a validation sees a text more than once, or the text that is trained on.
+
+    Args:
+        recipe: the whole recipe.
+        loader: that of the training.
+        held_out: that of the validation.
+    """
+    (seen,) = held_out.epochs_in(recipe.validation.steps)
+    if seen.epochs > 1:
+        log.get().info(
+            f"data: {seen.name} has {seen.n_samples:,} samples; each validation of "
+            f"{recipe.validation.steps:,} steps sees it {seen.epochs:.2f} times"
+        )
+    if any(seen.digest == trained.digest for trained in loader.epochs_in(0)):
+        log.get().warning(
+            f"data: {seen.name} is trained on, so its loss says nothing about other text; give "
+            "validation.path a text that is not trained on"
+        )
