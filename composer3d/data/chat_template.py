@@ -166,7 +166,7 @@ class ChatTemplate:
 
         These are the reasoning, the calls of tools and all tools, unless the template reads their
         keys anywhere: some leave out the reasoning of earlier turns on purpose. And these are all
-        messages of a role, such as the system's.
+        messages of a role, such as the system's, or all but the first of them.
 
         Args:
             conversation: the conversation.
@@ -196,15 +196,22 @@ class ChatTemplate:
                 )
         roles = {message["role"] for message in messages} - {"user", ASSISTANT}
         for role in sorted(roles):
-            others = [
-                _change(message) if message["role"] == role and message.get("content") else message
-                for message in messages
+            places = [
+                place
+                for place, message in enumerate(messages)
+                if message["role"] == role and message.get("content")
             ]
-            if others != messages and is_lost(conversation, others):
-                raise ValueError(
-                    f"the chat template leaves out messages of the role {role!r}; remove them, "
-                    f"{way_out}"
-                )
+            # Some templates read a system message only if it is the first.
+            for chosen in (places, places[1:]):
+                others = [
+                    _change(message) if place in chosen else message
+                    for place, message in enumerate(messages)
+                ]
+                if others != messages and is_lost(conversation, others):
+                    raise ValueError(
+                        f"the chat template leaves out messages of the role {role!r}; remove them, "
+                        f"{way_out}"
+                    )
 
     def _find_marks(self, marked: str) -> tuple[str, Spans]:
         """Return the text without marks, and the ranges between them."""

@@ -573,6 +573,19 @@ def test_messages_that_a_template_leaves_out_are_refused(
     chats.read([{"messages": [{"role": role, "content": ""}, *CHATS[2]]}])
 
 
+def test_a_second_system_message_that_a_template_leaves_out_is_refused(
+    chats: Examples, tmp_path: Path
+) -> None:
+    template = MARKED.replace(
+        "in messages %}", "in messages if m.role != 'system' or m == messages[0] %}"
+    )
+    write_tokenizer(tmp_path / "tok", template)
+    first, second = ({"role": "system", "content": content} for content in ("hello", "warm"))
+    line = chats.refusal([{"messages": [first, *CHATS[2], second]}])
+    assert "x.jsonl:1: the chat template leaves out messages of the role 'system'; rem" in line
+    chats.read([{"messages": [first, *CHATS[2]]}])
+
+
 def test_an_interrupted_prepare_of_examples_goes_on(
     answers: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
