@@ -25,7 +25,7 @@ from composer3d.commands.arguments import (
 )
 from composer3d.commands.sources import local_source
 from composer3d.facts.errors import UserError
-from composer3d.facts.text import printable
+from composer3d.facts.text import one_line, printable
 from composer3d.models import hub
 from composer3d.recipe.draft import Draft, ParsedRecipe
 from composer3d.recipe.resolve import Resolved
@@ -34,6 +34,9 @@ from composer3d.recipe.tables import load_document
 from composer3d.runtime import environment, launch
 
 _TIMEOUT_S = 600.0
+
+# The tables whose keys say how the model is computed, and not what it is.
+_TABLES = ("run", "mesh", "parallel", "memory", "precision", "compile")
 
 # With pp: enough micro-batches that few ranks wait.
 _MICRO_BATCHES_PER_STAGE = 4
@@ -192,6 +195,13 @@ def _run_data(options: Options, data: str, src: Path) -> int:
     from composer3d.generate.load import open_checkpoint
     from composer3d.generate.recipe import document_of
 
+    for text in options.sets:
+        if text.partition(".")[0] not in _TABLES:
+            raise UserError(
+                f"--set {one_line(text)}: eval computes the checkpoint as it is, on any layout; "
+                f"set keys of {', '.join(_TABLES)}, and choose the data by DATA, --seq-len and "
+                "--packing"
+            )
     own = job.own_recipe(options.recipe)
     checkpoint = open_checkpoint(src, own)
     usual = default_windows(checkpoint)

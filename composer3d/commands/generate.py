@@ -270,9 +270,13 @@ class _Report:
                 ) from None
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._file is not None:
+            is_empty = self._file.tell() == 0
             self._file.close()
+            if kind is not None and is_empty and self._out is not None:
+                # So that the same command can be run again.
+                os.unlink(self._out)
 
     @property
     def callbacks(self) -> dict[str, Callable[..., None]]:

@@ -3,6 +3,9 @@
 It needs no torch itself: each run is a ``composer3d train`` of its own.
 """
 
+import contextlib
+import io
+import json
 import os
 import re
 import shlex
@@ -14,7 +17,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from composer3d.commands import registry
 from composer3d.commands.arguments import argument, json_option, recipe_argument, set_option
@@ -118,10 +121,19 @@ def run(options: Options) -> int:
         print(f"{len(failed)} of {len(trials)} runs failed: {', '.join(failed)}", file=sys.stderr)
     folders = [trial.recipe.run.folder for trial in trials]
     with_metrics = [str(folder) for folder in folders if (folder / "metrics.jsonl").is_file()]
+    report: dict[str, Any] = {"runs": []}
     if with_metrics:
         as_json = ["--json"] if options.as_json else []
         parsed = registry.parse(["report", *as_json, "-o", str(out), "--", *with_metrics])
-        parsed.run(parsed.options)
+        if not options.as_json:
+            parsed.run(parsed.options)
+        else:
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                parsed.run(parsed.options)
+            report = json.loads(printed.getvalue())
+    if options.as_json:
+        print(json.dumps(report | {"ok": not failed, "failed": failed}))
     return 1 if failed else 0
 
 

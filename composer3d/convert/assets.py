@@ -40,7 +40,9 @@ _PAD_NAMES = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "<｜▁pad▁｜
 _Json = dict[str, Any]
 
 
-def make_assets(recipe: Recipe, end_of_document: int, earlier: Place | None) -> dict[str, bytes]:
+def make_assets(
+    recipe: Recipe, end_of_document: int | None, earlier: Place | None
+) -> dict[str, bytes]:
     """Return the contents of the files that belong to a run's model, by file name.
 
     The result is based on the files that came with the model: the assets of the checkpoint
@@ -50,7 +52,7 @@ def make_assets(recipe: Recipe, end_of_document: int, earlier: Place | None) -> 
     Args:
         recipe: the recipe of the run.
         end_of_document: the id of the token that follows each document of the data. Generation
-            stops at it.
+            stops at it. None: the data is not known, and the model's files are taken as they are.
         earlier: the checkpoint that was loaded, or None.
 
     Returns:
@@ -63,6 +65,8 @@ def make_assets(recipe: Recipe, end_of_document: int, earlier: Place | None) -> 
     if not registry.is_ours(recipe.model.architecture):
         return {}  # there is no other format to export such a model to
     files = _read_files_of_model(recipe, earlier)
+    if end_of_document is None:
+        return dict(sorted(files.items()))
     config, generation = _parse(files.get(_CONFIG)), _parse(files.get(_GENERATION))
 
     tokenizer = read_tokenizer(recipe.data)

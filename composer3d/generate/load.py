@@ -102,7 +102,7 @@ def _own_model(recipe: Recipe) -> OwnModel:
     shape = chosen.shape(
         **{entry.name: getattr(recipe.model, entry.name) for entry in fields(chosen.shape)}
     )
-    parameters = dict(chosen.build(shape, device="meta").named_parameters())
+    parameters = dict(chosen.build(shape, dtype=torch.float32, device="meta").named_parameters())
     return OwnModel(
         recipe.model.architecture,
         shape,

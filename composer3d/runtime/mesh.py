@@ -8,6 +8,7 @@ most frequent and the hardest to overlap with computation.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -241,8 +242,13 @@ class Mesh:
 
     def _varying_axes(self, group: dist.ProcessGroup) -> str:
         """Name a group by the axes along which its ranks differ."""
-        coords = [coordinates(rank, self.sizes) for rank in dist.get_process_group_ranks(group)]
+        ranks = dist.get_process_group_ranks(group)
+        coords = [coordinates(rank, self.sizes) for rank in ranks]
         varying = [axis for axis in AXES if len({place[axis] for place in coords}) > 1]
+        is_whole = len(ranks) == prod(getattr(self.sizes, axis) for axis in varying)
+        if not is_whole and "pp" not in varying:
+            # Not all ranks of tp: those that hold the same experts (``expert_replicas``).
+            varying = [*(["dp_replicate"] if "dp_replicate" in varying else []), "efsdp"]
         return " x ".join(varying)
 
     @property

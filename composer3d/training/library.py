@@ -25,7 +25,7 @@ from composer3d.runtime.mesh import Mesh
 from composer3d.training.batches import make_loader, open_data
 from composer3d.training.build import build_stages
 from composer3d.training.optimizers import Optimizer
-from composer3d.training.resume import BatchState, resume
+from composer3d.training.resume import BatchState, require_tokens_of_model, resume
 from composer3d.training.run_folder import claim_for_process
 
 
@@ -64,6 +64,8 @@ def open_batches(recipe: Recipe, mesh: Mesh) -> BatchesAhead:
         DataError: the data cannot be used.
         UserError: the ranks see other data.
     """
+    if recipe.model.hf is not None:
+        process_group.on_main("tokenizers", partial(require_tokens_of_model, recipe))
     corpus, _ = process_group.on_all("data", lambda: open_data(recipe))
     process_group.check_same("the data", corpus.digest)
     return BatchesAhead(make_loader(recipe, mesh, corpus, seed=recipe.data.seed), mesh.device)
@@ -155,8 +157,10 @@ class Checkpoints:
             TrainingError: likewise, if the folder was removed or replaced.
         """
         recipe = self._recipe
-        if not self._store.assets and isinstance(self._batches, BatchesAhead):
-            end = self._batches.loader.corpus.end_of_document
+        if not self._store.assets:
+            end = None  # of batches of one's own
+            if isinstance(self._batches, BatchesAhead):
+                end = self._batches.loader.corpus.end_of_document
             find = partial(make_assets, recipe, end, self._store.loaded)
             is_main = self._stages.mesh.rank == 0
             self._store.assets = process_group.on_all("assets", find if is_main else dict)

@@ -108,6 +108,7 @@ def test_a_failing_run_does_not_stop_the_others(recipe: str, ask: Ask) -> None:
     status, answer = ask("sweep", recipe, *sets)
     assert status == 1
     assert answer["report"] == "runs/small-sweep.html"
+    assert (answer["ok"], answer["failed"]) == (False, ["small-lr-2e-3"])
     steps = {found["name"]: found["step"] for found in answer["runs"]}
     assert steps == {"small-lr-1e-3": 4, "small-lr-3e-3": 4}
     text = Path("runs/small-sweep.html").read_text()

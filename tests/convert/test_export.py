@@ -399,4 +399,7 @@ def test_a_checkpoint_without_assets_converts_with_a_note(trained: Path, tmp_pat
     report = convert(old, tmp_path / "out", "hf")
     assert report["carried"] == []
     assert f"{old} has no assets: no tokenizer is copied" in report["notes"]
-    assert "eos_token_id" not in json.loads((tmp_path / "out/config.json").read_text())
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    # Without the key, transformers would take the token of another model.
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert config[key] is None

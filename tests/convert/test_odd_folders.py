@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from composer3d import cli
 from composer3d.checkpoint.torchfile import load_torch
+from composer3d.convert.convert import convert
 from composer3d.convert.formats import open_source
 from composer3d.convert.inspect import inspect
 from composer3d.facts.errors import CheckpointError
@@ -208,3 +209,18 @@ def test_weights_that_are_not_finite_are_named_beside_others_that_cannot_be_read
     (problem,) = report["problems"]
     assert f"'{damaged}'" in problem
     assert any(line.startswith(f"warning: '{NORM}' holds 1 NaN") for line in report["notes"])
+
+
+def test_logits_of_weights_that_are_not_finite_are_compared_too(tmp_path: Path) -> None:
+    folder = make_hf(tmp_path / "x")
+    change(folder, lambda tensors: tensors["lm_head.weight"][:1].fill_(torch.nan))
+    report = convert(folder, tmp_path / "copy", "dcp", logits=True)
+    assert report["logits"] == {"bitwise": True, "relative_error": 0.0}
+    with pytest.raises(CheckpointError, match="the source's own logits are not finite"):
+        convert(folder, tmp_path / "other", "dcp", dtype="float16", logits=True)
+
+
+def test_a_file_of_torch_gets_no_name_by_which_it_is_not_read(tmp_path: Path) -> None:
+    folder = make_hf(tmp_path / "x")
+    with pytest.raises(CheckpointError, match="is no safetensors file"):
+        convert(folder, tmp_path / "x.safetensors", "torch")

@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from composer3d import cli
+from composer3d.facts.errors import UserError
 from composer3d.facts.tokenizer_file import make_byte_tokenizer
 from composer3d.generate.evaluate import Windows, check_data, default_windows
 from composer3d.generate.load import open_checkpoint
@@ -103,6 +104,18 @@ def test_generate_prints_json_text_and_lines(
 
     assert cli.main([*command, "--out", str(out)]) == 2
     assert "out.jsonl: the file exists; name another one" in capsys.readouterr().err
+
+
+def test_a_failure_leaves_no_empty_file(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise UserError("the logits are not finite")
+
+    monkeypatch.setattr("composer3d.generate.generator.Generator.generate", fail)
+    out = tmp_path / "out.jsonl"
+    assert cli.main(generate(checkpoint, *with_prompts(), "--out", out)) == 2
+    assert not out.exists()
 
 
 def test_one_prompt_is_streamed_to_a_terminal(
@@ -275,6 +288,31 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, 
     monkeypatch.syspath_prepend(tmp_path)
     yield name, tmp_path / "gpt.toml"
     sys.modules.pop("their_generating_gpt", None)
+
+
+def test_the_model_of_the_library_generates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of docs/library.md, whose constructor needs a dtype."""
+    page = (ROOT / "docs" / "library.md").read_text()
+    code = next(
+        text for text in re.findall(r"```python\n(.*?)```", page, re.S) if "class Tiny" in text
+    )
+    (tmp_path / "their_tiny.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "their_tiny:TINY"
+    shape = importlib.import_module("their_tiny").TINY.shape(
+        dim=32, n_layers=2, n_heads=2, n_kv_heads=2, ffn=64, vocab=256
+    )
+    folder = make_checkpoint(tmp_path / "dcp", name, shape)
+    recipe = tmp_path / "tiny.toml"
+    values = "".join(
+        f"{key} = {value}\n" for key, value in vars(shape).items() if value is not None
+    )
+    recipe.write_text(f'[model]\narchitecture = "{name}"\n{values}')
+    command = generate(folder, "--prompt", "def", "--tokenizer", "bytes", "--json")
+    assert cli.main([*command, "--recipe", str(recipe)]) == 0, capsys.readouterr().err
+    sys.modules.pop("their_tiny")
 
 
 def test_an_architecture_of_ones_own_generates_with_its_recipe(
@@ -491,6 +529,9 @@ def test_data_that_does_not_fit_is_refused(
     assert "has a vocabulary of 256 tokens, more than the 200 of the model" in (
         capsys.readouterr().err
     )
+    for wrong in ("model.n_layers=2", "data.path=other", "optim.lr=5", "checkpoint.init=x"):
+        assert cli.main(["eval", str(checkpoint), str(tokens), "--set", wrong]) == 2
+        assert f"--set {wrong}: eval computes the checkpoint as it is" in capsys.readouterr().err
     assert cli.main(["eval", str(checkpoint), str(tokens), "--set", "mesh.tp=3"]) == 2
     assert "mesh.tp = 3 must divide model.n_heads = 4" in capsys.readouterr().err
 

@@ -314,3 +314,18 @@ def test_a_model_in_a_folder_of_hugging_face_gives_the_first_weights(pool: Pool)
     (weights,) = pool.run(first_weights, {"recipe": load_recipe("hf.toml")}, world_size=1)
     for name, tensor in weights.items():
         assert torch.equal(tensor, trained[name]), name
+
+
+def test_batches_of_ones_own_keep_the_files_of_the_model(pool: Pool) -> None:
+    run(pool, recipe_of(ALONE), 1)
+    task = {"arguments": ["convert", "runs/own", "hf", "--to", "hf"]}
+    ((status, _, errors),) = pool.run(run_command, task, world_size=1)
+    assert status == 0, errors
+    Path("hf.toml").write_text(
+        '[run]\nname = "own-batches"\n[model]\nhf = "hf"\n'
+        '[data]\nsource = "text"\npath = "text.txt"\nseq_len = 32\n'
+    )
+    run(pool, load_recipe("hf.toml"), 1, counted=True)
+    (assets,) = Path("runs/own-batches").glob("checkpoints/*/assets")
+    for name in ("config.json", "tokenizer.json"):
+        assert (assets / name).read_bytes() == Path("hf", name).read_bytes(), name

@@ -45,6 +45,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "no_rope_layer_interval": 4,
     },
 }
+NO_TOKENS: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 _DEFAULT_THETAS = {"smollm3": 2e6}  # for others, as ``parse_decoder`` says
 # The types of which transformers reads layer_types, and sliding_window if use_sliding_window says.
 _WITH_LAYER_TYPES = ("qwen2", "qwen3", "smollm3")
@@ -516,7 +517,9 @@ def complete_config(
         positions: further keys of positions.
     """
     longest = shape.stretched_context or shape.rope_context
-    config: dict[str, Any] = {"max_position_embeddings": longest, **carried}
+    # A key that is absent has the default of transformers, which is a token of another tokenizer.
+    no_tokens = {} if carried else NO_TOKENS
+    config: dict[str, Any] = {"max_position_embeddings": longest, **no_tokens, **carried}
     # The first three are written below in their older form. auto_map names Python files of the
     # model's author, which are never copied.
     for key in ("dtype", "rope_parameters", "rope_scaling", "auto_map"):

@@ -11,6 +11,7 @@ from typing import Any
 from composer3d.facts.errors import CheckpointError
 from composer3d.models.llama.huggingface import (
     KEYS,
+    NO_TOKENS,
     canonical,
     complete_config,
     decoder_keys,
@@ -31,8 +32,6 @@ MODEL_TYPES = ("phi3",)  # the values of model_type that this module reads
 
 # Defaults that other types do not have.
 _DEFAULTS = {"rms_norm_eps": 1e-5}
-# Absent ids would be those of Phi-3's tokenizer, which a smaller vocabulary lacks.
-_NO_TOKENS: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 # transformers ignores biases here; the other keys drop numbers at random.
 _UNSUPPORTED = ("attention_bias", "resid_pdrop", "embd_pdrop")
 
@@ -88,4 +87,5 @@ def make_config(
         raise CheckpointError(lines)
     own = decoder_keys(shape, "phi3") | {"sliding_window": shape.window or None}
     is_same = partial(describes, shape=shape, parse=parse_config, canonical=canonical)
-    return complete_config(own, shape, dtype, {**_NO_TOKENS, **(carried or {})}, is_same)
+    # Absent ids would be those of Phi-3's tokenizer, which a smaller vocabulary lacks.
+    return complete_config(own, shape, dtype, {**NO_TOKENS, **(carried or {})}, is_same)

@@ -90,11 +90,7 @@ def take_the_first_ranks_for_the_sequence(right: Any, self: Mesh) -> Any:
     return dist.new_group([*range(group.size())])
 
 
-# Of the eight blocks, a rank owns three matrices or more: several in a round, and several rounds.
-@_shows(
-    "optim.name=muon mesh.dp_shard=16 data.global_batch=32 model.n_layers=8",
-    "optim.name=muon mesh.dp_shard=2",
-)
+@_shows("optim.name=muon mesh.dp_shard=16 data.global_batch=32", "optim.name=muon mesh.dp_shard=2")
 @_instead_of_cached("stage_group")
 def take_eight_ranks_for_a_stage(right: Any, self: Mesh) -> Any:
     """Muon: a stage is taken to have one node of eight ranks."""

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from composer3d.facts.errors import UserError
 from composer3d.full.check import check_structure
+from composer3d.full.predicates import completed
 from composer3d.recipe.draft import split_overrides
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
@@ -157,7 +158,8 @@ def look(pool: Pool, case: Case) -> str | None:
     """
     plant = _Planting(case.plant or _nothing)
     try:
-        structure = check_structure(pool, case.recipe, [case.recipe], plant=plant)
+        small = [case.recipe, *completed(case.recipe, [case.recipe])]
+        structure = check_structure(pool, case.recipe, small, plant=plant)
     except (UserError, WorkerError) as error:
         if _NOT_PLANTED in str(error):
             raise NotPlantedError(f"{case}: {error}") from error

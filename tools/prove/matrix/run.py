@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from composer3d.full.check import check_structure
+from composer3d.full.predicates import completed
 from composer3d.runtime.launch import Pool
 from composer3d.runtime.progress import Progress
 from composer3d.verify.judge import Verdict
@@ -99,7 +100,8 @@ def _look(rows: Sequence[Row], numbers: Sequence[int]) -> int:
     with Pool() as pool:
         for number, row in zip(numbers, rows, strict=True):
             recipe = recipe_of(row)
-            structure = check_structure(pool, recipe, [recipe])
+            small = [recipe, *completed(recipe, [recipe])]
+            structure = check_structure(pool, recipe, small)
             wrong += not structure.passed
             print(f"{number:>3} {'sound' if structure.passed else 'WRONG'}  {line_of(row)}")
             for finding in structure.findings:
