@@ -107,3 +107,21 @@ def test_an_axis_of_one_has_no_mesh() -> None:
 def test_scalars_are_reduced_in_float64(pool: Pool) -> None:
     expected = [2 + 2**-39, 3.0, 0.5]
     assert pool.run(reduce_scalars, {}, world_size=2) == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axis"),
+    [
+        ({"tp": 4, "ep": 2}, "efsdp"),
+        ({"tp": 4, "ep": 1}, "tp"),
+        ({"dp_shard": 2, "tp": 4, "ep": 2}, "efsdp"),
+        ({"dp_replicate": 2, "tp": 4, "ep": 2}, "dp_replicate x efsdp"),
+        ({"dp_replicate": 2, "tp": 4, "ep": 4}, "dp_replicate"),
+    ],
+)
+def test_ranks_that_hold_the_same_experts_have_a_name(sizes: dict[str, int], axis: str) -> None:
+    table = MeshTable(**{"dp_shard": 1, **sizes})
+    with fake_world(1, table.world_size):
+        mesh = Mesh.build(table, CPU)
+        group = mesh.expert_replicas().get_group("expert_replica")
+        assert mesh.axis_of(group) == axis
