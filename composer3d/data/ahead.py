@@ -44,6 +44,7 @@ class BatchesAhead:
         self._state = loader.state_dict()
         self._ahead = _AHEAD_OF_STORE if loader.reads_store else _AHEAD_OF_DISK
         self._next: deque[Future[_Made]] = deque()
+        self._has_failed = False  # whether the batch after ``_state`` could not be made
         self._thread: threading.Thread | None = None
         # What the thread must make, in order; None ends it.
         self._requests: SimpleQueue[Future[_Made] | None] = SimpleQueue()
@@ -72,19 +73,23 @@ class BatchesAhead:
         self._next.clear()
         self._loader.load_state_dict(state)
         self._state = self._loader.state_dict()
+        self._has_failed = False
 
     def __iter__(self) -> "BatchesAhead":
         return self
 
     def __next__(self) -> Batch:
+        if self._has_failed:
+            # Who asks again, for example after a store has failed, gets the batch that failed. Only
+            # now, as this waits for a read that may hang: the error had to be raised at once.
+            self.load_state_dict(self._state)
         if not self._next and self._is_at_end():
             raise StopIteration
         future = self._next.popleft() if self._next else self._request()
         try:
             batch, self._state = future.result()
         except Exception:
-            # Who asks again, for example after the store has failed, gets this batch.
-            self.load_state_dict(self._state)
+            self._has_failed = True
             raise
         while len(self._next) < self._ahead and not self._is_at_end():
             self._next.append(self._request())
