@@ -127,6 +127,31 @@ def test_a_batch_that_failed_is_made_again_when_it_is_asked_for(ahead: int) -> N
     assert torch.equal(rows(found), rows(expected))
 
 
+def test_an_error_does_not_wait_for_a_read_that_hangs() -> None:
+    loader = controlled()
+    batches = BatchesAhead(loader, CPU)
+    batches._ahead = 2
+    next(batches)
+
+    def fail_and_hang(loader: Controlled) -> Batch:
+        if loader.next_step == 3:
+            loader.allowed.clear()
+            loader.next_step += 1
+            raise OSError(5, "Input/output error")
+        return Loader.__next__(loader) if loader.allowed.wait(30) else Batch(*[None] * 5)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Controlled, "__next__", fail_and_hang)
+        next(batches)
+        next(batches)
+        begin_s = time.monotonic()
+        with pytest.raises(OSError, match="Input/output error"):
+            next(batches)
+        assert time.monotonic() - begin_s < 10
+        loader.allowed.set()
+        batches.close()
+
+
 def test_close_waits_for_the_thread_but_not_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = controlled()
     batches = BatchesAhead(loader, CPU)
