@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from composer3d.commands.arguments import argument, gpus_per_node_option, json_option
 from composer3d.commands.layout import mesh_words, note_of
@@ -71,8 +71,53 @@ class Options:
     gpus_per_node: int = gpus_per_node_option()
 
 
+class Report(NamedTuple):
+    """A page that was written.
+
+    Attributes:
+        path: its file.
+        subjects: the runs, in their order.
+    """
+
+    path: Path
+    subjects: list[Subject]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        runs = [_as_json(subject) for subject in self.subjects]
+        return {"ok": True, "report": str(self.path), "runs": runs}
+
+    def tell(self) -> None:
+        """Print the last numbers of each run, and where the page is."""
+        for subject in self.subjects:
+            numbers = page.final_numbers(subject.run).items()
+            print(f"{subject.label}: {'; '.join(f'{key} {value}' for key, value in numbers)}")
+            if subject.run.hidden_lost_ranks:
+                n_all = len(subject.run.lost_ranks) + subject.run.hidden_lost_ranks
+                print(f"  {n_all} reports of lost ranks; the page has the newest")
+            for problem in subject.run.problems:
+                print(f"  {printable(problem)}")
+            if subject.forecast.offer:
+                print(f"  {subject.forecast.offer}")
+        print(f"wrote {one_line(self.path)}")
+
+
 def run(options: Options) -> int:
-    """Write the report of a run, or of several.
+    """Write the report of a run, or of several, and print what it has.
+
+    Raises:
+        UserError: as ``write``.
+    """
+    report = write(options)
+    if options.as_json:
+        print(json.dumps(report.as_json()))
+    else:
+        report.tell()
+    return 0
+
+
+def write(options: Options) -> Report:
+    """Write the report of a run, or of several. Nothing is printed.
 
     Raises:
         UserError: a folder is not that of a run, there are too many, or the file cannot be written.
@@ -105,7 +150,7 @@ def _local(run: str) -> Iterator[str]:
         yield str(copy)
 
 
-def _write(options: Options, paths: Sequence[str]) -> int:
+def _write(options: Options, paths: Sequence[str]) -> Report:
     """Write the report of runs whose folders are on this disk."""
     device = None if options.gpu is None else find_device(options.gpu)
     folders = [
@@ -128,21 +173,7 @@ def _write(options: Options, paths: Sequence[str]) -> int:
         raise UserError(
             f"{one_line(path)} cannot be written ({error.strerror}); name a file with -o"
         ) from None
-    if options.as_json:
-        print(json.dumps({"ok": True, "report": str(path), "runs": list(map(_as_json, subjects))}))
-        return 0
-    for subject in subjects:
-        numbers = page.final_numbers(subject.run)
-        print(f"{subject.label}: {'; '.join(f'{key} {value}' for key, value in numbers.items())}")
-        if subject.run.hidden_lost_ranks:
-            n_all = len(subject.run.lost_ranks) + subject.run.hidden_lost_ranks
-            print(f"  {n_all} reports of lost ranks; the page has the newest")
-        for problem in subject.run.problems:
-            print(f"  {printable(problem)}")
-        if subject.forecast.offer:
-            print(f"  {subject.forecast.offer}")
-    print(f"wrote {one_line(path)}")
-    return 0
+    return Report(path, subjects)
 
 
 def _labels(folders: list[RunFolder]) -> list[str]:

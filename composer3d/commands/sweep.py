@@ -3,8 +3,6 @@
 It needs no torch itself: each run is a ``composer3d train`` of its own.
 """
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -19,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from composer3d.commands import registry
+from composer3d.commands import registry, report
 from composer3d.commands.arguments import argument, json_option, recipe_argument, set_option
 from composer3d.facts.errors import RecipeError, UserError
 from composer3d.facts.interrupts import signals_to_catch
@@ -121,19 +119,15 @@ def run(options: Options) -> int:
         print(f"{len(failed)} of {len(trials)} runs failed: {', '.join(failed)}", file=sys.stderr)
     folders = [trial.recipe.run.folder for trial in trials]
     with_metrics = [str(folder) for folder in folders if (folder / "metrics.jsonl").is_file()]
-    report: dict[str, Any] = {"runs": []}
+    answer: dict[str, Any] = {"runs": []}
     if with_metrics:
-        as_json = ["--json"] if options.as_json else []
-        parsed = registry.parse(["report", *as_json, "-o", str(out), "--", *with_metrics])
+        parsed = registry.parse(["report", "-o", str(out), "--", *with_metrics])
+        written = report.write(parsed.options)
+        answer = written.as_json()
         if not options.as_json:
-            parsed.run(parsed.options)
-        else:
-            printed = io.StringIO()
-            with contextlib.redirect_stdout(printed):
-                parsed.run(parsed.options)
-            report = json.loads(printed.getvalue())
+            written.tell()
     if options.as_json:
-        print(json.dumps(report | {"ok": not failed, "failed": failed}))
+        print(json.dumps(answer | {"ok": not failed, "failed": failed}))
     return 1 if failed else 0
 
 
