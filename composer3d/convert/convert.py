@@ -227,10 +227,11 @@ def _read_tensors(
     """Read each tensor once, and yield it with our name and in the dtype of its spec.
 
     The digest of each yielded tensor is added to ``digests``. A tensor with numbers that are not
-    finite adds a note to ``source``.
+    finite adds a note to ``source``, and so do numbers that are too small for the new dtype.
 
     Raises CheckpointError if a finite number becomes infinite in the new dtype.
     """
+    too_small: Counter[str] = Counter()
     for name, spec in specs.items():
         original = source.read(name)
         if count := count_not_finite(original):
@@ -244,9 +245,17 @@ def _read_tensors(
                 f"{source.path}: {name} holds numbers beyond the range of {spec.dtype}; "
                 "convert to bfloat16 or float32"
             )
+        if is_narrower and (n_lost := int(((tensor == 0) & (original != 0)).sum())):
+            too_small[name] = n_lost
         digests[name] = digest_of(tensor)
         yield name, tensor
         progress.advance(nbytes(spec))
+    if too_small:
+        ((worst, most),) = too_small.most_common(1)
+        source.notes.append(
+            f"warning: {too_small.total():,} numbers in {len(too_small)} tensors are too small for "
+            f"{specs[worst].dtype}, and are 0 in the copy; {most:,} of them in {worst}"
+        )
 
 
 def _prove_copy(

@@ -148,6 +148,15 @@ def test_files_of_a_model_are_carried(tmp_path: Path, format: str) -> None:
     assert (config["eos_token_id"], config["max_position_embeddings"]) == (7, 99)
 
 
+def test_a_length_that_the_source_does_not_say_is_a_guess_with_a_note(tmp_path: Path) -> None:
+    """Meta's params.json says nothing of it, and servers take no longer text."""
+    convert(make_hf(tmp_path / "hf"), tmp_path / "meta", "meta")
+    (tmp_path / "meta/config.json").unlink()
+    notes = convert(tmp_path / "meta", tmp_path / "b", "hf")["notes"]
+    (note,) = [note for note in notes if "is a guess" in note]
+    assert note.startswith("config.json: max_position_embeddings = 8,192 is a guess")
+
+
 def test_what_a_manifest_does_not_list_is_named_and_not_read(tmp_path: Path) -> None:
     convert(make_hf(tmp_path / "hf"), tmp_path / "a", "dcp")
     added = [tmp_path / "a" / name for name in (".DS_Store", "__9_0.distcp", "assets/vocab.txt")]

@@ -288,6 +288,15 @@ def test_numbers_beyond_the_range_of_a_dtype_are_refused(tmp_path: Path) -> None
     convert(folder, out, "hf", dtype="float16")
 
 
+def test_numbers_that_become_zero_in_a_dtype_are_counted(tmp_path: Path) -> None:
+    folder = make_hf(tmp_path / "a")
+    norm_of(torch.tensor([0.0, 1.0, 1e-6, 1e-9]).repeat(8))(folder)
+    assert not any("too small" in note for note in convert(folder, tmp_path / "b", "hf")["notes"])
+    notes = convert(folder, tmp_path / "c", "hf", dtype="float16")["notes"]
+    (note,) = [note for note in notes if "too small" in note]
+    assert "too small for float16, and are 0 in the copy; 8 of them in model.last.norm" in note
+
+
 @pytest.mark.parametrize("to", ["hf", "torch", "dcp"])
 def test_a_full_disk_leaves_nothing(tmp_path: Path, to: str) -> None:
     """A limit on the size of files stands for a full disk: writing fails at several places.
