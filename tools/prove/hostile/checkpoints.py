@@ -11,6 +11,7 @@ import shutil
 import struct
 import zipfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -354,7 +355,11 @@ STRUCTURES: dict[str, Callable[[Metadata], object]] = {
 FOLDERS: dict[str, Change] = {
     f"{what}-{name}": replaced(name, kind)
     for what, kind in (("link", secret), ("pipe", pipe))
-    for name in (".metadata", "__0_0.distcp", "manifest.json", "extra")
+    for name in (".metadata", "__0_0.distcp", "manifest.json")
+}
+# Beside the files that the manifest lists. Such a file is named, and not read.
+UNLISTED: dict[str, Change] = {
+    f"{what}-extra": replaced("extra", kind) for what, kind in (("link", secret), ("pipe", pipe))
 }
 
 
@@ -546,6 +551,10 @@ def _cases() -> list[Case]:
         cases += checkpoint_case(f"structure-{name}", _edit(edit), "evil")
     for name, change in FOLDERS.items():
         cases += checkpoint_case(f"folder-{name}", change, "evil")
+    for name, change in UNLISTED.items():
+        message = "evil/extra is not in the manifest: it is not read"
+        accepted = checkpoint_case(f"folder-{name}", change, message)
+        cases += [replace(case, statuses=(0,)) for case in accepted]
     for name, change in MANIFESTS.items():
         # A recipe in a manifest is only shown: one that is no TOML does no harm.
         message = None if name.startswith("recipe-") else "evil"
