@@ -71,7 +71,7 @@ class Options:
     gpus_per_node: int = gpus_per_node_option()
 
 
-class Report(NamedTuple):
+class WrittenReport(NamedTuple):
     """A page that was written.
 
     Attributes:
@@ -116,7 +116,7 @@ def run(options: Options) -> int:
     return 0
 
 
-def write(options: Options) -> Report:
+def write(options: Options) -> WrittenReport:
     """Write the report of a run, or of several. Nothing is printed.
 
     Raises:
@@ -150,7 +150,7 @@ def _local(run: str) -> Iterator[str]:
         yield str(copy)
 
 
-def _write(options: Options, paths: Sequence[str]) -> Report:
+def _write(options: Options, paths: Sequence[str]) -> WrittenReport:
     """Write the report of runs whose folders are on this disk."""
     device = None if options.gpu is None else find_device(options.gpu)
     folders = [
@@ -173,7 +173,7 @@ def _write(options: Options, paths: Sequence[str]) -> Report:
         raise UserError(
             f"{one_line(path)} cannot be written ({error.strerror}); name a file with -o"
         ) from None
-    return Report(path, subjects)
+    return WrittenReport(path, subjects)
 
 
 def _labels(folders: list[RunFolder]) -> list[str]:
