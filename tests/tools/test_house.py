@@ -80,6 +80,12 @@ def test_names_comments_and_copies() -> None:
     }
     package = {path: text for path, text in sources.items() if path.startswith("composer3d/")}
     assert house.class_names_in_many_files(package) == {"Row": [*package]}
+
+
+def test_a_class_name_of_the_package_means_one_thing() -> None:
+    """But ``Options``: each command has its own."""
+    package = {path: text for path, text in SOURCES.items() if path.startswith("composer3d/")}
+    assert set(house.class_names_in_many_files(package)) == {"Options"}
     assert house.class_names_in_many_files(sources) == {"Row": [*package, "tests/c.py"]}
     assert house.public_names(package) == 4  # Row, WIDTH, LEFT and f
     assert house.comments(package) == 1
