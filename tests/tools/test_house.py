@@ -80,18 +80,18 @@ def test_names_comments_and_copies() -> None:
     }
     package = {path: text for path, text in sources.items() if path.startswith("composer3d/")}
     assert house.class_names_in_many_files(package) == {"Row": [*package]}
-
-
-def test_a_class_name_of_the_package_means_one_thing() -> None:
-    """But ``Options``: each command has its own."""
-    package = {path: text for path, text in SOURCES.items() if path.startswith("composer3d/")}
-    assert set(house.class_names_in_many_files(package)) == {"Options"}
     assert house.class_names_in_many_files(sources) == {"Row": [*package, "tests/c.py"]}
     assert house.public_names(package) == 4  # Row, WIDTH, LEFT and f
     assert house.comments(package) == 1
     assert house.duplicates(sources) == 1  # the text
     twice = {"composer3d/a.py": f"def f():\n{body}", "composer3d/b.py": f"def g():\n{body}"}
     assert house.duplicates(twice) == 2  # the body as well
+
+
+def test_a_class_name_of_the_package_means_one_thing() -> None:
+    """But ``Options``: each command has its own."""
+    package = {path: text for path, text in SOURCES.items() if path.startswith("composer3d/")}
+    assert set(house.class_names_in_many_files(package)) == {"Options"}
 
 
 def test_a_commit_is_read_without_a_checkout(tmp_path: Path) -> None:
