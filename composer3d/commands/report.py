@@ -106,7 +106,7 @@ def run(options: Options) -> int:
     """Write the report of a run, or of several, and print what it has.
 
     Raises:
-        UserError: as ``write``.
+        UserError: as in ``write``.
     """
     report = write(options)
     if options.as_json:

@@ -245,7 +245,8 @@ def _read_tensors(
                 f"{source.path}: {name} holds numbers beyond the range of {spec.dtype}; "
                 "convert to bfloat16 or float32"
             )
-        if is_narrower and (n_lost := int(((tensor == 0) & (original != 0)).sum())):
+        n_lost = int(original.count_nonzero() - tensor.count_nonzero()) if is_narrower else 0
+        if n_lost:
             too_small[name] = n_lost
         digests[name] = digest_of(tensor)
         yield name, tensor

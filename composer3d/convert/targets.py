@@ -45,12 +45,12 @@ from composer3d.convert.formats import (
 from composer3d.facts.errors import CheckpointError
 from composer3d.facts.files import parse_json
 from composer3d.models.llama import names as llama_names
+from composer3d.models.llama.huggingface_rope import LONGEST
 from composer3d.models.llama.shape import ModelShape
 from composer3d.models.locations import Location
 from composer3d.models.registry import DEFAULT
 
 EMBEDDING = "model.first.embed.weight"
-_LONGEST = "max_position_embeddings"  # a key of config.json: the longest sequence, in tokens
 _DCP_FILE = "__0_0.distcp"  # the name that DCP gives to the file of rank 0
 
 Specs = Mapping[str, TensorSpec]
@@ -140,11 +140,11 @@ def _write_hf(
             raise ValueError("it is not a JSON object")
         config = source.huggingface.make_config(source.shape, specs[EMBEDDING].dtype, carried)
     _write_json(folder / "config.json", config)
-    length = config.get(_LONGEST)
-    if _LONGEST not in carried and length is not None and source.shape.most_tokens is None:
+    length = config.get(LONGEST)
+    if LONGEST not in carried and length is not None and source.shape.most_tokens is None:
         source.notes.append(
-            f"config.json: {_LONGEST} = {length:,} is a guess, because the source does not say how "
-            "long a text the model was made for; correct it before others load the copy"
+            f"config.json: {LONGEST} = {length:,} is a guess, because the source does not say how "
+            "long the model's texts may be; correct it before others load the copy"
         )
 
     locations = {

@@ -89,7 +89,7 @@ def test_names_comments_and_copies() -> None:
 
 
 def test_a_class_name_of_the_package_means_one_thing() -> None:
-    """But ``Options``: each command has its own."""
+    """Only ``Options`` stands in many files: each command has its own."""
     package = {path: text for path, text in SOURCES.items() if path.startswith("composer3d/")}
     assert set(house.class_names_in_many_files(package)) == {"Options"}
 

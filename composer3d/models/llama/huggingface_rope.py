@@ -13,7 +13,7 @@ from composer3d.models.llama.shape import RotaryShape
 from composer3d.models.rotary import RopeScaling, yarn_attention_factor
 from composer3d.models.untrusted import Requirements, is_number, is_size
 
-_LONGEST, _CONTEXT = "max_position_embeddings", "original_max_position_embeddings"
+LONGEST, _CONTEXT = "max_position_embeddings", "original_max_position_embeddings"
 
 # The fields of a shape, and their keys below rope_scaling or rope_parameters.
 STRETCH_KEYS = {
@@ -128,7 +128,7 @@ def _parse_context(
     context = values["rope_context"]
     if context is None and values["rope_scaling"] == "yarn":
         # transformers would infer the context of "llama3" as well, and warn that it is too long.
-        context = config.get(_LONGEST)
+        context = config.get(LONGEST)
     checks.require(is_size(context), f"{place}.{_CONTEXT}", context, "a positive integer")
     # The key may also be at the top level. If the two differ, transformers is not consistent: its
     # config uses one, and its model the other.
@@ -140,13 +140,13 @@ def _parse_context(
 
 def _parse_longest(config: Mapping[str, Any], checks: Requirements) -> Any:
     """Return the length up to which "dynamic" positions are not stretched."""
-    longest = config.get(_LONGEST)
+    longest = config.get(LONGEST)
     is_length = isinstance(longest, int) and is_size(longest) and longest <= MOST_TOKENS
     rule = f"a positive integer up to {MOST_TOKENS:_}, because the rope_type is dynamic"
-    checks.require(is_length, _LONGEST, longest, rule)
+    checks.require(is_length, LONGEST, longest, rule)
     # transformers does not read this key here. Other programs do.
     at_top = config.get(_CONTEXT, longest)
-    checks.require(at_top == longest, _CONTEXT, at_top, f"{_LONGEST} = {short_json(longest)}")
+    checks.require(at_top == longest, _CONTEXT, at_top, f"{LONGEST} = {short_json(longest)}")
     return longest
 
 
@@ -188,5 +188,5 @@ def rope_keys(shape: RotaryShape) -> dict[str, Any]:
             stretch.pop(key, None)
     keys["rope_scaling"] = {"rope_type": shape.rope_scaling, **stretch}
     if shape.most_tokens is not None:
-        keys[_LONGEST] = shape.most_tokens
+        keys[LONGEST] = shape.most_tokens
     return keys

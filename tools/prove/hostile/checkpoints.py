@@ -357,7 +357,7 @@ FOLDERS: dict[str, Change] = {
     for what, kind in (("link", secret), ("pipe", pipe))
     for name in (".metadata", "__0_0.distcp", "manifest.json")
 }
-# Beside the files that the manifest lists. Such a file is named, and not read.
+# These lie beside the files that the manifest lists. Such a file is named, and not read.
 UNLISTED: dict[str, Change] = {
     f"{what}-extra": replaced("extra", kind) for what, kind in (("link", secret), ("pipe", pipe))
 }
