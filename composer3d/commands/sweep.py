@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from composer3d.commands import registry, report
+from composer3d.commands import registry
 from composer3d.commands.arguments import argument, json_option, recipe_argument, set_option
 from composer3d.facts.errors import RecipeError, UserError
 from composer3d.facts.interrupts import signals_to_catch
@@ -121,6 +121,9 @@ def run(options: Options) -> int:
     with_metrics = [str(folder) for folder in folders if (folder / "metrics.jsonl").is_file()]
     answer: dict[str, Any] = {"runs": []}
     if with_metrics:
+        # The modules of report take time to import, which `--help` and `--print` do not need.
+        from composer3d.commands import report
+
         parsed = registry.parse(["report", "-o", str(out), "--", *with_metrics])
         written = report.write(parsed.options)
         answer = written.as_json()
