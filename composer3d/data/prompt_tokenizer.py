@@ -1,8 +1,9 @@
 """Turn prompts into tokens, and new tokens into text.
 
 A tokenizer.json works here as in transformers: it adds the token that begins a text, if it has
-one, and the name of a special token in a prompt is that token. ``prepare`` does neither. As there,
-the file runs in a process of its own.
+one, and the name of a special token in a prompt is that token. But what it puts after a text is
+left out, because a prompt goes on. ``prepare`` adds none of these to documents. As there, the file
+runs in a process of its own.
 """
 
 import contextlib

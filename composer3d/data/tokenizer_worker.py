@@ -14,7 +14,8 @@ Each request and each answer is a frame: its length in 8 bytes, little-endian, t
 - A further request may be b"e" and a batch of texts: their number and their lengths in bytes, all
   int64, then the texts in UTF-8. The answer is b"+", the number of tokens of each text (int64),
   and all tokens (uint32); or b"-" and the text of an error.
-- b"p" in place of b"e" adds the special tokens that the tokenizer adds to a text.
+- b"p" in place of b"e" adds the special tokens that the tokenizer puts before a text. Those that
+  it puts after a text are left out, because the text goes on.
 - b"c" in place of b"e" has conversations in place of texts: JSON objects. The answer is b"+", the
   number of tokens of each (int64), all tokens (uint32), a byte for each token, which is 1 in the
   turns of the assistant that are learned, and the special tokens that end such turns (uint32); or
@@ -65,6 +66,7 @@ def main() -> None:
 
     _limit(settings, "load", len(content))
     tokenizer = template = None
+    own_end = 0
     part = "tokenizer"
     try:
         if settings["chat"] is not None:
@@ -72,7 +74,8 @@ def main() -> None:
             template = _load_template(settings["chat"])
             part = "tokenizer"
         tokenizer = _load(content, special_as_text=settings["special_as_text"])
-        answer = _describe(tokenizer, settings["ends"], settings["begins"])
+        begin, own_end = _try(tokenizer)
+        answer = _describe(tokenizer, settings["ends"], settings["begins"]) | {"begin": begin}
     except BaseException as error:
         answer = {"error": _explain(error), "part": part}
     _write_frame(answers, json.dumps(answer).encode())
@@ -93,7 +96,10 @@ def main() -> None:
                 answer_bytes = _encode_chats(tokenizer, template, request[1:], settings)
             else:
                 adds_special = settings["adds_special_tokens"] or request[:1] == b"p"
-                answer_bytes = b"+" + _encode(tokenizer, request[1:], adds_special=adds_special)
+                left_out = own_end if adds_special else 0
+                answer_bytes = b"+" + _encode(
+                    tokenizer, request[1:], adds_special=adds_special, left_out=left_out
+                )
         except BaseException as error:
             number = struct.pack("<q", -1) if request[:1] == b"c" else b""
             answer_bytes = b"-" + number + _explain(error).encode(errors="replace")
@@ -118,10 +124,26 @@ def _load(content: bytes, *, special_as_text: bool) -> Any:
     return tokenizer
 
 
-def _describe(tokenizer: Any, ends: list[str | int], begins: list[str]) -> dict[str, Any]:
-    """Return facts about the vocabulary, and encode a short text.
+def _try(tokenizer: Any) -> tuple[list[int], int]:
+    """Encode a short text. A tokenizer that panics on its first one does so here.
 
-    A tokenizer that panics on its first text does so here, before the real texts.
+    Returns:
+        The tokens that the tokenizer puts before a text, and the number of those after it.
+    """
+    # The tokenizer need not know these characters. A panic is a BaseException, so it passes.
+    with contextlib.suppress(Exception):
+        tokenizer.encode_batch_fast([_SAMPLE], add_special_tokens=False)
+    # Special tokens are not always wanted, so a panic here must not refuse the tokenizer.
+    with contextlib.suppress(BaseException):
+        encoding = tokenizer.encode(_SAMPLE, add_special_tokens=True)
+        is_own = encoding.special_tokens_mask
+        if 0 in is_own:
+            return encoding.ids[: is_own.index(0)], is_own[::-1].index(0)
+    return [], 0
+
+
+def _describe(tokenizer: Any, ends: list[str | int], begins: list[str]) -> dict[str, Any]:
+    """Return facts about the vocabulary.
 
     Args:
         tokenizer: the tokenizer.
@@ -130,40 +152,31 @@ def _describe(tokenizer: Any, ends: list[str | int], begins: list[str]) -> dict[
 
     Returns:
         ``vocab``, the largest token plus 1; ``ends``, the name and the number of each of ``ends``
-        that the vocabulary has; ``begins``, the numbers of those of ``begins``; and ``begin``, the
-        tokens that the tokenizer puts before a text.
+        that the vocabulary has; and ``begins``, the numbers of those of ``begins``.
     """
     tokens: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     names = {number: name for name, number in tokens.items()}
     wanted = [names.get(end) if isinstance(end, int) else end for end in ends]
     # The largest token counts, not the number of tokens, because there may be gaps.
     largest = max(tokens.values(), default=-1)
-    # The tokenizer need not know these characters. A panic is a BaseException, so it passes.
-    with contextlib.suppress(Exception):
-        tokenizer.encode_batch_fast([_SAMPLE], add_special_tokens=False)
-    begin: list[int] = []
-    # Special tokens are not always wanted, so a panic here must not refuse the tokenizer.
-    with contextlib.suppress(BaseException):
-        encoding = tokenizer.encode(_SAMPLE, add_special_tokens=True)
-        is_own = encoding.special_tokens_mask
-        begin = encoding.ids[: is_own.index(0)] if 0 in is_own else []
     return {
         "vocab": largest + 1,
         "ends": [[name, tokens[name]] for name in wanted if name in tokens],
         "begins": [tokens[name] for name in begins if name in tokens],
-        "begin": begin,
     }
 
 
-def _encode(tokenizer: Any, batch: bytes, *, adds_special: bool) -> bytes:
+def _encode(tokenizer: Any, batch: bytes, *, adds_special: bool, left_out: int) -> bytes:
     """Encode a batch of texts. The docstring of the module gives the format of both.
 
-    With ``adds_special``, each text gets the special tokens that the tokenizer adds.
+    With ``adds_special``, each text gets the special tokens that the tokenizer adds, without the
+    last ``left_out``.
     """
     texts = _unpack(batch)
     counts, tokens = [], array.array("I")
     for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=adds_special):
         ids = encoding.ids
+        ids = ids[: len(ids) - left_out]
         counts.append(len(ids))
         tokens.extend(ids)
     if sys.byteorder == "big":

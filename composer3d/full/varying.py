@@ -15,8 +15,7 @@ and efsdp, which are not axes of other parameters.
 
 Limits: if a rank takes its own part of a tensor by its rank number, the result varies but passes as
 the same. A value that is the same passes as varying if it shares its memory, or an operator's list
-of tensors, with one that varies. A received tensor counts as read if an empty one is made of its
-size.
+of tensors, with one that varies.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,7 +70,8 @@ class _Access(NamedTuple):
         writes_named: the names of keyword arguments that it writes to.
         overwrites: whether it does not read what it writes to.
         is_view: whether it only makes tensors that share the memory of an argument.
-        is_constant: whether it makes a constant tensor, and reads only the size of its argument.
+        is_constant: whether it makes a constant or an empty tensor, and reads only the size of its
+            argument.
     """
 
     writes: tuple[int, ...]
@@ -190,8 +190,13 @@ class Follower:
 
 # Operators that do not read what they write to.
 _OVERWRITERS = frozenset(("copy_", "_foreach_copy_", "fill_", "zero_"))
+# Operators that read only the size of their argument. What is written to an empty tensor later
+# decides how that varies.
 _CONSTANTS = frozenset(
-    ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+    (
+        *("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"),
+        *("empty_like", "new_empty", "new_empty_strided"),
+    )
 )
 
 

@@ -64,6 +64,21 @@ def test_a_prompt_begins_once(tokenizer: PromptTokenizer, coder: Tokenizer) -> N
     assert tokenizer.repeated == before + 3
 
 
+def test_a_prompt_does_not_end(coder: Tokenizer) -> None:
+    """A tokenizer may put a token after each text, but what is generated goes on with a prompt."""
+    pad, end = coder.token_to_id("<pad>"), coder.token_to_id(END)
+    ending = Tokenizer.from_str(coder.to_str())
+    ending.post_processor = processors.TemplateProcessing(
+        single=f"<pad> $A {END} <pad>", special_tokens=[("<pad>", pad), (END, end)]
+    )
+    assert ending.encode("").ids == [pad, end, pad]
+    opened = make_prompt_tokenizer("t", ending.to_str().encode())
+    # A token at the end of the text itself stays.
+    texts = [*TEXTS, f"a{END}"]
+    assert opened.encode(texts) == [coder.encode(text).ids for text in texts]
+    opened.close()
+
+
 def test_special_tokens_can_be_left_out(bpe: Path, coder: Tokenizer, tmp_path: Path) -> None:
     coder.save(str(tmp_path / "t.json"))
     opened = open_prompt_tokenizer(str(tmp_path / "t.json"), adds_special_tokens=False)

@@ -75,6 +75,7 @@ def test_what_is_computed_from_values_that_vary_varies(follower: Follower) -> No
     assert varying(_run(follower, F.add.Tensor, over_tp, over_data)) == {TP, LOW}
     assert varying(_run(follower, F.mul.Tensor, same, 2.0)) == SAME
     assert varying(_run(follower, F.zeros_like.default, over_tp)) == SAME
+    assert varying(_run(follower, F.empty_like.default, over_tp)) == SAME
     # ``to`` may make a view or a copy.
     assert varying(_run(follower, F.to.dtype, over_tp, torch.float64)) == {TP}
     assert varying(_run(follower, F.to.dtype, over_tp, torch.float32)) == {TP}
@@ -109,7 +110,10 @@ def test_collectives_make_values_the_same_or_let_them_vary(follower: Follower) -
     ]
     arrived = torch.zeros(4)
     _send(follower, "all_gather", "tp", arrived, torch.zeros(2))
+    # Neither a view nor an empty tensor of the same size is made of the values that arrived.
     _run(follower, F.view.default, arrived, [2, 2])
+    _run(follower, F.empty_like.default, arrived)
+    _run(follower, F.new_empty.default, arrived, [2, 2])
     assert len(follower.unread) == 6
     _run(follower, F.neg.default, arrived)
     assert len(follower.unread) == 5
