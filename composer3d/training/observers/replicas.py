@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Iterator, Sequence
+from enum import Enum, auto
 
 import torch
 
@@ -27,6 +28,26 @@ _LOSS = "loss"
 
 # Ranks that a line lists at most.
 _MOST_LISTED = 8
+
+
+class Repeats(Enum):
+    """What healthy replicas compute with the same bits from the same micro-batch."""
+
+    NOTHING = auto()
+    FORWARD = auto()
+    ALL = auto()
+
+
+def what_repeats(device: str, *, is_deterministic: bool, tp: int) -> Repeats:
+    """Return what replicas on devices of the type ``device`` compute with the same bits.
+
+    By default, the backward of attention on a GPU adds in another order each time. Sums over tp
+    may be made in the switch (NVLS), in an order that differs between groups of tp, and even
+    between calls (NCCL issues 1497 and 2360). A sum of two terms has no order.
+    """
+    if device == "cpu" or is_deterministic:
+        return Repeats.ALL
+    return Repeats.FORWARD if tp <= 2 else Repeats.NOTHING
 
 
 class ReplicaCheck(Observer):
@@ -55,8 +76,9 @@ class ReplicaCheck(Observer):
         self._sizes = recipe.mesh
         self._stages, self._optimizer = stages, optimizer
         self._loader = make_common_loader(recipe, stages.mesh, corpus)
-        # On a GPU, the backward of attention adds in another order each time by default.
-        self._has_same_backward = stages.mesh.device.type == "cpu" or recipe.run.deterministic
+        self._repeats = what_repeats(
+            stages.mesh.device.type, is_deterministic=recipe.run.deterministic, tp=recipe.mesh.tp
+        )
         # The last step before the first disagreement. Ranks that agree again later prove nothing:
         # a machine may lie only now and then, and a checkpoint of wrong weights is one for all.
         self._agreed_step: int | None = None
@@ -83,8 +105,8 @@ class ReplicaCheck(Observer):
             On rank 0, a report if ranks differ.
 
         Collectives: those of ``see_local_gradients``, or of ``Stages.evaluate`` if
-        gradients are not the same bits on all replicas; and one ``gather_objects``. On a GPU, the
-        host waits.
+        gradients are not the same bits on all replicas, or none if the loss is not either; and one
+        ``gather_objects``. On a GPU, the host waits.
         """
         mesh = self._stages.mesh
         digests = state_digests(
@@ -112,6 +134,8 @@ class ReplicaCheck(Observer):
         return Report(lines, {"corrupt_rank": certain[0]} if certain else {})
 
     def _digests_of_micro_batch(self, step: int) -> list[Digest]:
+        if self._repeats is Repeats.NOTHING:
+            return []
         mesh = self._stages.mesh
         batch = self._loader[step]
         inputs = move_to_device(self._stages, batch)
@@ -126,7 +150,7 @@ class ReplicaCheck(Observer):
         # A model of one's own may draw random numbers.
         with torch.random.fork_rng(devices, device_type=mesh.device.type):
             torch.manual_seed(step)
-            if self._has_same_backward:
+            if self._repeats is Repeats.ALL:
                 loss = see_local_gradients(self._stages, *inputs[:5], see=gradients.add)
             else:
                 loss = self._stages.evaluate(*inputs[:4])
@@ -142,12 +166,17 @@ class ReplicaCheck(Observer):
                 "no two ranks hold the same parameters, so only what they compute with them is "
                 "compared"
             )
-        if not can_disagree(of_ranks, _LOSS):
+        if self._repeats is Repeats.NOTHING:
+            yield (
+                "no arithmetic is compared: with mesh.tp > 2, each group of tp may add in another "
+                "order on GPUs without run.deterministic = true"
+            )
+        elif not can_disagree(of_ranks, _LOSS):
             yield (
                 "all data-parallel ranks share experts (mesh.ep), so no two of them compute the "
                 "same, and no arithmetic is compared"
             )
-        elif not self._has_same_backward:
+        elif self._repeats is Repeats.FORWARD:
             yield (
                 "backward is not compared: its bits differ from call to call on a GPU without "
                 "run.deterministic = true"

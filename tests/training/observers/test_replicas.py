@@ -17,7 +17,7 @@ from composer3d.training import loop
 from composer3d.training.build import Run
 from composer3d.training.observers import replicas as replicas_of_training
 from composer3d.training.observers.observer import StepResult
-from composer3d.training.observers.replicas import ReplicaCheck
+from composer3d.training.observers.replicas import Repeats, ReplicaCheck, what_repeats
 from tests.long import some_of
 from tests.training.jobs import RECIPE, Listener, built_run
 
@@ -59,7 +59,7 @@ def train_and_flip(
         if kind == "forward alone":
             replicas = run.observers.find(ReplicaCheck)
             assert replicas is not None
-            replicas._has_same_backward = False
+            replicas._repeats = Repeats.FORWARD
         has_fault = int(os.environ["RANK"]) == rank
 
         class Saboteur(Listener):
@@ -259,11 +259,11 @@ def test_healthy_ranks_agree_and_train_the_same_bits(
             assert torch.equal(tensor.view(torch.uint8), other["shards"][name].view(torch.uint8))
 
 
-def check_of(*, has_same_backward: bool = True) -> ReplicaCheck:
+def check_of(*, repeats: Repeats = Repeats.ALL) -> ReplicaCheck:
     """A check of 3 data-parallel ranks, without their model."""
     check = object.__new__(ReplicaCheck)
     check._sizes = MeshTable(pp=2, dp_shard=3)
-    check._has_same_backward = has_same_backward
+    check._repeats = repeats
     return check
 
 
@@ -290,24 +290,40 @@ def test_only_what_can_have_caused_the_rest_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("digests", "has_same_backward", "lines"),
+    ("digests", "repeats", "lines"),
     [
-        ([("parameters", 0), ("loss", 0)], True, []),
-        ([("loss", 0)], True, ["no two ranks hold the same parameters"]),
-        ([("parameters", 0), ("loss", 0)], False, ["backward is not compared"]),
-        ([("parameters", 0), ("loss", None)], True, ["all data-parallel ranks share experts"]),
+        ([("parameters", 0), ("loss", 0)], Repeats.ALL, []),
+        ([("loss", 0)], Repeats.ALL, ["no two ranks hold the same parameters"]),
+        ([("parameters", 0), ("loss", 0)], Repeats.FORWARD, ["backward is not compared"]),
+        ([("parameters", 0)], Repeats.NOTHING, ["no arithmetic is compared: with mesh.tp > 2"]),
+        (
+            [("parameters", 0), ("loss", None)],
+            Repeats.ALL,
+            ["all data-parallel ranks share experts"],
+        ),
     ],
 )
 def test_the_log_says_what_is_not_compared(
-    digests: list[tuple[str, int | None]], has_same_backward: bool, lines: list[str]
+    digests: list[tuple[str, int | None]], repeats: Repeats, lines: list[str]
 ) -> None:
     of_ranks = [
         [Digest(what, (("ep", rank if part is None else part),), (0,)) for what, part in digests]
         for rank in range(2)
     ]
-    said = list(check_of(has_same_backward=has_same_backward)._omissions(of_ranks))
+    said = list(check_of(repeats=repeats)._omissions(of_ranks))
     assert len(said) == len(lines)
     assert all(map(str.startswith, said, lines))
+
+
+def test_gpus_compute_the_same_bits_less_often_than_cpus() -> None:
+    def on_gpu(tp: int, *, is_deterministic: bool = False) -> Repeats:
+        return what_repeats("cuda", is_deterministic=is_deterministic, tp=tp)
+
+    assert what_repeats("cpu", is_deterministic=False, tp=4) is Repeats.ALL
+    assert on_gpu(4, is_deterministic=True) is Repeats.ALL
+    assert [on_gpu(tp) for tp in (1, 2, 4)] == [Repeats.FORWARD, Repeats.FORWARD, Repeats.NOTHING]
+    # Nothing is computed then, so nothing of a model is needed.
+    assert check_of(repeats=Repeats.NOTHING)._digests_of_micro_batch(1) == []
 
 
 def test_ranks_that_agree_again_do_not_make_later_checkpoints_good(
