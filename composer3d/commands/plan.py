@@ -27,8 +27,8 @@ from composer3d.facts import hardware
 from composer3d.facts.calibration import MOST_OBSERVATIONS, Observation, toml_of
 from composer3d.facts.errors import DeviceError, UserError
 from composer3d.facts.text import gib_form, one_line
-from composer3d.models.registry import is_ours
 from composer3d.planner.calibrate import observe, problem_of
+from composer3d.planner.caveats import caveats
 from composer3d.planner.compare import MEMORY_KINDS
 from composer3d.planner.goodput import RESTART_S, STORAGE_BYTES_S
 from composer3d.planner.intervals import Interval
@@ -54,22 +54,6 @@ _MOST_TOKENS_S = 1e15
 # as close to the best for any --top.
 _TOP = 10
 _SCALING = (8, 64, 512, 2048)
-_OWN_ARCHITECTURE = (
-    "The architecture is your own: parameters and messages are those of your model; activations "
-    "and the time of products are those of a Llama of the same sizes."
-)
-_FROZEN = (
-    "optim.train: gradients and the state of the optimizer are those of what it trains; "
-    "activations and time are those of training all parameters, so they are upper bounds."
-)
-_PACKED = (
-    'data.packing = "{packing}": times, tokens/s and MFU are those of attention over whole '
-    "samples; a run computes it within documents, so it is faster, and its MFU counts fewer FLOPs."
-)
-_NOT_FITTED = (
-    "{name}: few or no training runs on it were among those that the planner was fitted to (nearly "
-    "all on A100, A800, H100 and H200), so its times are less sure."
-)
 _NEEDED = "needed: the sum of the columns before it, which decides whether the recipe fits"
 _NOT_COUNTED = """
 CUDA: the least that its context takes
@@ -194,20 +178,17 @@ def run(options: Options) -> int:
             f"--memory prices the recipe as it is, on {resolved.recipe.world_size:,} devices; for "
             f"--gpus {options.gpus}, change its mesh with --set"
         )
-    if not is_ours(resolved.recipe.model.architecture) and not options.as_json:
-        print(_OWN_ARCHITECTURE)
-    elif resolved.recipe.optim.train is not None and not options.as_json:
-        print(_FROZEN)
-    packing = resolved.recipe.data.packing
-    if packing != "none" and not options.as_json and (question is not None or not options.memory):
-        print(_PACKED.format(packing=packing))
     calibrated = None
     if options.calibrate is not None:
         device, calibrated = _calibrated(resolved.recipe, device, options)
-    if not device.hardware.is_fitted and not options.as_json and not options.memory:
-        print(_NOT_FITTED.format(name=device.hardware.name))
+    has_times = question is not None or not options.memory
+    less_sure = caveats(resolved.recipe, device.hardware, has_times=has_times)
+    if not options.as_json:
+        for sentence in less_sure:
+            print(sentence)
     if options.memory:
-        return _memory(resolved.recipe, device, question, as_json=options.as_json)
+        in_json = {"caveats": less_sure} if options.as_json else None
+        return _memory(resolved.recipe, device, question, in_json)
 
     count = options.gpus or resolved.recipe.world_size
     other = None
@@ -233,6 +214,7 @@ def run(options: Options) -> int:
         "gpus": count,
         "gpu": device.hardware.name,
         "gpu_is_fitted": device.hardware.is_fitted,
+        "caveats": less_sure,
         "legal": found.legal,
         "fitting": found.fitting,
         "fitting_by_keys": found.by_keys,
@@ -540,16 +522,21 @@ def scale_line(point: ScalePoint) -> str:
     )
 
 
-def _memory(recipe: Recipe, device: Device, question: Question | None, *, as_json: bool) -> int:
-    """Print whether the recipe fits as it is, by kind and pipeline rank."""
+def _memory(
+    recipe: Recipe, device: Device, question: Question | None, in_json: dict[str, Any] | None
+) -> int:
+    """Print whether the recipe fits as it is, by kind and pipeline rank.
+
+    ``in_json`` is what the JSON has besides; None: words are printed.
+    """
     plan = price(recipe, device)
     prediction = plan.prediction
     ranks = [
         {kind: getattr(rank, kind) / GIB for kind in _ALL_MEMORY_KINDS}
         for rank in prediction.memory
     ]
-    if as_json:
-        answer = {
+    if in_json is not None:
+        answer = in_json | {
             "fits": prediction.fits,
             "largest_rank": prediction.largest_rank,
             "memory_gib": device.hardware.memory_gib,

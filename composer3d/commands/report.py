@@ -22,6 +22,7 @@ from composer3d.facts.tags import COUNTED_TOKENS
 from composer3d.facts.text import one_line, printable
 from composer3d.models.registry import architecture
 from composer3d.planner.calibrate import problem_of
+from composer3d.planner.caveats import caveats
 from composer3d.planner.memory import GIB
 from composer3d.planner.search import Device, price
 from composer3d.recipe.changes import shown, values_of
@@ -214,6 +215,7 @@ def _as_json(subject: Subject) -> dict[str, Any]:
         "tokens_per_s": subject.run.tokens_per_s,
         "predicted_tokens_per_s": forecast.tokens_per_s,
         "predicted_tokens_per_s_80": forecast.tokens_80,
+        "caveats": list(forecast.caveats),
         "problems": subject.run.problems,
     }
 
@@ -271,6 +273,7 @@ def _forecast(run: RunFolder, device: hardware.Hardware | None, per_node: int) -
     # On a CPU, the metrics have the memory of the whole process, and the planner that of tensors.
     predicts_memory = run.device not in (None, "cpu")
     peak_gib = max(rank.allocated_bytes for rank in found.memory) / GIB
+    less_sure = caveats(run.recipe, row)
     return Forecast(
         tokens_per_s=found.tokens_s * run.recipe.world_size,
         memory_gib=peak_gib if predicts_memory else None,
@@ -278,6 +281,7 @@ def _forecast(run: RunFolder, device: hardware.Hardware | None, per_node: int) -
         memory_80=found.memory_interval(peak_gib),
         note=f"Predicted as composer3d plan does, for {row.name}. What was measured is the median "
         "over the logged steps with this recipe and this device.",
+        caveats=less_sure,
         offer=_offer(run, row if device is None else None),
     )
 

@@ -20,8 +20,11 @@ from typing import Any, NamedTuple
 from composer3d.commands import registry
 from composer3d.commands.arguments import argument, json_option, recipe_argument, set_option
 from composer3d.facts.errors import RecipeError, UserError
+from composer3d.facts.files import MIB, read_plain
 from composer3d.facts.interrupts import signals_to_catch
+from composer3d.facts.step_folders import list_steps
 from composer3d.facts.text import one_line
+from composer3d.recipe.changes import changes
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.report.page import MOST_RUNS, page_path
@@ -29,6 +32,18 @@ from composer3d.runtime import environment
 from composer3d.runtime.files import require_replaceable
 
 _NAME = "run.name"
+
+# The keys on which the results of a run depend, by more than rounding. ``run.steps`` is not one: a
+# sweep may go on for more steps.
+_DECISIVE = (
+    "model.",
+    "data.",
+    "optim.",
+    "precision.",
+    "validation.",
+    "run.seed",
+    "checkpoint.init",
+)
 
 EXAMPLES = (
     "composer3d sweep quickstart --set optim.lr=1e-3,2e-3,4e-3",
@@ -88,7 +103,8 @@ def run(options: Options) -> int:
 
     Raises:
         UserError: this is a rank under torchrun, there are no several values, or too many for a
-            report; a recipe cannot be used, or the report cannot be written. No run has begun then.
+            report; a recipe cannot be used, or the report cannot be written; or a run of the same
+            name has checkpoints of other settings. No run has begun then.
     """
     if environment.is_rank():
         raise UserError(
@@ -102,6 +118,7 @@ def run(options: Options) -> int:
         return 0
 
     out = _report_path(options.out, trials[0])
+    _refuse_other_settings(trials)
     failed = []
     for number, trial in enumerate(trials, 1):
         name = trial.recipe.run.name
@@ -132,6 +149,31 @@ def run(options: Options) -> int:
     if options.as_json:
         print(json.dumps(answer | {"ok": not failed, "failed": failed}))
     return 1 if failed else 0
+
+
+def _refuse_other_settings(trials: Sequence[Trial]) -> None:
+    """Raise UserError if a run has checkpoints that were made with other settings.
+
+    A run is called after the values that vary. With another value of another key, it would go on
+    from these checkpoints, or be finished already, and the report would show results of the old
+    value as if they were those of the new one.
+    """
+    for trial in trials:
+        folder = trial.recipe.run.folder
+        try:
+            text = read_plain(folder / "recipe.toml", limit=MIB, follow_links=False).decode()
+            differences = changes(text, trial.recipe)
+            has_checkpoints = bool(list_steps(trial.recipe.checkpoint_folder))
+        except (OSError, ValueError, UserError):
+            continue  # the run begins anew, or reports the problem itself
+        decisive = [change for change in differences if change.key.startswith(_DECISIVE)]
+        if has_checkpoints and decisive:
+            key, then, now = decisive[0]
+            more = f" ({len(decisive) - 1} more differ)" if len(decisive) > 1 else ""
+            raise UserError(
+                f"{one_line(folder)} has checkpoints of a run with {key} = {then}, and this sweep "
+                f"has {now}{more}: give the sweep another run.name, or remove that folder"
+            )
 
 
 def _report_path(out: str | None, trial: Trial) -> Path:

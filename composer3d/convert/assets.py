@@ -15,11 +15,17 @@ from typing import Any
 from composer3d.checkpoint import manifest as manifests
 from composer3d.checkpoint.manifest import ASSETS
 from composer3d.convert.carried import read_carried_files
-from composer3d.facts.errors import CheckpointError
+from composer3d.data.chat_settings import make_chat_settings
+from composer3d.facts.errors import CheckpointError, DataError
 from composer3d.facts.files import parse_json
 from composer3d.facts.model_files import is_of_tokenizer
 from composer3d.facts.remote import Place, RemotePath, local_copy
-from composer3d.facts.token_manifest import TOKENIZER, read_manifest
+from composer3d.facts.token_manifest import (
+    TOKENIZER,
+    TokenManifest,
+    digest_of,
+    read_manifest,
+)
 from composer3d.facts.tokenizer_file import is_same, token_names
 from composer3d.models import hub, registry
 from composer3d.models.shape import DecoderShape
@@ -78,6 +84,8 @@ def make_assets(
         config = {key: value for key, value in config.items() if key not in ids}
         generation = {}
 
+    token_files = _read_token_manifests(recipe)
+    _say_other_template(files, token_files)
     special = _SpecialTokens(_parse(files.get(TOKENIZER)), recipe.model, end_of_document)
     longest = _longest_sequence(recipe, config)
     config |= {
@@ -90,7 +98,7 @@ def make_assets(
     }
     generation |= {
         "bos_token_id": _int_or(generation.get("bos_token_id"), config["bos_token_id"]),
-        "eos_token_id": special.stops(generation or config, _read_turn_ends(recipe)),
+        "eos_token_id": special.stops(generation or config, _turn_ends(token_files)),
         "pad_token_id": _int_or(generation.get("pad_token_id"), config["pad_token_id"]),
     }
     if generation["pad_token_id"] is None:
@@ -122,6 +130,24 @@ def _say_left_out(files: Mapping[str, bytes], ids: Sequence[str]) -> None:
         log.get().warning(
             "the data has another tokenizer than the model's files: checkpoints carry that of the "
             f"data; left out of the model's files: {', '.join(left_out)}"
+        )
+
+
+def _say_other_template(files: Mapping[str, bytes], token_files: Sequence[TokenManifest]) -> None:
+    """Warn if the conversations of the data were rendered with another template than the model's.
+
+    Without a template among the model's files, ``generate --chat`` asks for one.
+    """
+    rendered = {manifest.template_digest for manifest in token_files} - {None}
+    try:
+        chat = make_chat_settings(files, Path(), place="", way_out="")
+    except DataError:
+        return
+    if rendered and rendered != {digest_of(chat.template.encode())}:
+        log.get().warning(
+            "the conversations of the data were rendered with another chat template than that of "
+            "the model's files, which checkpoints carry and generate --chat uses: give generate a "
+            "folder with the template of the data by --tokenizer"
         )
 
 
@@ -198,11 +224,16 @@ def _read_carried(folder: Path, listed: Collection[str] | None = None) -> dict[s
     return files
 
 
-def _read_turn_ends(recipe: Recipe) -> list[int]:
-    """Return the tokens that end learned turns of conversations in the training data."""
+def _read_token_manifests(recipe: Recipe) -> list[TokenManifest]:
+    """Return the manifests of the training data; none if it is no token files."""
     if recipe.data.source != "tokens":
         return []
-    return sorted({end for path in recipe.data.paths for end in read_manifest(path).turn_ends})
+    return [read_manifest(path) for path in recipe.data.paths]
+
+
+def _turn_ends(token_files: Sequence[TokenManifest]) -> list[int]:
+    """Return the tokens that end learned turns of conversations in the training data."""
+    return sorted({end for manifest in token_files for end in manifest.turn_ends})
 
 
 def _longest_sequence(recipe: Recipe, config: _Json) -> int:

@@ -100,19 +100,19 @@ def read_pair(entry: dict[str, Any], prompt: str, answer: str, place: str) -> Pa
     texts = [entry.get(prompt), entry.get(answer)]
     if _is_alpaca(entry) and (prompt, answer) != ("instruction", "output") and None in texts:
         instruction, context, output = _read_alpaca(entry, place)
-        for key in ("system", "history"):
-            if entry.get(key):
-                _refuse(place, f"it has {short_json(key)}, which only --kind chat reads; use it")
+        _refuse_chat_of_alpaca(entry, place)
         prompt_text = f"{_ALPACA_INTRODUCTION}{_ALPACA_CONTEXT if context else ''}{_ALPACA_REQUEST}"
         prompt_text += f"### Instruction:\n{instruction}\n\n"
         prompt_text += f"### Input:\n{context}\n\n### Response:" if context else "### Response:"
         texts = [prompt_text, output]
-    elif _is_alpaca(entry) and prompt == "instruction" and entry.get("input"):
-        _refuse(
-            place,
-            'it has an "input" beside the prompt; leave --prompt-field and --answer-field out to '
-            "read it as Alpaca's, or join the two",
-        )
+    elif _is_alpaca(entry) and prompt == "instruction":
+        _refuse_chat_of_alpaca(entry, place)
+        if entry.get("input"):
+            _refuse(
+                place,
+                'it has an "input" beside the prompt; leave --prompt-field and --answer-field out '
+                "to read it as Alpaca's, or join the two",
+            )
     if not all(isinstance(text, str) for text in texts):
         wanted = f'{{"{one_line(prompt)}": "...", "{one_line(answer)}": "..."}}'
         problem = (
@@ -122,6 +122,13 @@ def read_pair(entry: dict[str, Any], prompt: str, answer: str, place: str) -> Pa
     _refuse_media(entry, place, (prompt, answer))
     learned = _is_learned(entry, place, "it", own=(prompt, answer), is_line=True)
     return Pair(str(texts[0]), str(texts[1]), learned is not False)
+
+
+def _refuse_chat_of_alpaca(entry: dict[str, Any], place: str) -> None:
+    """Raise DataError if a line of Alpaca has other messages beside its prompt and its answer."""
+    for key in ("system", "history"):
+        if entry.get(key):
+            _refuse(place, f"it has {short_json(key)}, which only --kind chat reads; use it")
 
 
 def read_conversation(entry: dict[str, Any], key: str, place: str) -> Conversation:

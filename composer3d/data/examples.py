@@ -225,6 +225,7 @@ class _ChatTokenizer(FileTokenizer):
         self, name: str, content: bytes, ends: Sequence[str | int], chat: ChatSettings
     ) -> None:
         super().__init__(name, content, ends, chat)
+        self.template = chat.template
         # A key without a value is left out: an interrupted prepare that had no such key goes on.
         self.settings = {key: value for key, value in chat._asdict().items() if value is not None}
         with contextlib.ExitStack() as on_error:

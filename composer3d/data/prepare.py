@@ -336,6 +336,8 @@ class _Work:
                 "digest": None if content is None else digest_of(content),
             },
         }
+        if tokenizer.template is not None:
+            facts["chat_template"] = digest_of(tokenizer.template.encode())
         resumed_bytes = unfinished.last.source_bytes
         with contextlib.closing(TokenizerPool(tokenizer, self.processes)) as pool:
             self._write_pieces(unfinished, pool, longest=tokenizer.longest)

@@ -107,6 +107,7 @@ class Tokenizer:
         end: the token after each document, which occurs in no text.
         dtype: the dtype of the tokens: little-endian uint16 if every token fits, else uint32.
         content: the content of the tokenizer.json; None for bytes.
+        template: the chat template that renders its documents; None if they are no conversations.
         longest: the size of the largest document that is accepted, in bytes.
     """
 
@@ -115,6 +116,7 @@ class Tokenizer:
     end = END_OF_DOCUMENT
     dtype: np.dtype[Any] = np.dtype("<u2")
     content: bytes | None = None
+    template: str | None = None
     longest = LONGEST_TEXT
 
     def encode(self, documents: Sequence[Document]) -> Encoded:

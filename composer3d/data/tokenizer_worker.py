@@ -35,6 +35,7 @@ import array
 import bisect
 import contextlib
 import importlib.util
+import itertools
 import json
 import resource
 import signal
@@ -46,6 +47,7 @@ from typing import Any, BinaryIO, Literal
 
 _LONGEST_WORD = 256  # bytes of a word that a tokenizer is trained on
 _SAMPLE = "a b\n1é"  # a text to try a tokenizer with
+_MOST_SAMPLES = 1000  # tokens that are tried as texts, until one of them has a token
 
 
 def main() -> None:
@@ -74,7 +76,11 @@ def main() -> None:
             template = _load_template(settings["chat"])
             part = "tokenizer"
         tokenizer = _load(content, special_as_text=settings["special_as_text"])
-        begin, own_end = _try(tokenizer)
+        # A tokenizer that panics on its first text does so here, before the real texts.
+        # It need not know these characters. A panic is a BaseException, so it passes.
+        with contextlib.suppress(Exception):
+            tokenizer.encode_batch_fast([_SAMPLE], add_special_tokens=False)
+        begin, own_end = _own_tokens(tokenizer)
         answer = _describe(tokenizer, settings["ends"], settings["begins"]) | {"begin": begin}
     except BaseException as error:
         answer = {"error": _explain(error), "part": part}
@@ -124,21 +130,20 @@ def _load(content: bytes, *, special_as_text: bool) -> Any:
     return tokenizer
 
 
-def _try(tokenizer: Any) -> tuple[list[int], int]:
-    """Encode a short text. A tokenizer that panics on its first one does so here.
+def _own_tokens(tokenizer: Any) -> tuple[list[int], int]:
+    """Return the tokens that the tokenizer puts before a text, and the number of those after it.
 
-    Returns:
-        The tokens that the tokenizer puts before a text, and the number of those after it.
+    In an empty text, the two could not be told apart. So the first text counts that has a token.
     """
-    # The tokenizer need not know these characters. A panic is a BaseException, so it passes.
-    with contextlib.suppress(Exception):
-        tokenizer.encode_batch_fast([_SAMPLE], add_special_tokens=False)
+    tokens = range(min(tokenizer.get_vocab_size(with_added_tokens=True), _MOST_SAMPLES))
     # Special tokens are not always wanted, so a panic here must not refuse the tokenizer.
     with contextlib.suppress(BaseException):
-        encoding = tokenizer.encode(_SAMPLE, add_special_tokens=True)
-        is_own = encoding.special_tokens_mask
-        if 0 in is_own:
-            return encoding.ids[: is_own.index(0)], is_own[::-1].index(0)
+        for text in itertools.chain([_SAMPLE], (tokenizer.decode([token]) for token in tokens)):
+            with contextlib.suppress(Exception):
+                encoding = tokenizer.encode(text, add_special_tokens=True)
+                is_own = encoding.special_tokens_mask
+                if 0 in is_own:
+                    return encoding.ids[: is_own.index(0)], is_own[::-1].index(0)
     return [], 0
 
 

@@ -334,7 +334,7 @@ def write_manifest(
             with its ``name`` and its ``digest`` (None for bytes); and in a folder of several
             shards, ``shards``: a list with the ``tokens`` and ``documents`` of each. In a folder
             with masks, ``learned``, the number of tokens that are learned, and ``shards``. It may
-            have ``content`` and ``turn_ends``, as ``token_manifest`` reads them.
+            have ``content``, ``turn_ends`` and ``chat_template``, as ``token_manifest`` reads them.
         files: the ``bytes`` and ``digests`` of each file, which must be on the disk. None: all
             files of the folder are read for their digests, and synced to the disk.
 

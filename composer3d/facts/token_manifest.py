@@ -32,8 +32,9 @@ FORMAT = "composer3d tokens"
 # Version 1 is a folder of one shard, with the files tokens.bin and documents.bin. Version 2 has an
 # index of shards, whose files are numbered. Version 3 is version 2 with a mask for each shard.
 # Folders of an older composer3d lack ``content``, and only those of conversations have
-# ``turn_ends``.
+# ``turn_ends`` and ``chat_template``.
 VERSION, SHARDS_VERSION, MASK_VERSION = 1, 2, 3
+_OPTIONAL = ("content", "turn_ends", "chat_template")
 MOST_SHARDS = 100_000
 
 # Each chunk of a file has a digest, so that the ranks of a node can share the check of a file. The
@@ -102,6 +103,8 @@ class TokenManifest:
         content: the digest of the documents and of their masks, whatever shards they are in. None:
             an older composer3d made the folder, or its files were changed since.
         turn_ends: the tokens that end learned turns of conversations, ascending.
+        template_digest: the digest of the chat template that rendered conversations; None: there
+            are none, or an older composer3d made the folder.
         tokenizer_name: the name of the tokenizer's file, for people.
         tokenizer_digest: the digest of that file, or None if the tokens are bytes.
         shards: the shards, in the order of their tokens.
@@ -118,6 +121,7 @@ class TokenManifest:
     end_of_document: int
     content: str | None
     turn_ends: tuple[int, ...]
+    template_digest: str | None
     tokenizer_name: str
     tokenizer_digest: str | None
     shards: tuple[Shard, ...]
@@ -400,7 +404,7 @@ def _parse(folder: Place, document: Any) -> TokenManifest:
         *(("shards",) if version != VERSION else ()),
         *(("learned",) if has_mask else ()),
     )
-    optional = tuple(key for key in ("content", "turn_ends") if key in facts)
+    optional = tuple(key for key in _OPTIONAL if key in facts)
     _object(document, "it", (*keys, *optional), exact=True)
     if facts["format"] != FORMAT:
         raise ValueError(f"its format is {short_json(facts['format'])}, not {short_json(FORMAT)}")
@@ -426,6 +430,8 @@ def _parse(folder: Place, document: Any) -> TokenManifest:
         raise ValueError("turn_ends must be a list of tokens below vocab")
     if turn_ends != sorted(set(turn_ends)):
         raise ValueError("turn_ends must ascend")
+    if "chat_template" in facts:
+        _digest(facts["chat_template"], "chat_template")
 
     tokenizer = _object(facts["tokenizer"], "tokenizer", ("name", "digest"), exact=True)
     if type(tokenizer["name"]) is not str:
@@ -461,6 +467,7 @@ def _parse(folder: Place, document: Any) -> TokenManifest:
         end_of_document=end_of_document,
         content=None if content is None else content["digest"],
         turn_ends=tuple(turn_ends),
+        template_digest=facts.get("chat_template"),
         tokenizer_name=tokenizer["name"],
         tokenizer_digest=tokenizer["digest"],
         shards=shards,

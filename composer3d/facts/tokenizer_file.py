@@ -5,6 +5,7 @@ A tokenizer.json is untrusted: nothing in it is run here, and wrong values count
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from composer3d.facts.files import parse_json
@@ -41,7 +42,7 @@ class Difference(NamedTuple):
 
 
 def first_difference(ours: bytes, theirs: bytes) -> Difference | None:
-    """Return the first difference in the vocabulary, the special tokens, the merges or settings.
+    """Return the first difference in the vocabulary, the added tokens, the merges or settings.
 
     A vocabulary may have scores, as that of Unigram. The settings are those that cut a text into
     tokens. Others are not compared: what truncates, pads or begins a sequence, and what makes text
@@ -59,9 +60,11 @@ def first_difference(ours: bytes, theirs: bytes) -> Difference | None:
     if ours == theirs:
         return None
     pair = [_parse(ours), _parse(theirs)]
+    has_normalizer = any(tokenizer.get("normalizer") is not None for tokenizer in pair)
     compared: dict[str, Callable[[_Json], dict[Any, str]]] = {
         "token": token_names,
         "special token": _special_tokens,
+        "added token": partial(_added_words, has_normalizer=has_normalizer),
         "score": _scores,
         "merge": lambda tokenizer: dict(enumerate(_merges(tokenizer))),
         "setting": _settings,
@@ -93,6 +96,21 @@ def _special_tokens(tokenizer: Mapping[str, Any]) -> dict[int, str]:
     """Return the names of the special tokens, by id."""
     added = _added_tokens(tokenizer)
     return {entry["id"]: entry["content"] for entry in added if entry.get("special") is True}
+
+
+def _added_words(tokenizer: Mapping[str, Any], *, has_normalizer: bool) -> dict[int, str]:
+    """Return the tokens that are found in a text before it is cut, and how, by id.
+
+    A flag that is absent counts as off. ``normalized`` says whether the token is looked for in what
+    the normalizer makes of the text, so it counts only where there is a normalizer.
+    """
+    flags = ["lstrip", "rstrip", "single_word", *(["normalized"] if has_normalizer else [])]
+    return {
+        entry["id"]: " ".join(
+            [entry["content"], *(flag for flag in flags if entry.get(flag) is True)]
+        )
+        for entry in _added_tokens(tokenizer)
+    }
 
 
 def _added_tokens(tokenizer: Mapping[str, Any]) -> list[dict[str, Any]]:

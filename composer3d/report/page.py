@@ -167,6 +167,7 @@ class Forecast(NamedTuple):
         memory_gib: the peak of the largest rank; None if it cannot be predicted.
         note: for which device, or why there is none.
         tokens_80, memory_80: the 80% intervals of both.
+        caveats: sentences on what the prediction leaves out.
         offer: how to plan with what the run measured; empty: it is not offered.
     """
 
@@ -175,6 +176,7 @@ class Forecast(NamedTuple):
     note: str
     tokens_80: Interval | None = None
     memory_80: Interval | None = None
+    caveats: Sequence[str] = ()
     offer: str = ""
 
 
@@ -487,9 +489,9 @@ def _plan(subjects: Sequence[Subject]) -> list[str]:
     for subject in subjects:
         run, forecast = subject.run, subject.forecast
         name = f"{subject.label}: " if len(subjects) > 1 else ""
-        notes.append(f'<p class="note">{escape(name + forecast.note)}</p>')
-        if forecast.offer:
-            notes.append(f'<p class="note">{escape(name + forecast.offer)}</p>')
+        for words in (forecast.note, *forecast.caveats, forecast.offer):
+            if words:
+                notes.append(f'<p class="note">{escape(name + words)}</p>')
         measured = {
             "tokens/s of all ranks": (
                 run.tokens_per_s,

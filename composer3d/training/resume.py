@@ -85,7 +85,8 @@ def resume(
             discard newer checkpoints of the run; or another ``run.steps`` would raise the learning
             rate, and ``optim.decay`` is not set; or there is none, but the run's folder shows that
             they stand in another place.
-        DataError: the checkpoint was made with other data, or another order of samples.
+        DataError: the checkpoint was made with other data, or another order of samples; or it has
+            weights alone, of a model with another tokenizer.
         UserError: a later version of composer3d wrote the checkpoint.
     """
     found = _choose(recipe, store)
@@ -119,7 +120,10 @@ def resume(
                 f"start a run under another run.name with checkpoint.init = {as_toml(str(path))}"
             )
     _refuse_reheating(manifest, recipe, changed)
-    if manifest.data is not None:
+    if manifest.data is None:
+        # Weights alone, such as those of ``convert``: the loader knows no data to compare.
+        _require_same_tokenizer(path, manifest, recipe, "checkpoint.resume")
+    else:
         # Before the weights are loaded: the loader refuses other data and another order of samples.
         try:
             loader.load_state_dict(manifest.data)
@@ -147,17 +151,22 @@ def _start_from_weights(recipe: Recipe, wanted: Place, store: Store, stages: Sta
     """Load the weights of a checkpoint of another run, and nothing else. Collective."""
     path, manifest = _open(wanted, store, "checkpoint.init")
     _require_same_model(path, manifest, recipe)
+    _require_same_tokenizer(path, manifest, recipe, "checkpoint.init")
+    store.load(path, stages, None)
+    log.get().info(f"starting at step 0 from the weights of {path}, step {manifest.step}")
+
+
+def _require_same_tokenizer(path: Place, manifest: Manifest, recipe: Recipe, key: str) -> None:
+    """Raise DataError if a checkpoint that ``key`` names is of another tokenizer. Collective."""
     difference = process_group.on_main(
         "tokenizers", lambda: _find_difference(recipe, path, manifest)
     )
     if difference is not None:
         raise DataError(
-            f"checkpoint.init: {path} is of a model with another tokenizer than the data: "
+            f"{key}: {path} is of a model with another tokenizer than the data: "
             f"{difference}; prepare the data with the tokenizer of the model, or set "
             "data.other_tokenizer = true to train nevertheless"
         )
-    store.load(path, stages, None)
-    log.get().info(f"starting at step 0 from the weights of {path}, step {manifest.step}")
 
 
 def require_tokens_of_model(recipe: Recipe) -> None:

@@ -1,5 +1,6 @@
 """``composer3d report``: what it prints and writes, and what it refuses."""
 
+import html
 import re
 import shlex
 import subprocess
@@ -59,9 +60,11 @@ def test_a_run_that_did_less_than_is_predicted_offers_nothing(
     run = make_run(tmp_path / "less", sets=(sets,))
     assert cli.main(["report", str(run)]) == 0
     printed = capsys.readouterr().out
-    assert "measured / predicted" in (run / "report.html").read_text()
-    assert "--calibrate" not in printed
-    assert "--calibrate" not in (run / "report.html").read_text()
+    page = (run / "report.html").read_text()
+    assert "measured / predicted" in page
+    assert "--calibrate" not in printed + page
+    # The page says what ``plan`` says of such recipes.
+    assert f">{html.escape(sets.partition('=')[0])}" in page
 
 
 def test_json_has_the_final_numbers(run: Path, ask: Ask) -> None:

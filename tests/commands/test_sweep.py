@@ -1,6 +1,7 @@
 """``composer3d sweep``: its runs, their names, and what it does when one of them fails."""
 
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,6 +114,27 @@ def test_a_failing_run_does_not_stop_the_others(recipe: str, ask: Ask) -> None:
     assert steps == {"small-lr-1e-3": 4, "small-lr-3e-3": 4}
     text = Path("runs/small-sweep.html").read_text()
     assert "<tr><td>optim.lr</td><td>0.001</td><td>0.003</td></tr>" in text
+
+
+def test_a_run_of_other_settings_is_not_taken_for_one_of_these(recipe: str, ask: Ask) -> None:
+    """Their runs have the same names, and would be finished already."""
+    sets = ["--set", "optim.lr=1e-3,2e-3", "--set", "run.steps=4"]
+    assert ask("sweep", recipe, *sets)[0] == 0
+    others = ["--set", "optim.weight_decay=0.5", "--set", "run.seed=1"]
+    status, answer = ask("sweep", recipe, *sets, *others)
+    assert status == 2
+    assert answer["errors"][0].startswith(
+        "runs/small-lr-1e-3 has checkpoints of a run with optim.weight_decay = 0.1, and this sweep "
+        "has 0.5 (1 more differ): give the sweep another run.name"
+    )
+    # Without checkpoints, a run begins anew; with more steps, or another layout, it goes on.
+    more = [*sets[:2], "--set", "run.steps=5", "--set", "memory.activation_checkpoint=full"]
+    status, answer = ask("sweep", recipe, *more)
+    assert status == 0
+    assert [run["step"] for run in answer["runs"]] == [5, 5]
+    for folder in Path("runs").glob("small-lr-*"):
+        shutil.rmtree(folder / "checkpoints")
+    assert ask("sweep", recipe, *more, *others)[0] == 0
 
 
 def test_a_signal_stops_the_sweep_after_a_save(recipe: str, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from composer3d.runtime.process_group import pool_world
 from composer3d.training.build import build
 from composer3d.training.loop import train
 from tests.convert.sample_checkpoints import SHAPE, make_hf
-from tests.data.sample_chats import write_chats, write_tokenizer
+from tests.data.sample_chats import MARKED, write_chats, write_tokenizer
 
 END = "<|endoftext|>"
 TEXT = "def f(x):\n    return 'äöü 中文 🙂' + str(x)\n"
@@ -160,15 +160,22 @@ def assert_it_must_insist(pool: Pool, folder: Path, data: str, refusal: str, **t
                 pool.run(run_recipe, arguments, world_size=1)
 
 
+@pytest.mark.parametrize("key", ["init", "resume"])
 def test_weights_of_another_tokenizer_are_refused(
-    pool: Pool, trained: Path, tmp_path: Path
+    pool: Pool, trained: Path, tmp_path: Path, key: str
 ) -> None:
+    """A checkpoint of weights alone is no run to resume, but a model like any other."""
     (tmp_path / "a.txt").write_text(TEXT * 9)
     command = ["prepare", str(tmp_path / "a.txt"), "-o", str(tmp_path / "data")]
     assert cli.main([*command, "--tokenizer", "bytes"]) == 0
     data = f'source = "tokens"\npath = "{tmp_path}/data"\n'
     refusal = r"with another tokenizer than the data: token 0 "
-    assert_it_must_insist(pool, tmp_path, data, refusal, checkpoint=f'init = "{trained}"')
+    weights = trained
+    if key == "resume":
+        weights = tmp_path / "weights"
+        convert(trained, tmp_path / "hf", "hf")
+        convert(tmp_path / "hf", weights, "dcp")
+    assert_it_must_insist(pool, tmp_path, data, refusal, checkpoint=f'{key} = "{weights}"')
 
 
 def test_bytes_are_refused_for_weights_of_another_tokenizer(
@@ -317,6 +324,24 @@ def test_a_run_that_starts_from_a_folder_carries_its_files(
     assert ids(assets, "config.json") == (1, [7, 2], 0)
     assert ids(assets, "generation_config.json") == (1, [2, 7], 0)
     assert json.loads(assets["generation_config.json"])["temperature"] == 0.6
+
+
+def test_another_chat_template_than_that_of_the_data_is_said(
+    tmp_path: Path, told: pytest.LogCaptureFixture
+) -> None:
+    write_tokenizer(tmp_path / "tok")
+    source = write_chats(tmp_path / "x.jsonl")
+    command = ["prepare", str(source), "--tokenizer", f"{tmp_path}/tok", "--kind", "chat"]
+    assert cli.main([*command, "-o", f"{tmp_path}/data"]) == 0
+    folder = start_folder(tmp_path, (tmp_path / "tok/tokenizer.json").read_bytes())
+    data = f'source = "tokens"\npath = "{tmp_path}/data"'
+    recipe = recipe_of(tmp_path, data, model=f'hf = "{folder}"')
+    make_assets(recipe, 2, None)
+    (line,) = told.messages
+    assert line.startswith("the conversations of the data were rendered with another chat template")
+    (folder / "chat_template.jinja").write_text(MARKED)
+    make_assets(recipe, 2, None)
+    assert told.messages == [line]
 
 
 def test_the_tokenizer_of_the_data_replaces_that_of_the_folder(

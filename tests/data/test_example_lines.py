@@ -233,6 +233,11 @@ def test_pairs() -> None:
 
 WRONG_PAIRS: dict[str, tuple[dict[str, Any], tuple[str, str], str]] = {
     "a history": (ALPACA | {"history": [["a", "b"]]}, ("prompt", "answer"), "only --kind chat"),
+    "a system text beside": (
+        ALPACA | {"system": "In one word."},
+        ("instruction", "output"),
+        'it has "system", which only --kind chat reads',
+    ),
     "an input beside": (
         ALPACA | {"input": "c"},
         ("instruction", "output"),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from composer3d.data.prompt_tokenizer import (
     PromptTokenizer,
@@ -41,6 +41,18 @@ def tokenizer(coder: Tokenizer) -> Iterator[PromptTokenizer]:
     opened.close()
 
 
+NO_MERGES: dict[Any, dict[str, Any]] = {models.BPE: {"merges": []}}
+
+
+def encode(coder: Tokenizer, texts: list[str]) -> list[list[int]]:
+    """Return the tokens of prompts, by a tokenizer of its own."""
+    opened = make_prompt_tokenizer("t", coder.to_str().encode())
+    try:
+        return opened.encode(texts)
+    finally:
+        opened.close()
+
+
 def test_tokens_and_texts_are_those_of_the_library(
     tokenizer: PromptTokenizer, coder: Tokenizer
 ) -> None:
@@ -72,11 +84,21 @@ def test_a_prompt_does_not_end(coder: Tokenizer) -> None:
         single=f"<pad> $A {END} <pad>", special_tokens=[("<pad>", pad), (END, end)]
     )
     assert ending.encode("").ids == [pad, end, pad]
-    opened = make_prompt_tokenizer("t", ending.to_str().encode())
     # A token at the end of the text itself stays.
     texts = [*TEXTS, f"a{END}"]
-    assert opened.encode(texts) == [coder.encode(text).ids for text in texts]
-    opened.close()
+    assert encode(ending, texts) == [coder.encode(text).ids for text in texts]
+
+
+@pytest.mark.parametrize("model", [models.BPE, models.WordLevel])
+def test_a_small_vocabulary_shows_what_is_put_around_a_text(model: Any) -> None:
+    """It has no letter of the usual sample, which a model of words then refuses."""
+    genes = Tokenizer(model({"<s>": 0, "</s>": 1, "A": 2, "C": 3}, **NO_MERGES.get(model, {})))
+    genes.add_special_tokens(["<s>", "</s>"])
+    genes.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    genes.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    assert encode(genes, ["ACCA", "", "<s>A"]) == [[0, 2, 3, 3, 2], [0], [0, 2]]
 
 
 def test_special_tokens_can_be_left_out(bpe: Path, coder: Tokenizer, tmp_path: Path) -> None:

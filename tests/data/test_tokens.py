@@ -446,6 +446,7 @@ WRONG_MANIFESTS: list[tuple[dict[str, Any], str]] = [
     ({"turn_ends": [True]}, "turn_ends must be a list of tokens below vocab"),
     ({"turn_ends": [1000]}, "turn_ends must be a list of tokens below vocab"),
     ({"turn_ends": [1, 1]}, "turn_ends must ascend"),
+    ({"chat_template": "x"}, 'chat_template has "x", not a digest'),
 ]
 
 

@@ -16,9 +16,10 @@ from composer3d.recipe.schema import DataTable
 from composer3d.recipe.tokenizers import find_difference
 from tests.recipe.wrong import HF, token_files
 
+END: dict[str, Any] = {"id": 3, "content": "</s>", "special": True}
 BPE: dict[str, Any] = {
     "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]},
-    "added_tokens": [{"id": 3, "content": "</s>", "special": True}],
+    "added_tokens": [END],
     "post_processor": None,
 }
 ADDED = {"added_tokens": BPE["added_tokens"]}
@@ -43,6 +44,16 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, str | None, str | None] | Non
         changed(added_tokens=[{"id": 3, "content": "</s>", "special": False}]),
         ("special token 3", "</s>", None),
     ),
+    "found with spaces": (
+        changed(added_tokens=[END | {"rstrip": True, "lstrip": False}]),
+        ("added token 3", "</s>", "</s> rstrip"),
+    ),
+    "found before cutting": (
+        changed(added_tokens=[END, {"id": 2, "content": "ab", "special": False}]),
+        ("added token 2", None, "ab"),
+    ),
+    # Without a normalizer, there is no other text to look for it in.
+    "found in what is normalised": (changed(added_tokens=[END | {"normalized": True}]), None),
     "another merge": (changed(model={"merges": ["b a"]}), ("merge 0", "a b", "b a")),
     "wrong values": (
         {"model": {"vocab": {"a": "x"}, "merges": 7}, "added_tokens": [7, {"id": "3"}]},
@@ -73,7 +84,7 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, str | None, str | None] | Non
 
 
 @pytest.mark.parametrize(("other", "expected"), OTHERS.values(), ids=OTHERS)
-def test_vocabulary_special_tokens_merges_and_settings_are_compared(
+def test_vocabulary_added_tokens_merges_and_settings_are_compared(
     other: Any, expected: Any
 ) -> None:
     found = first_difference(json.dumps(BPE).encode(), json.dumps(other, indent=1).encode())
