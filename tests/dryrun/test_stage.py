@@ -8,6 +8,7 @@ from torch.profiler import record_function
 
 from composer3d.dryrun import stage
 from composer3d.dryrun.collectives import CollectiveCounter
+from composer3d.dryrun.kernels import norms_of_a_gpu
 from composer3d.dryrun.memory import MemoryLedger
 from composer3d.facts.errors import UserError
 from composer3d.runtime.launch import Pool
@@ -68,6 +69,22 @@ def test_operators_count_that_compute_or_copy() -> None:
         x.add_(1)
         torch.split_with_sizes_copy(x, [2, 2], out=[torch.empty(2, 4), x.new_empty(2, 4)])
         assert recorder.operators == 2
+
+
+def test_a_norm_of_a_gpu_is_one_operator_in_each_direction() -> None:
+    ledger = MemoryLedger(offload=False)
+    recorder = stage.Recorder(ledger)
+    with recorder, recorder.without_data, norms_of_a_gpu():
+        x = torch.empty(2, 3, 8, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(8, dtype=torch.bfloat16, requires_grad=True)
+        before = ledger.now[-1]
+        with recorder.counting(CollectiveCounter(lambda _: "")):
+            output = F.rms_norm(x, (8,), weight)
+            assert recorder.operators == 1
+            # The output, and a number in float32 for each of 6 rows.
+            assert ledger.now[-1] - before == 2 * 48 + 4 * 6
+            torch.autograd.grad(output, (x, weight), output.detach())
+            assert recorder.operators == 2
 
 
 def test_a_number_that_decides_what_is_done_is_refused() -> None:
