@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 from composer3d.commands import registry
 from composer3d.commands.arguments import argument, json_option, recipe_argument, set_option
 from composer3d.facts.errors import RecipeError, UserError
-from composer3d.facts.files import MIB, read_plain
 from composer3d.facts.interrupts import signals_to_catch
 from composer3d.facts.step_folders import list_steps
 from composer3d.facts.text import one_line
-from composer3d.recipe.changes import changes
+from composer3d.recipe.changes import changes, kept_text
 from composer3d.recipe.resolve import load
 from composer3d.recipe.schema import Recipe
 from composer3d.report.page import MOST_RUNS, page_path
@@ -161,7 +160,7 @@ def _refuse_other_settings(trials: Sequence[Trial]) -> None:
     for trial in trials:
         folder = trial.recipe.run.folder
         try:
-            text = read_plain(folder / "recipe.toml", limit=MIB, follow_links=False).decode()
+            text = kept_text(folder)
             differences = changes(text, trial.recipe)
             has_checkpoints = bool(list_steps(trial.recipe.checkpoint_folder))
         except (OSError, ValueError, UserError):

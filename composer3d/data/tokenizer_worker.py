@@ -133,7 +133,7 @@ def _load(content: bytes, *, special_as_text: bool) -> Any:
 def _own_tokens(tokenizer: Any) -> tuple[list[int], int]:
     """Return the tokens that the tokenizer puts before a text, and the number of those after it.
 
-    In an empty text, the two could not be told apart. So the first text counts that has a token.
+    In an empty text, the two could not be told apart. So texts are tried until one has a token.
     """
     tokens = range(min(tokenizer.get_vocab_size(with_added_tokens=True), _MOST_SAMPLES))
     # Special tokens are not always wanted, so a panic here must not refuse the tokenizer.

@@ -1,4 +1,4 @@
-"""Say for which recipes and devices a prediction is no full prediction. No torch here."""
+"""What the prediction of a recipe leaves out. No torch here."""
 
 from composer3d.facts.hardware import Hardware
 from composer3d.models.registry import is_ours
@@ -7,7 +7,10 @@ from composer3d.recipe.schema import Recipe
 
 
 def caveats(recipe: Recipe, hardware: Hardware, *, has_times: bool = True) -> list[str]:
-    """Return sentences on what a prediction leaves out; without ``has_times``, of memory alone."""
+    """Return a sentence for each thing that a prediction leaves out.
+
+    Without ``has_times``, only those that concern memory.
+    """
     found = []
     if not is_ours(recipe.model.architecture):
         found.append(

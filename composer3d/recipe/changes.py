@@ -5,8 +5,10 @@ within limits, no path in it is read, and its values are only compared and shown
 """
 
 from dataclasses import MISSING
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from composer3d.facts.files import MIB, read_plain
 from composer3d.facts.text import one_line
 from composer3d.facts.toml import parse_toml
 from composer3d.recipe.schema import Recipe
@@ -37,6 +39,16 @@ class Change(NamedTuple):
     key: str
     then: str
     now: str
+
+
+def kept_text(folder: Path) -> str:
+    """Return the text of ``recipe.toml`` in the folder of a run: the recipe of its last start.
+
+    Raises:
+        OSError: there is no such plain file, or it cannot be read.
+        ValueError: it is longer than any recipe, or not UTF-8.
+    """
+    return read_plain(folder / "recipe.toml", limit=MIB, follow_links=False).decode()
 
 
 def values_of(text: str, entries: Entries = FIELDS) -> dict[str, Any]:

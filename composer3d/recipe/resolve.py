@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from composer3d.facts.errors import CheckpointError, DataError, PlanError, RecipeError
-from composer3d.facts.files import MIB, read_plain
 from composer3d.facts.remote import RemotePath, is_url
 from composer3d.facts.schedules import check_csv, read_csv
 from composer3d.facts.step_folders import list_steps
@@ -22,7 +21,7 @@ from composer3d.facts.token_manifest import MANIFEST, TokenManifest, read_manife
 from composer3d.models import hub, registry
 from composer3d.models.llama.shape import PRESETS
 from composer3d.models.shape import DecoderShape
-from composer3d.recipe.changes import values_of
+from composer3d.recipe.changes import kept_text, values_of
 from composer3d.recipe.draft import DEFAULT, Draft, Source
 from composer3d.recipe.machine import JSONL_AS_TEXT, count_bytes, find_jsonl
 from composer3d.recipe.rules import PATHS, Violation, violations
@@ -220,7 +219,7 @@ def _kept(draft: Draft) -> str | None:
         is_elsewhere = draft.values["checkpoint"].get("folder") is not None
         if not is_elsewhere and not (folder / "checkpoints").is_dir():
             return None
-        text = read_plain(folder / "recipe.toml", limit=MIB, follow_links=False).decode()
+        text = kept_text(folder)
         kept = values_of(text).get("model.hf")
     except (OSError, ValueError):
         return None

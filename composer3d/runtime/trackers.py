@@ -29,9 +29,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from composer3d.facts.files import MIB, open_plain, parse_json, read_json, read_plain
+from composer3d.facts.files import open_plain, parse_json, read_json
 from composer3d.facts.tags import tag_of
-from composer3d.recipe.changes import values_of
+from composer3d.recipe.changes import kept_text, values_of
 from composer3d.runtime.ends import describe_end
 from composer3d.runtime.files import open_own, write_atomic
 
@@ -355,7 +355,7 @@ def _send_all(task: _Task) -> None:
     else:
         # What was said of the ranks of an earlier start is not true of these.
         sent_bytes = task.former_bytes
-    text = read_plain(run_dir / "recipe.toml", limit=MIB, follow_links=False).decode()
+    text = kept_text(run_dir)
     recipe = {key: value for key, value in values_of(text).items() if value is not None}
 
     service = _SERVICES[task.service](folder, run_dir.name, run_id, recipe)

@@ -18,13 +18,12 @@ from composer3d.checkpoint.steps import published
 from composer3d.convert.assets import FOLDER as ASSETS
 from composer3d.facts import events
 from composer3d.facts.errors import CheckpointError, DataError
-from composer3d.facts.files import MIB, read_plain
 from composer3d.facts.remote import Place, RemotePath, local_copy, place_of, same_folder
 from composer3d.facts.text import one_line
 from composer3d.models.registry import DEFAULT, is_ours
 from composer3d.parallel import Stages
 from composer3d.recipe.advice import decays_over_run, refuses_newer_checkpoints, way_to_go_on
-from composer3d.recipe.changes import Change, changes, values_of
+from composer3d.recipe.changes import Change, changes, kept_text, values_of
 from composer3d.recipe.schema import Recipe
 from composer3d.recipe.tokenizers import find_difference, refuse_bytes
 from composer3d.recipe.values import as_toml, type_of
@@ -290,7 +289,7 @@ def _place_of_last_start(folder: Path) -> str | None:
     The recipe in its folder says that, and may be a stranger's. None as well if there is none.
     """
     try:
-        text = read_plain(folder / "recipe.toml", limit=MIB, follow_links=False).decode()
+        text = kept_text(folder)
         values = values_of(text)
     except (OSError, ValueError):
         return None

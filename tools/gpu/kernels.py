@@ -352,8 +352,8 @@ def grouped(rehearse: bool) -> dict[str, Any]:
 def _weight_gradient(product: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
     """Return the gradient of ``product(weight).sum()`` with respect to ``weight``: (E, F, C).
 
-    The memory that torch's allocator gives it has held 3e38 in bfloat16. So a kernel shows that
-    leaves out the experts without rows (PyTorch issue 172439).
+    The memory that torch's allocator gives it has held 3e38 in bfloat16. If a kernel leaves out the
+    experts without rows (PyTorch issue 172439), that number is still there.
     """
     weight = weight.detach().requires_grad_()
     out = product(weight)
