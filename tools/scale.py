@@ -67,6 +67,8 @@ RECIPES = {
 CORPUS_TOKENS = 15 * 10**12  # of the Llama 3 report
 TOKEN_BYTES = 4
 GPUS_PER_NODE = 8
+# The largest group in which composer3d connects all pairs of ranks.
+MOST_ALL_PAIRS = process_group._MOST_RANKS_ALL_PAIRS
 
 # The corpus of the narrow model: 4 KiB of text.
 TEXT = bytes(1 + i % 250 for i in range(4096))
@@ -544,29 +546,42 @@ def connections() -> int:
     return sum(row[3] == "01" and row[9] in inodes for row in rows)
 
 
-def small_world(lazy: bool) -> Row:
-    """A task: form a world and a second group of all ranks, and use both."""
-    os.environ["TORCH_GLOO_LAZY_INIT"] = str(int(lazy))
+def small_world(most_all_pairs: int | None) -> Row:
+    """A task: form a world and a second group of all ranks, and use the world.
+
+    ``most_all_pairs`` ranks is the largest group in which composer3d connects all pairs; with None,
+    gloo connects all pairs by itself.
+    """
+    os.environ["TORCH_GLOO_LAZY_INIT"] = str(int(most_all_pairs is not None))
+    if most_all_pairs is not None:
+        process_group._MOST_RANKS_ALL_PAIRS = most_all_pairs
     store = Recording(process_group.open_store())
+    of_store = connections()
     with process_group.world(torch.device("cpu"), timeout_s=60.0, store=store):
         dist.new_group(backend="gloo")
         dist.barrier()
-        formed = connections()
+        formed = connections() - of_store
         value = torch.zeros(4)
         dist.all_reduce(value)
         dist.all_reduce(value, dist.ReduceOp.MAX)
         dist.broadcast(value, 0)
         dist.barrier()
-        used = connections()
+        used = connections() - of_store
         row: Row = {"formed": formed, "used": used, "sets": store.sets, "gets": store.gets}
         row |= {"set bytes": store.set_bytes, "get bytes": store.get_bytes}
         dist.barrier()
     return row
 
 
-def lazy_peers(size: int) -> int:
-    """Return the peers of a rank in barriers, all-reduces and broadcasts: those at powers of 2."""
-    return len({sign * 2**k % size for k in range((size - 1).bit_length()) for sign in (1, -1)})
+def connected_peers(size: int, rank: int, most_all_pairs: int = MOST_ALL_PAIRS) -> int:
+    """Return to how many ranks a rank is connected once the world of ``size`` is formed.
+
+    See ``composer3d.runtime.process_group._connect``.
+    """
+    if size <= most_all_pairs or rank == 0:
+        return size - 1
+    distances = [sign * 2**k for k in range((size - 1).bit_length()) for sign in (1, -1)]
+    return len({(rank + distance) % size for distance in distances} | {0})
 
 
 def check_small_worlds() -> list[str]:
@@ -574,18 +589,32 @@ def check_small_worlds() -> list[str]:
     problems = []
     with Pool() as pool:
         for size in (2, 4, 8):
-            for lazy in (False, True):
-                for rank, row in enumerate(pool.run(small_world, {"lazy": lazy}, world_size=size)):
-                    expected = {"sets": 2, "formed": 2 * (size - 1), "gets": 2 * size}
-                    expected |= {"used": 2 * (size - 1), "set bytes": 2 * address_bytes(size)}
-                    if lazy:
-                        expected = {"sets": 2, "used": lazy_peers(size)}
-                        expected |= {"set bytes": 2 * address_bytes(None)}
-                    problems += [
-                        f"{size} ranks, lazy {lazy}, rank {rank}: {key} is {row[key]}, not {value}"
-                        for key, value in expected.items()
-                        if row[key] != value
-                    ]
+            # All pairs by gloo itself, all pairs by composer3d, and as composer3d connects more
+            # ranks than these.
+            for most_all_pairs in (None, MOST_ALL_PAIRS, 1):
+                rows = pool.run(small_world, {"most_all_pairs": most_all_pairs}, world_size=size)
+                where = f"{size} ranks, most_all_pairs {most_all_pairs}"
+                found: dict[str, float] = {}
+                expected: dict[str, float] = {}
+                for rank, row in enumerate(rows):
+                    if most_all_pairs is None:
+                        peers, gets = 2 * (size - 1), 2 * size
+                    else:
+                        peers = gets = connected_peers(size, rank, most_all_pairs)
+                    for key, value in {"formed": peers, "used": peers, "gets": gets}.items():
+                        found[f"rank {rank}: {key}"] = row[key]
+                        expected[f"rank {rank}: {key}"] = value
+                # In each group, each rank publishes its addresses. The last rank to arrive also
+                # tells the others, with one byte.
+                bytes_each = address_bytes(size if most_all_pairs is None else None)
+                for key, each in {"sets": 2, "set bytes": 2 * bytes_each}.items():
+                    found[f"all ranks: {key}"] = sum(row[key] for row in rows)
+                    expected[f"all ranks: {key}"] = size * each + 1
+                problems += [
+                    f"{where}, {key} is {found[key]}, not {value}"
+                    for key, value in expected.items()
+                    if found[key] != value
+                ]
     return problems
 
 
@@ -616,10 +645,11 @@ def rows_of(counted: Mapping[str, Any]) -> dict[str, str]:
     rows["gloo: connections of a rank, all pairs"] = f"{peers:,.0f}"
     eager = size * (154 * keys + 8 * counted["squares of groups"])
     rows["gloo: bytes from the store, all pairs, all ranks"] = show_bytes(eager)
-    rows["gloo: connections of a rank for collectives over all ranks"] = f"{lazy_peers(size)}"
-    rows["gloo: connections of rank 0, after a gather"] = f"{size - 1:,}"
+    connected = [connected_peers(size, rank) for rank in range(size)]
+    rows["gloo: connections of a rank for collectives over all ranks"] = f"{max(connected[1:])}"
+    rows["gloo: the same, of rank 0"] = f"{connected[0]:,}"
     rows["gloo: bytes from the store, as connected, all ranks"] = show_bytes(
-        size * 154 * (lazy_peers(size) + 1)
+        address_bytes(None) * sum(connected)
     )
     rows["store: requests to meet, rank 0"] = f"{counted['requests to meet, rank 0']:,.0f}"
     rows["store: requests to meet, another rank"] = f"{counted['requests to meet, other']:,.0f}"

@@ -1,5 +1,7 @@
 """``tools/scale.py``: what it computes from what it has counted."""
 
+from pathlib import Path
+
 import pytest
 
 from composer3d.recipe.resolve import load
@@ -30,7 +32,14 @@ def test_parts_of_a_checkpoint() -> None:
 
 
 def test_peers_of_a_rank_grow_with_the_logarithm() -> None:
-    assert [scale.lazy_peers(size) for size in (2, 4, 8, 1024, 16384)] == [1, 3, 5, 19, 27]
+    # Those at distances of powers of two, and rank 0, which is at such a distance of rank 1.
+    assert [scale.connected_peers(size, 3) for size in (8, 64, 128, 16384)] == [7, 63, 14, 28]
+    assert [scale.connected_peers(16384, rank) for rank in (0, 1)] == [16383, 27]
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").is_file(), reason="Linux has it")
+def test_small_worlds_connect_as_the_table_assumes() -> None:
+    assert scale.check_small_worlds() == []
 
 
 @pytest.mark.parametrize("size", scale.RECIPES)
