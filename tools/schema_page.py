@@ -13,7 +13,7 @@ _HEAD = """# Every key of a recipe
 `composer3d check --schema` prints the same. [recipes.md](recipes.md) says how recipes work, and
 what the choices do. A key without a default may be absent.
 
-Beside the tables, a recipe may begin with `base = "FILE"`, the recipe to inherit from; its path is
+Besides the tables, a recipe may begin with `base = "FILE"`, the recipe to inherit from; its path is
 relative to the recipe.
 """
 

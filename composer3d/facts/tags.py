@@ -18,7 +18,7 @@ COUNTED_TOKENS = (
 )
 
 # Any other metric has the tag NAME if it contains a "/", or else "other/NAME".
-_TAGS = {
+TAGS = {
     "loss": Tag("loss/train", "Mean loss of the batch of this step, in nats per valid token."),
     "mtp_loss": Tag(
         "loss/mtp",
@@ -102,7 +102,7 @@ _PART_OF_NORM = "Norm of the gradients of this part of the model, over all ranks
 
 def tag_of(metric: str) -> Tag:
     """Return the tag of a metric, with an empty description if nothing is known about it."""
-    known = _TAGS.get(metric)
+    known = TAGS.get(metric)
     if known is not None:
         return known
     if "/" not in metric:
