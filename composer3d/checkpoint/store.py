@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -207,6 +208,9 @@ class Store:
         # First, and not only when it is written: what cannot be read again must not be saved.
         distributed.on_main("checkpoint", lambda: _require_findable(manifest))
         state = gather_state(stages, optimizer)
+        if dist.get_rank() == 0:
+            # It writes the manifest last, when the batches may have changed the state that it has.
+            manifest = deepcopy(manifest)
         if not self._background:
             shards = {name: local_shard(tensor) for name, tensor in state.items()}
             self._write(manifest, state, shards)

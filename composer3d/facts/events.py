@@ -84,6 +84,17 @@ def read(run: Path) -> Iterator[Event | None]:
             yield _event(text)
 
 
+def has_saved(run: Path) -> bool:
+    """Return whether the events of a run have a save, since it last began. Raises OSError."""
+    found = False
+    for event in read(run):
+        if event is not None and event.kind == "start" and not event.step:
+            found = False
+        elif event is not None and event.kind == "save":
+            found = True
+    return found
+
+
 def _event(text: bytes) -> Event | None:
     try:
         row = parse_json(text)

@@ -12,6 +12,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
+from composer3d.facts import events
 from composer3d.facts.errors import CheckpointError, DataError, PlanError, RecipeError
 from composer3d.facts.remote import RemotePath, is_url
 from composer3d.facts.schedules import check_csv, read_csv
@@ -211,13 +212,16 @@ def _pinned(draft: Draft, place: str) -> str:
 
 
 def _kept(draft: Draft) -> str | None:
-    """Return ``model.hf`` of a run that has checkpoints already, from its own recipe."""
+    """Return ``model.hf`` of a run that has checkpoints already, from its own recipe.
+
+    A run without one begins anew, and takes what the recipe names now.
+    """
     run = RunTable(**draft.values["run"])
     folder = Path(run.out_dir, run.name)
     try:
-        # Checkpoints that stand elsewhere are not looked for: the run has written its recipe.
+        # Checkpoints that stand elsewhere are not looked for: the run says that it has saved.
         is_elsewhere = draft.values["checkpoint"].get("folder") is not None
-        if not is_elsewhere and not (folder / "checkpoints").is_dir():
+        if not (events.has_saved(folder) if is_elsewhere else list_steps(folder / "checkpoints")):
             return None
         text = kept_text(folder)
         kept = values_of(text).get("model.hf")

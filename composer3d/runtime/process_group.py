@@ -53,6 +53,9 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 # Python objects. None: there is no world, or the default group takes such tensors.
 _host_group: dist.ProcessGroup | None = None
 
+# By its name, what waits for the end of something that needs the groups.
+_in_background: dict[str, Callable[[], None]] = {}
+
 # Whether ``world`` has formed groups in this process.
 _has_had_groups = False
 
@@ -316,8 +319,9 @@ def world(
     (``gather_objects`` and the functions that call it) and ``max_over_ranks``. DeviceMesh splits
     the groups of its axes from the default group, so these have NCCL alone.
 
-    A single process forms a group too, so that one rank runs the same code as many. After an error
-    the groups are not destroyed.
+    A single process forms a group too, so that one rank runs the same code as many. The end waits
+    for what ``begin_in_background`` has named. After an error it does not, and does not destroy the
+    groups.
 
     gloo connects two ranks when they first exchange something, unless TORCH_GLOO_LAZY_INIT=0 is
     set. A rank then waits for five time-outs for a peer that hangs. So the ranks meet in the store
@@ -359,11 +363,31 @@ def world(
             _host_group = dist.new_group(backend="gloo", timeout=timeout)
         wait_in_store(store, "composer3d/world", size)
         _connect(_host_group or cast(dist.ProcessGroup, dist.group.WORLD))
+        _in_background.clear()  # what a world that ended with an error has left
         yield device
         # After an error this is skipped: NCCL would wait for peers that are stuck in a collective,
         # and would delay the report of the error.
+        for what in list(_in_background):
+            wait_for(what)
         _host_group = None
         dist.destroy_process_group()
+
+
+def begin_in_background(what: str, wait: Callable[[], None]) -> None:
+    """Name what goes on in the background with the groups, so that ``world`` waits for it.
+
+    Args:
+        what: its name; a later one of the same name replaces it.
+        wait: waits for its end, and raises its error.
+    """
+    _in_background[what] = wait
+
+
+def wait_for(what: str) -> None:
+    """Wait for what ``begin_in_background`` has named, if anything, and raise its error."""
+    wait = _in_background.pop(what, None)
+    if wait is not None:
+        wait()
 
 
 def form_group(

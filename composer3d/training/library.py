@@ -11,10 +11,12 @@ from typing import Any
 
 from composer3d.checkpoint import Store
 from composer3d.checkpoint.manifest import Manifest, model_of, require_readable
+from composer3d.checkpoint.steps import published
 from composer3d.convert.assets import make_assets
 from composer3d.convert.start import load_hf
 from composer3d.data import BatchesAhead
-from composer3d.facts.errors import MeshError
+from composer3d.facts.errors import CheckpointError, MeshError
+from composer3d.facts.step_folders import step_folder
 from composer3d.parallel import Stages
 from composer3d.parallel.context import implementation
 from composer3d.recipe.schema import Recipe
@@ -89,7 +91,8 @@ class Checkpoints:
     ``convert`` and ``train`` read them.
 
     One job at a time may use a folder. The constructor makes and locks it, as ``train`` does, and
-    the lock lasts until the process ends. The process may make several objects for one folder.
+    the lock lasts until the process ends. The process may make several objects for one folder: each
+    waits for a save in the background of another one.
 
     All ranks call the constructor and each method.
 
@@ -126,6 +129,8 @@ class Checkpoints:
         )
         if claim is not None:
             self._store.guard = claim.require_held
+        self._saves = f"saves in {self._store.folder}"  # of all objects for it
+        self._goes_on = False  # whether what is saved next follows all that is in the folder
 
     def load(self) -> int:
         """Load the newest whole checkpoint, or the one that ``checkpoint`` of the recipe names.
@@ -137,26 +142,36 @@ class Checkpoints:
             CheckpointError: all checkpoints are damaged, or they belong to another model, seed or
                 optimizer, or stand in another place.
             DataError: the checkpoint was made with other data, or another order of samples.
+            SaveError: a save in the background could not be written.
         """
         # A loop of its own judges its steps itself: nothing is remembered of them.
         history = StepHistory(self._recipe.reliability)
         store, batches = self._store, self._batches
-        return resume(self._recipe, store, self._stages, self._optimizer, batches, history) or 0
+        self.wait()
+        done = resume(self._recipe, store, self._stages, self._optimizer, batches, history) or 0
+        self._goes_on = True
+        return done
 
     def save(self, step: int) -> None:
         """Save the state after ``step`` steps, and remove the oldest checkpoints.
 
-        With ``checkpoint.async_save`` it is written while training goes on: call ``wait`` at the
-        end.
+        With ``checkpoint.async_save`` it is written while training goes on. The next ``save`` or
+        ``load`` of this folder waits for it, and so does the end of ``world``; in a process group
+        of your own, call ``wait`` at the end.
 
         Raises:
             CheckpointError: the state of the batches has what no checkpoint can keep, or ``step``
-                is above 99,999,999. Every rank raises it, and nothing is written.
-            SaveError: a rank cannot write. Every rank raises it; of a save in the background, the
-                next ``save`` or ``wait`` does.
+                is above 99,999,999; or nothing was loaded, and the folder has a checkpoint of this
+                step or a later one, which the next ``load`` would take. Every rank raises it, and
+                nothing is written.
+            SaveError: a rank cannot write. Every rank raises it; of a save in the background, what
+                waits for it does.
             TrainingError: likewise, if the folder was removed or replaced.
         """
         recipe = self._recipe
+        self.wait()
+        if not self._goes_on:
+            process_group.on_main("checkpoint", partial(self._refuse_to_be_older, step))
         if not self._store.assets:
             end = None  # of batches of one's own
             if isinstance(self._batches, BatchesAhead):
@@ -167,14 +182,25 @@ class Checkpoints:
         self._store.save(
             self._manifest(step, self._batches.state_dict()), self._stages, self._optimizer
         )
+        self._goes_on = True
+        process_group.begin_in_background(self._saves, self._store.wait)
 
     def wait(self) -> None:
-        """Wait for a save in the background.
+        """Wait for a save in the background, also that of another object for the same folder.
 
         Raises:
             SaveError: on every rank, if a rank could not write.
         """
-        self._store.wait()
+        process_group.wait_for(self._saves)
+
+    def _refuse_to_be_older(self, step: int) -> None:
+        newest = next(reversed(published(self._store.folder)), None)
+        if newest is not None and newest.name >= step_folder(step):
+            raise CheckpointError(
+                f"{self._store.folder} has {newest.name} of an earlier training, which the next "
+                f"load would take in place of step {step}; call load() first to go on from it, or "
+                "give the run another run.name, or remove its checkpoints"
+            )
 
     def _manifest(self, step: int, data: dict[str, Any]) -> Manifest:
         recipe = self._recipe

@@ -267,7 +267,7 @@ def _refuse_to_forget(recipe: Recipe) -> None:
         # It is not looked into: a file of the run names it, which may be a stranger's.
         then = _place_of_last_start(folder)
         is_gone = then == str(place) and _may_be_unmounted(place)
-        if then is None or (then == str(place) and not is_gone) or not _has_saved(folder):
+        if then is None or (then == str(place) and not is_gone) or not events.has_saved(folder):
             return  # it has none, or they were removed
         there, origin = then, one_line(then, 200)
         found = f"the run in {folder} has saved into {origin}"
@@ -295,17 +295,6 @@ def _place_of_last_start(folder: Path) -> str | None:
         return None
     place = values.get("checkpoint.folder")
     return f"{place.rstrip('/')}/{values.get('run.name')}" if isinstance(place, str) else None
-
-
-def _has_saved(folder: Path) -> bool:
-    """Return whether the events of a run have a save, since it last began. Raises OSError."""
-    has_saved = False
-    for event in events.read(folder):
-        if event is not None and event.kind == "start" and not event.step:
-            has_saved = False
-        elif event is not None and event.kind == "save":
-            has_saved = True
-    return has_saved
 
 
 def _lies_in(path: Place, folder: str) -> bool:

@@ -169,6 +169,27 @@ def test_a_resumed_run_keeps_its_commit(
     assert new.recipe.model.hf == f"{NAME}@{other}"
 
 
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_a_run_that_begins_anew_takes_the_commit_of_now(
+    server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_elsewhere: bool
+) -> None:
+    """Without a checkpoint, its weights come from what the recipe names."""
+    sets = [f"model.hf={NAME}", "run.steps=1", "run.name=anew"]
+    sets += [f"checkpoint.folder=file://{tmp_path}/kept"] if is_elsewhere else []
+    assert cli.main(["train", "x.toml", *(word for text in sets for word in ("--set", text))]) == 0
+    other = "f" * 40
+    monkeypatch.setattr(server, "commit", other)
+    assert load("x.toml", sets, may_import=True).recipe.model.hf == PINNED
+    run = tmp_path / "runs/anew"
+    if is_elsewhere:  # it ended before it had saved
+        events = (run / "events.jsonl").read_text().splitlines(keepends=True)
+        (run / "events.jsonl").write_text("".join(line for line in events if "save" not in line))
+    else:  # its only save was killed
+        checkpoint = run / "checkpoints/step-00000001"
+        checkpoint.rename(checkpoint.with_suffix(".tmp"))
+    assert load("x.toml", sets, may_import=True).recipe.model.hf == f"{NAME}@{other}"
+
+
 def test_a_commit_replaces_no_size_that_is_written_out(server: Hub, tmp_path: Path) -> None:
     # The launcher gives ranks the commit, which is not another model than the recipe names.
     whole = load("x.toml", [f"model.hf={NAME}"], may_import=True).to_toml()

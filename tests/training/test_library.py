@@ -1,6 +1,9 @@
 """A training loop of one's own: its model, its batches and its checkpoints."""
 
+import errno
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from composer3d.facts.errors import (
     CheckpointError,
     DataError,
     DeviceError,
+    SaveError,
     TrainingError,
     UserError,
 )
@@ -212,6 +216,95 @@ def state_of_empty_batches(recipe: Recipe) -> int:
 
 def test_batches_that_are_empty_when_they_are_given_keep_their_state(pool: Pool) -> None:
     assert pool.run(state_of_empty_batches, {"recipe": recipe_of(ALONE)}, world_size=1) == [7]
+
+
+class LiveBatches(CountedBatches):
+    """Batches that hand out the dict in which they count."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.state = {"next": 0, "files": [0, 0]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+
+def saves_behind(recipe: Recipe, fails: bool) -> list[Any]:
+    """Save in the background, which is late, and leave the world without ``wait``.
+
+    Returns:
+        The step that a second object has loaded meanwhile, and the state of the batches in the
+        checkpoint that was under way at the end.
+    """
+    with pool_world() as device:
+        stages = build_model(recipe, Mesh.build(recipe.mesh, device))
+        optimizer = build_stages_optimizer(stages, recipe)
+        batches = LiveBatches(recipe)
+        first = Checkpoints(recipe, stages, optimizer, batches)
+        store = first._store
+        go_on, begin = threading.Event(), store._begin
+
+        def begin_late(name: str) -> None:
+            go_on.wait(60)
+            if fails:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            begin(name)
+
+        store._begin = begin_late  # type: ignore[method-assign]
+        first.save(1)
+        assert not (recipe.checkpoint_folder / "step-00000001").exists()
+        batches.state["next"] = 1
+        batches.state["files"][0] = 5
+        threading.Timer(0.3, go_on.set).start()
+        loaded = None
+        if not fails:
+            loaded = Checkpoints(recipe, stages, optimizer, CountedBatches(recipe)).load()
+            go_on.clear()
+            first.save(2)
+            batches.state["next"] = 2
+            threading.Timer(0.3, go_on.set).start()
+    return [
+        loaded,
+        *(manifest.read(recipe.checkpoint_folder / f"step-0000000{step}").data for step in (1, 2)),
+    ]
+
+
+def test_a_save_behind_has_the_state_of_its_step_and_ends_with_the_world(pool: Pool) -> None:
+    recipe = recipe_of(ALONE, CheckpointTable(async_save=True))
+    task = {"recipe": recipe, "fails": False}
+    states = {"next": 0, "files": [0, 0]}, {"next": 1, "files": [5, 0]}
+    assert pool.run(saves_behind, task, world_size=1) == [[1, *states]]
+
+
+def test_a_save_behind_that_fails_ends_the_world_with_its_error(pool: Pool) -> None:
+    recipe = recipe_of(ALONE, CheckpointTable(async_save=True))
+    with pytest.raises(
+        WorkerError, match=r"could not be saved: .*No space left on device"
+    ) as found:
+        pool.run(saves_behind, {"recipe": recipe, "fails": True}, world_size=1)
+    assert isinstance(found.value.user_error, SaveError)
+
+
+def save_anew(recipe: Recipe, steps: list[int]) -> None:
+    """Save without a load."""
+    with pool_world() as device:
+        stages = build_model(recipe, Mesh.build(recipe.mesh, device))
+        checkpoints = Checkpoints(recipe, stages, build_stages_optimizer(stages, recipe))
+        for step in steps:
+            checkpoints.save(step)
+
+
+def test_a_training_that_forgot_to_load_saves_nothing_that_no_load_would_take(pool: Pool) -> None:
+    recipe = recipe_of(DP)
+    pool.run(save_anew, {"recipe": recipe, "steps": [3]}, world_size=2)
+    refusal = r"checkpoints has step-00000003 of an earlier training.* call load\(\) first"
+    for step in (1, 3):
+        with pytest.raises(WorkerError, match=refusal) as found:
+            pool.run(save_anew, {"recipe": recipe, "steps": [step]}, world_size=2)
+        assert isinstance(found.value.user_error, CheckpointError)
+    assert [path.name for path in recipe.checkpoint_folder.iterdir()] == ["step-00000003"]
+    # It may save later steps, and then also replace its own.
+    pool.run(save_anew, {"recipe": recipe, "steps": [4, 4]}, world_size=2)
 
 
 def test_the_lock_is_of_the_process_and_of_the_folder_that_it_was(pool: Pool) -> None:
