@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from composer3d.facts.errors import PlanError
-from composer3d.models.contract import ShardingPlan
+from composer3d.models.contract import Decoder, ShardingPlan
 from composer3d.models.layers.moe import Experts
 from composer3d.models.table import Style
 
@@ -23,13 +23,16 @@ def check(model: nn.Module, plan: ShardingPlan) -> None:
     """Check that the plan fits the whole model, before it is cut.
 
     Raises:
-        PlanError: the plan does not fit, or the model has buffers or dropout. The error has a line
-            for each glob without a match, each parameter without a glob, each buffer, each style
-            that does not fit its module, a missing ``kv_heads``, and each module that
-            ``attend`` or ``experts`` should match or should not match.
+        PlanError: the plan does not fit, or the model has values, buffers or dropout, or computes
+            what no stage would. The error has a line for each glob that decides nothing, each
+            parameter without a glob, each buffer, each style that does not fit its module, a
+            missing ``kv_heads``, and each module that ``attend`` or ``experts`` should match or
+            should not match.
     """
     lines = [
+        *(_unlike_its_stages(model) if isinstance(model, Decoder) else ()),
         *_globs_without_a_match(model, plan),
+        *_globs_behind_others(model, plan),
         *_parameters_without_a_place(model, plan),
         *_buffers(model),
         *_dropout(model),
@@ -60,6 +63,42 @@ def _globs_without_a_match(model: nn.Module, plan: ShardingPlan) -> Iterator[str
                 yield (
                     f"the plan's {table} glob {glob!r} matches no {noun} of {type(model).__name__}"
                 )
+
+
+def _globs_behind_others(model: nn.Module, plan: ShardingPlan) -> Iterator[str]:
+    modules = [name for name, _ in model.named_modules()]
+    parameters = [name for name, _ in model.named_parameters()]
+    for table, globs, names in (
+        ("tensor", list(plan.tensor), modules),
+        ("init", list(plan.init), parameters),
+    ):
+        first_of = [
+            next((glob for glob in globs if fnmatchcase(name, glob)), None) for name in names
+        ]
+        for glob in globs:
+            if glob not in first_of and any(fnmatchcase(name, glob) for name in names):
+                yield (
+                    f"the plan's {table} glob {glob!r} decides nothing: globs before it match all "
+                    "that it matches, and the first one counts; move it before them"
+                )
+
+
+def _unlike_its_stages(model: Decoder) -> Iterator[str]:
+    for method in ("forward", "hidden", "losses"):
+        if getattr(type(model), method) is not getattr(Decoder, method):
+            yield (
+                f"{type(model).__name__} has a `{method}` of its own, which no stage calls: put "
+                "what it computes into first, a block or last"
+            )
+    for name, parameter in model.named_parameters():
+        if name.partition(".")[0] not in ("first", "blocks", "last"):
+            yield f"parameter {name!r} is in none of first, blocks and last, so no stage has it"
+        elif not parameter.is_meta:
+            yield (
+                f"parameter {name!r} has values, which would be lost: build the model on the meta "
+                'device (device="meta"), and copy weights into the parameters of `Stages`'
+            )
+            break
 
 
 def _parameters_without_a_place(model: nn.Module, plan: ShardingPlan) -> Iterator[str]:

@@ -48,7 +48,7 @@ class Stage(Parts):
     ) -> None:
         super().__init__()
         self.number = number
-        self._step_tokens = step_tokens
+        self.step_tokens = step_tokens
         names = list(model.blocks)
         self.first = model.first if is_first else None
         self.blocks = nn.ModuleDict({names[i]: model.blocks[names[i]] for i in blocks})
@@ -67,7 +67,7 @@ class Stage(Parts):
         ahead_B2KT: Tensor | None = None,
     ) -> Tensor:
         documents_BT = None if documents is None else documents.tensor
-        seq = SequenceInfo(positions_BT, documents_BT, self._step_tokens)
+        seq = SequenceInfo(positions_BT, documents_BT, self.step_tokens)
         h = self.hidden(h, seq)
         return h if self.last is None else self.losses(h, seq, labels_BT, ahead_B2KT)
 

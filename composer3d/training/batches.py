@@ -11,6 +11,7 @@ from composer3d.data import Batch, Blend, Corpus, Loader, open_corpus
 from composer3d.data.order import Order
 from composer3d.data.staging import NodeCache
 from composer3d.data.tokens import MOST_MAPS
+from composer3d.facts.errors import DataError
 from composer3d.models.contract import IGNORE_INDEX
 from composer3d.parallel import Stages
 from composer3d.parallel.context.ownership import owned_ranges
@@ -129,6 +130,28 @@ class DeviceBatch(NamedTuple):
     # This rank's shares, of the next token and of each depth of multi-token prediction: (1 + K).
     # Summed over all ranks, each valid label counts once.
     valid_tokens: Tensor
+
+
+def require_step(stages: Stages, batch: Batch) -> None:
+    """Refuse a batch of another size than the step, where another size would change the loss.
+
+    Ranks of cp that have whole rows would take them for parts of longer ones, in which tokens see
+    the same tokens of other ranks. Losses of routers are divided by the tokens of the step.
+
+    Raises:
+        DataError: this rank's tokens are not its share of the step.
+    """
+    mesh, step_tokens = stages.mesh, stages.modules[0].step_tokens
+    if step_tokens is None or (mesh.sizes.cp == 1 and stages.balance is None):
+        return
+    expected = step_tokens // (mesh.batch_ranks * mesh.sizes.cp)
+    if batch.tokens_BT.numel() != expected:
+        rows, length = batch.tokens_BT.shape
+        raise DataError(
+            f"the batch of rank {mesh.rank} has {rows} x {length} tokens, but a rank's share of "
+            f"the step is {expected:,} tokens: data.global_batch x data.seq_len / "
+            f"({mesh.batch_ranks} x mesh.cp = {mesh.sizes.cp}); cut rows with Stages.own_tokens"
+        )
 
 
 def move_to_device(stages: Stages, batch: Batch) -> DeviceBatch:

@@ -5,6 +5,7 @@ loop of a library's user has a ``Mesh``, these, an optimizer, and the two halves
 ``training.step``.
 """
 
+import json
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -71,6 +72,17 @@ def open_batches(recipe: Recipe, mesh: Mesh) -> BatchesAhead:
     corpus, _ = process_group.on_all("data", lambda: open_data(recipe))
     process_group.check_same("the data", corpus.digest)
     return BatchesAhead(make_loader(recipe, mesh, corpus, seed=recipe.data.seed), mesh.device)
+
+
+def _texts(state: dict[str, Any]) -> dict[str, str]:
+    """Return a text of each value of a state; of one that no checkpoint can keep, its type."""
+    texts = {}
+    for name, value in state.items() if isinstance(state, dict) else ():
+        try:
+            texts[str(name)] = json.dumps(value)
+        except (TypeError, ValueError):
+            texts[str(name)] = type(value).__name__
+    return texts
 
 
 class _NoState:
@@ -160,10 +172,11 @@ class Checkpoints:
         of your own, call ``wait`` at the end.
 
         Raises:
-            CheckpointError: the state of the batches has what no checkpoint can keep, or ``step``
-                is above 99,999,999; or nothing was loaded, and the folder has a checkpoint of this
-                step or a later one, which the next ``load`` would take. Every rank raises it, and
-                nothing is written.
+            MeshError: the state of the batches is not the same on all ranks.
+            CheckpointError: that state has what no checkpoint can keep, or ``step`` is above
+                99,999,999; or nothing was loaded, and the folder has a checkpoint of this step or a
+                later one, which the next ``load`` would take. Every rank raises it, and nothing is
+                written.
             SaveError: a rank cannot write. Every rank raises it; of a save in the background, what
                 waits for it does.
             TrainingError: likewise, if the folder was removed or replaced.
@@ -179,9 +192,10 @@ class Checkpoints:
             find = partial(make_assets, recipe, end, self._store.loaded)
             is_main = self._stages.mesh.rank == 0
             self._store.assets = process_group.on_all("assets", find if is_main else dict)
-        self._store.save(
-            self._manifest(step, self._batches.state_dict()), self._stages, self._optimizer
-        )
+        state = self._batches.state_dict()
+        # Rank 0 saves its own, and each rank of another layout loads that.
+        process_group.check_same_table("the state of the batches", _texts(state))
+        self._store.save(self._manifest(step, state), self._stages, self._optimizer)
         self._goes_on = True
         process_group.begin_in_background(self._saves, self._store.wait)
 

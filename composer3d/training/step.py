@@ -11,7 +11,7 @@ from composer3d.facts.flags import StepFlags
 from composer3d.parallel import Stages, grad_norm
 from composer3d.recipe.schema import Recipe
 from composer3d.reliability.bad_steps import NO_LIMITS, Limits
-from composer3d.training.batches import move_to_device
+from composer3d.training.batches import move_to_device, require_step
 from composer3d.training.optim import learning_rate
 from composer3d.training.optimizers import Optimizer
 from composer3d.training.step_values import StepSums, StepValues
@@ -24,7 +24,7 @@ def compute_gradients(
     *,
     by_part: bool = False,
 ) -> StepSums:
-    """Compute the gradients of one step and leave them in ``.grad``.
+    """Compute the gradients of one step into ``.grad``, in place of those that were there.
 
     The host waits only with ``mesh.ep`` (for numbers of rows) and with ``memory.cpu_offload``.
 
@@ -43,6 +43,7 @@ def compute_gradients(
     ranks.
     """
     mesh = stages.mesh
+    require_step(stages, batch)
     inputs = move_to_device(stages, batch)
     valid_tokens = mesh.start_sum_over_world(*inputs.valid_tokens)
     tokens_BT, labels_BT, positions_BT, documents_BT, ahead_B2KT, _ = inputs

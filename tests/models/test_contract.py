@@ -8,7 +8,7 @@ from torch import nn
 
 from composer3d.facts.errors import PlanError
 from composer3d.models import fit
-from composer3d.models.contract import Constant, Normal
+from composer3d.models.contract import Constant, Normal, SequenceInfo
 from composer3d.models.llama.model import Llama
 from composer3d.models.llama.plan import sharding_plan
 from composer3d.models.llama.shape import PRESETS
@@ -67,6 +67,49 @@ def test_a_buffer_is_refused() -> None:
     model.blocks["1"].register_buffer("angles", torch.arange(4.0), persistent=False)
     with pytest.raises(PlanError, match=r"buffer 'blocks\.1\.angles' would hold any values"):
         fit.check(model, sharding_plan(PRESETS["debug-tiny"]))
+
+
+def test_what_no_stage_would_compute_is_refused() -> None:
+    class Own(Llama):
+        def hidden(self, tokens_BT_or_h_BTC: torch.Tensor, seq: SequenceInfo) -> torch.Tensor:
+            return self.norm(super().hidden(tokens_BT_or_h_BTC, seq))
+
+    model, plan = Own(PRESETS["debug-tiny"]), sharding_plan(PRESETS["debug-tiny"])
+    model.norm = nn.RMSNorm(PRESETS["debug-tiny"].dim, device="meta")
+    plan = replace(
+        plan,
+        tensor={**plan.tensor, "norm": "norm"},
+        init={**plan.init, "norm.weight": Constant(1.0)},
+    )
+    with pytest.raises(PlanError) as caught:
+        fit.check(model, plan)
+    assert caught.value.lines == (
+        "Own has a `hidden` of its own, which no stage calls: put what it computes into first, a "
+        "block or last",
+        "parameter 'norm.weight' is in none of first, blocks and last, so no stage has it",
+    )
+
+
+def test_a_model_with_values_is_refused() -> None:
+    """They would be lost: ``compose`` gives every parameter its initial values."""
+    model = Llama(PRESETS["debug-tiny"], device="cpu")
+    with pytest.raises(PlanError, match=r"'first\.embed\.weight' has values, which would be lost"):
+        fit.check(model, sharding_plan(PRESETS["debug-tiny"]))
+
+
+def test_a_glob_behind_one_that_matches_all_of_it_is_refused() -> None:
+    plan = sharding_plan(PRESETS["debug-tiny"])
+    behind = replace(plan, init={"*": Normal(0.02), **plan.init})
+    norms = [name for name in plan.init if name.endswith("norm.weight")]
+    with pytest.raises(PlanError) as caught:
+        fit.check(Llama(PRESETS["debug-tiny"]), behind)
+    assert len(caught.value.lines) == len(plan.init)
+    assert norms
+    for name in norms:
+        assert (
+            f"the plan's init glob {name!r} decides nothing: globs before it match all that it "
+            "matches, and the first one counts; move it before them"
+        ) in caught.value.lines
 
 
 def test_dropout_is_refused_because_a_checkpointed_block_would_draw_again() -> None:

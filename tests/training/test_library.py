@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer3d.checkpoint import manifest
+from composer3d.data import Batch
 from composer3d.facts.errors import (
     CheckpointError,
     DataError,
     DeviceError,
+    MeshError,
     SaveError,
     TrainingError,
     UserError,
@@ -216,6 +218,46 @@ def state_of_empty_batches(recipe: Recipe) -> int:
 
 def test_batches_that_are_empty_when_they_are_given_keep_their_state(pool: Pool) -> None:
     assert pool.run(state_of_empty_batches, {"recipe": recipe_of(ALONE)}, world_size=1) == [7]
+
+
+def save_the_rank(recipe: Recipe) -> None:
+    """Save batches of which each rank has a state of its own."""
+    with pool_world() as device:
+        mesh = Mesh.build(recipe.mesh, device)
+        stages = build_model(recipe, mesh)
+        batches = CountedBatches(recipe)
+        batches.next = mesh.rank
+        optimizer = build_stages_optimizer(stages, recipe)
+        Checkpoints(recipe, stages, optimizer, batches).save(1)
+
+
+def test_a_state_that_differs_over_ranks_is_refused(pool: Pool) -> None:
+    """A load would give all ranks that of rank 0."""
+    text = (
+        "the state of the batches must be the same on every rank: next is 0 on rank 0; 1 on rank 1"
+    )
+    with pytest.raises(WorkerError, match=text) as found:
+        pool.run(save_the_rank, {"recipe": recipe_of(DP)}, world_size=2)
+    assert isinstance(found.value.user_error, MeshError)
+    assert not list(recipe_of(DP).checkpoint_folder.iterdir())
+
+
+def take_a_whole_row(recipe: Recipe) -> None:
+    """Compute a step on rows that ``own_tokens`` has not cut."""
+    with pool_world() as device:
+        stages = build_model(recipe, Mesh.build(recipe.mesh, device))
+        rows_BT = torch.arange(33).repeat(recipe.data.global_batch, 1)
+        positions_BT = torch.arange(32).expand(recipe.data.global_batch, 32)
+        compute_gradients(stages, Batch(rows_BT[:, :-1], rows_BT[:, 1:], positions_BT))
+
+
+def test_rows_that_are_not_cut_over_cp_are_refused(pool: Pool) -> None:
+    """Each rank would see the whole row twice, and the tokens that it has to predict."""
+    pool.run(take_a_whole_row, {"recipe": recipe_of(ALONE)}, world_size=1)
+    text = r"has 4 x 32 tokens, but a rank's share of the step is 64 tokens: .* Stages\.own_tokens"
+    with pytest.raises(WorkerError, match=text) as found:
+        pool.run(take_a_whole_row, {"recipe": recipe_of(CP)}, world_size=2)
+    assert isinstance(found.value.user_error, DataError)
 
 
 class LiveBatches(CountedBatches):

@@ -102,8 +102,10 @@ def unshard_sequence(
     Collectives: one all-gather; this rank sends (size - 1) times the bytes of ``x``.
 
     Raises:
-        ValueError: ``x`` has an odd number of tokens, but the order is balanced.
+        ValueError: ``x`` has an odd number of tokens, but the order is balanced; or a gradient.
     """
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError("x would lose its gradient: use x.detach(), or a loss of the parts")
     if balanced and group.size() > 1 and x.shape[dim] % 2:
         raise ValueError(
             f"{x.shape[dim]} tokens a rank are not two chunks, as shard_sequence cuts them; "

@@ -55,6 +55,8 @@ def check_refusals() -> None:
             ownership.shard_sequence(torch.ones(5), 0, group, balanced=False)
         with pytest.raises(ValueError, match="5 tokens a rank are not two chunks"):
             ownership.unshard_sequence(torch.ones(5), 0, group)
+        with pytest.raises(ValueError, match=r"x would lose its gradient: use x\.detach\(\)"):
+            ownership.unshard_sequence(torch.ones(4, requires_grad=True), 0, group)
 
 
 def test_lengths_that_do_not_divide_are_refused(pool: Pool) -> None:
