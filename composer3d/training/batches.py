@@ -144,13 +144,14 @@ def require_step(stages: Stages, batch: Batch) -> None:
     mesh, step_tokens = stages.mesh, stages.modules[0].step_tokens
     if step_tokens is None or (mesh.sizes.cp == 1 and stages.balance is None):
         return
-    expected = step_tokens // (mesh.batch_ranks * mesh.sizes.cp)
+    batch_ranks = mesh.sizes.dp_replicate * mesh.sizes.dp_shard
+    expected = step_tokens // (batch_ranks * mesh.sizes.cp)
     if batch.tokens_BT.numel() != expected:
         rows, length = batch.tokens_BT.shape
         raise DataError(
             f"the batch of rank {mesh.rank} has {rows} x {length} tokens, but a rank's share of "
             f"the step is {expected:,} tokens: data.global_batch x data.seq_len / "
-            f"({mesh.batch_ranks} x mesh.cp = {mesh.sizes.cp}); cut rows with Stages.own_tokens"
+            f"({batch_ranks} x mesh.cp = {mesh.sizes.cp}); cut rows with Stages.own_tokens"
         )
 
 

@@ -149,11 +149,12 @@ class ProductCounter(OperatorCounter):
 def run_blocks(mode: str, *, shape: Any, defers: bool) -> Products:
     """Run forward and backward of the blocks of a model."""
     is_moe = isinstance(shape, MoeShape)
-    model = (MoeLlama if is_moe else Llama)(shape, device="cpu")
+    architecture = MoeLlama if is_moe else Llama
+    model = architecture(shape, device="cpu")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     plan = moe_plan(shape) if is_moe else sharding_plan(shape)
-    fit.check(model, plan)
+    fit.check(architecture(shape), plan)
     take_work = zero_bubble.defer_weight_grads(model, model.blocks) if defers else None
     checkpointing.apply(model.blocks, plan, MemoryTable(activation_checkpoint=mode))
     tokens = torch.arange(16).view(2, 8)
