@@ -193,7 +193,7 @@ class Checkpoints:
             is_main = self._stages.mesh.rank == 0
             self._store.assets = process_group.on_all("assets", find if is_main else dict)
         state = self._batches.state_dict()
-        # Rank 0 saves its own, and each rank of another layout loads that.
+        # Rank 0 saves its state, and every rank loads that one.
         process_group.check_same_table("the state of the batches", _texts(state))
         self._store.save(self._manifest(step, state), self._stages, self._optimizer)
         self._goes_on = True

@@ -102,7 +102,7 @@ def unshard_sequence(
     Collectives: one all-gather; this rank sends (size - 1) times the bytes of ``x``.
 
     Raises:
-        ValueError: ``x`` has an odd number of tokens, but the order is balanced; or a gradient.
+        ValueError: ``x`` requires a gradient, or has an odd number of tokens in balanced order.
     """
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError("x would lose its gradient: use x.detach(), or a loss of the parts")
